@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megamix.train.metrics import TAGS, StepMetrics, format_lines
+from megamix.report.metrics import TAGS, StepMetrics, format_lines
 
 DOCS = Path(__file__).parent
 RUNS = [DOCS / "example_runs/quickstart", DOCS / "example_runs/quarter_batch"]
@@ -60,7 +60,7 @@ def with_console(page: str, parts: tuple[tuple[int, int], ...]) -> str:
 
 def draw(folder: Path) -> None:
     """Write what `megamix plot` draws, smaller."""
-    from megamix.train.plot import compared, figures, read_history
+    from megamix.report.plot import compared, figures, read_history
 
     runs = {run.name: read_history(run) for run in RUNS}
     drawn = figures(RUNS[0].name, runs[RUNS[0].name]) | {"compared": compared(runs)}

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from megamix import schedules
 
 if TYPE_CHECKING:
-    from megamix.auditing.audit import audit
     from megamix.checkpoint.checkpoints import Checkpoints
     from megamix.comm.starters import start_ranks
     from megamix.comm.topology import Topology
+    from megamix.inspect.records import record
     from megamix.mixed_precision.adamw import AdamW
     from megamix.mixed_precision.engine import ShardedEngine
     from megamix.mixed_precision.headroom import HeadroomLossScale
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from megamix.mixed_precision.nag import NAG
     from megamix.mixed_precision.observer import StepObserver
     from megamix.mixed_precision.optimizers import Optimizer, ParamGroup
-    from megamix.mixed_precision.records import record
     from megamix.mixed_precision.settings import Precision, Sharding
     from megamix.mixed_precision.step import StepResult
-    from megamix.verify.trainer import ForeignTrainer
+    from megamix.tools.audit.audit import audit
+    from megamix.tools.verify.trainer import ForeignTrainer
 
 _STAGES = ("engine", "settings", "step", "loss_scale", "headroom", "optimizers", "adamw", "nag", "muon")
-_HOMES = (*(f"mixed_precision.{stage}" for stage in _STAGES), "mixed_precision.records", "checkpoint.checkpoints")
-_HOMES += ("comm.topology", "comm.starters", "verify.trainer", "auditing.audit")
+_HOMES = (*(f"mixed_precision.{stage}" for stage in _STAGES), "inspect.records", "checkpoint.checkpoints")
+_HOMES += ("comm.topology", "comm.starters", "tools.verify.trainer", "tools.audit.audit")
 
 __all__ = ["NAG", "AdamW", "Checkpoints", "DeepSpeedLossScale", "DynamicLossScale", "ForeignTrainer"]
 __all__ += ["HeadroomLossScale", "LossScale", "MegatronLossScale", "Muon", "Optimizer", "ParamGroup", "Precision"]

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megamix.arguments import Parser, add_config, add_verb, check_plugins, lines_told
-from megamix.auditing.command import add_audit
 from megamix.checkpoint.folder import checkpoints_at, folder_of
 from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config, override_meant
 from megamix.data import import_extra
-from megamix.doctor.command import add_doctor
 from megamix.durable import unwritable
-from megamix.hub.verbs import add_verbs
+from megamix.hub.command import add_verbs
 from megamix.machine import has_gpu, keep_freed_memory, many_imports, tell_torch
-from megamix.plan.command import fit_line, memory_of_check, plan_lines
-from megamix.plan.least_memory import memory_problem
 from megamix.plugins import PluginError, import_plugins
+from megamix.run.least_memory import memory_problem
 from megamix.supervise.console import (
     drop_unwritten,
     open_streams,
@@ -32,7 +29,11 @@ from megamix.supervise.console import (
 )
 from megamix.supervise.run_lock import refuse_held
 from megamix.supervise.status import EndedEarlyError
-from megamix.verify.verb import add_verify
+from megamix.tools.audit.command import add_audit
+from megamix.tools.doctor.command import add_doctor
+from megamix.tools.plan.command import fit_line, plan_lines
+from megamix.tools.plan.limits import memory_of_check
+from megamix.tools.verify.command import add_verify
 
 if TYPE_CHECKING:
     from megamix.mixed_precision.engine import ShardedEngine
@@ -197,8 +198,8 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
     """Return what `train --check` says of a job in which it finds no mistake, for the ranks of this environment. `tell`
     gets a line of each thing that trains and is seldom meant. Raises: ConfigError.
     """
-    from megamix.train.run_folder import check
-    from megamix.train.same_run import outlook
+    from megamix.run.resume_rules import outlook
+    from megamix.run.run_folder import check
 
     told = check(config, tell)
     if arguments.check:
@@ -217,7 +218,7 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.check:
         say_on_first_rank(outlook_of(arguments, config, say_on_first_rank))
         return
-    from megamix.train.run_folder import check
+    from megamix.run.run_folder import check
 
     check(config, say_on_first_rank, starts=True)
     _tell_torch(config)
@@ -243,7 +244,7 @@ def _tell_torch(config: Config) -> None:
 def _memory_line(config: Config, engine: ShardedEngine) -> str:
     """Planned against measured: a job says it, and goes without where the planner cannot be imported."""
     try:
-        from megamix.plan.memory_plan import memory_line
+        from megamix.tools.plan.memory_plan import memory_line
     except ImportError as error:
         return f"memory | NOT compared with what was planned: {error}"
     return memory_line(config, engine)
@@ -277,7 +278,7 @@ def _prepare(arguments: argparse.Namespace) -> Iterator[str]:
 
 def _plot(arguments: argparse.Namespace) -> Iterator[str]:
     import_extra("matplotlib", "plot")
-    from megamix.train.plot import plot
+    from megamix.report.plot import plot
 
     return plot(arguments.runs)
 
@@ -289,11 +290,11 @@ def _checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.action == "restore":
         for folder in (arguments.path, *arguments.path.absolute().parents[:2]):  # one of them is a run's, if any is
             refuse_held(folder)
-    from megamix.checkpoint import commands
-    from megamix.train.saved_run import check_if_run
+    from megamix.checkpoint import actions
+    from megamix.run.run_record import check_if_run
 
     paths = [getattr(arguments, name) for name in ("path", "other", "output") if name in arguments]
-    action: Callable[..., Iterator[str]] = getattr(commands, arguments.action)
+    action: Callable[..., Iterator[str]] = getattr(actions, arguments.action)
     return action(*paths, check_if_run)
 
 
@@ -310,7 +311,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         )
     if problems:
         raise ConfigError(problems, "flags")
-    from megamix.bench.command import run
+    from megamix.tools.bench.benches import run
 
     run(arguments.layout or arguments.what, arguments.rounds, arguments.output, as_json=arguments.json)
 

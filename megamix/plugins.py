@@ -114,7 +114,7 @@ def register_reader(suffix: str, read: Callable[..., Any]) -> None:
 
 
 def register_tracker(name: str, section: type[Section], build: Callable[..., Any]) -> None:
-    """A table [metrics.NAME] with the section's keys, which turns it on. See `megamix.train.trackers.Tracker`."""
+    """A table [metrics.NAME] with the section's keys, which turns it on. See `megamix.report.trackers.Tracker`."""
     TRACKERS.register(name, section, build)
 
 

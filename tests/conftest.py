@@ -78,7 +78,7 @@ def processes() -> None:
     """This one has one thread; ranks inherit what tests import, and programs count no lines."""
     import torch
 
-    from megamix import ranks
+    from megamix.tools import ranks
 
     torch.set_num_threads(1)
     ranks.PRELOADED.append("tests.train.fresh_ranks")  # and what that imports: pytest, a job's command line
@@ -120,9 +120,9 @@ def doors(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     """`run_ranks(case, world_size, *args)` runs a top-level function on real Gloo ranks: a pool per world size, started
-    when first asked for (megamix/ranks.py). A case that fails in a rank fails the test by the rank's name.
+    when first asked for (megamix/tools/ranks.py). A case that fails in a rank fails the test by the rank's name.
     """
-    from megamix.ranks import RankPool
+    from megamix.tools.ranks import RankPool
 
     pools: dict[int, RankPool] = {}
 

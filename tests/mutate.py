@@ -35,11 +35,14 @@ ROOT = Path(__file__).parents[1]
 COPIED = ["megamix", "tests", "docs", "configs", "launch", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"]
 # Each room of the package, and the folders of the tests that must notice.
 ROOMS = {
-    "mixed_precision": ["mixed_precision", "distributed"],
+    "mixed_precision": ["mixed_precision", "distributed", "inspect"],
     "checkpoint": ["checkpoint"],
     "train": ["train"],
-    "supervise": ["supervise", "train"],
-    "diagnosis": ["diagnosis", "train"],
+    "run": ["run", "train"],
+    "report": ["report"],
+    "builders": ["builders", "train"],
+    "supervise": ["supervise", "train", "run"],
+    "inspect": ["inspect", "train"],
 }
 LIMIT_S = 180.0  # of one mutant's tests
 HANGS_S = 60.0  # no test of these rooms takes as long

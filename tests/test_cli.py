@@ -110,14 +110,16 @@ def test_a_rank_that_torchrun_leaves_alone_with_its_mistake_says_it(capsys, monk
 def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Config] = []
     checked: list[Config] = []
-    job, preflight, ahead = (ModuleType(f"megamix.train.{name}") for name in ("job", "run_folder", "same_run"))
+    job, preflight, ahead = (
+        ModuleType(f"megamix.{name}") for name in ("train.job", "run.run_folder", "run.resume_rules")
+    )
     monkeypatch.setattr(job, "run_job", lambda config, memory_line: ran.append(config), raising=False)
     nothing = "no problems"
     monkeypatch.setattr(preflight, "check", lambda config, *_, **__: checked.append(config) or nothing, raising=False)
     monkeypatch.setattr(ahead, "outlook", lambda config: "a new run", raising=False)
-    monkeypatch.setitem(sys.modules, "megamix.train.same_run", ahead)
+    monkeypatch.setitem(sys.modules, "megamix.run.resume_rules", ahead)
     monkeypatch.setitem(sys.modules, "megamix.train.job", job)
-    monkeypatch.setitem(sys.modules, "megamix.train.run_folder", preflight)
+    monkeypatch.setitem(sys.modules, "megamix.run.run_folder", preflight)
     assert main(["train", QUICKSTART, "training.steps=90", "--check"]) == 0
     assert ([config.training.steps for config in checked], ran) == ([90], [])
     assert main(["train", QUICKSTART, "training.steps=100"]) == 0

@@ -10,7 +10,7 @@ import pytest
 
 import megamix
 import megamix.mixed_precision
-from megamix.train.metrics import TAGS, LayerPrecision
+from megamix.report.metrics import TAGS, LayerPrecision
 from tests.promises import with_table
 
 ROOT = Path(__file__).parents[1]

@@ -38,11 +38,11 @@ LACKS = {
 # The engine itself, and where `engine` is something else.
 OTHERS = {
     "megamix/mixed_precision/engine.py": "itself",
-    "megamix/bench/ranks.py": "a side of a bench",
-    "megamix/plan/": "the bytes of one",
-    "tests/plan/test_command.py": "the bytes of one",
+    "megamix/tools/bench/ranks.py": "a side of a bench",
+    "megamix/tools/plan/": "the bytes of one",
+    "tests/tools/plan/test_command.py": "the bytes of one",
     "tests/test_studies.py": "a curve of a study",
-    "tests/verify/packages.py": "DeepSpeed's",
+    "tests/tools/verify/packages.py": "DeepSpeed's",
 }
 
 
@@ -179,10 +179,10 @@ BY_NUMBER = {
     "megamix/mixed_precision/flat_layout.py": "gives the numbers",
     "megamix/mixed_precision/matrix_layout.py": "says by numbers in which buckets a matrix lies",
     "megamix/mixed_precision/bucket.py": "takes its number from the layout",
-    "megamix/plan/": "adds up bytes where there are no buckets",
+    "megamix/tools/plan/": "adds up bytes where there are no buckets",
     "megamix/clock.py": "lower than the room of the buckets: a number says which one a transfer was of",
     "megamix/comm/timeline.py": "likewise",
-    "megamix/train/profiling.py": "reads what a timeline says",
+    "megamix/report/profiling.py": "reads what a timeline says",
 }
 
 

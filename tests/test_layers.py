@@ -18,6 +18,7 @@ LAYER = {
     "machine": 0,
     "names": 0,
     "schedules": 0,
+    "tools": 0,  # an empty `__init__.py`; each tool is a room
     "config": 1,
     "comm": 1,
     "mixed_precision": 2,
@@ -26,56 +27,104 @@ LAYER = {
     "model": 3,
     "parallel": 4,
     "supervise": 4,
-    "diagnosis": 5,
-    "train": 6,
-    "ranks": 6,
-    "arguments": 6,
-    "plan": 7,
-    "bench": 7,
-    "verify": 7,
-    "auditing": 8,
+    "builders": 5,
+    "inspect": 5,
+    "arguments": 5,
+    "run": 6,
+    "report": 7,
     "hub": 7,
-    "doctor": 8,
-    "cli": 9,
-    "pretrain": 10,
-    "__main__": 10,
-    "__init__": 10,  # the facade: re-exports, imported by nobody inside
+    "tools.plan": 7,
+    "train": 8,
+    "tools.ranks": 8,
+    "tools.verify": 9,
+    "tools.bench": 9,
+    "tools.audit": 10,
+    "tools.doctor": 10,
+    "command": 11,  # the verbs: each `command.py`, in whatever room it lies
+    "cli": 12,
+    "pretrain": 13,
+    "__main__": 13,
+    "__init__": 13,  # the facade: re-exports, imported by nobody inside
 }
 # Lower by number, yet strangers: only parallel and train bring the two together.
 STRANGERS = {("model", "mixed_precision")}
 
 
-def imported_rooms(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
-    """Line and room (the name behind `megamix.`) of every import; `package` is the file's own package."""
-    for node in ast.walk(tree):
+def room_of(name: str) -> str:
+    """The room of a dotted name behind `megamix.`; "" is the facade's."""
+    parts = name.split(".")
+    if "command" in parts:
+        return "command"
+    return ".".join(parts[:2]) if parts[0] == "tools" else parts[0] or "__init__"
+
+
+def module_of(path: Path, package: Path) -> str:
+    """The module's name behind `megamix.`; "" for the facade."""
+    return ".".join(path.relative_to(package).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+def imported_names(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Line and name behind `megamix.` of every import in a file: a module's, with the name that is taken from it."""
+    folder = ["megamix", *path.relative_to(package).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
+            above = folder[: len(folder) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "megamix" else [module]
+            names = [f"{module}.{alias.name}" for alias in node.names]
         else:
             continue
         for name in names:
             root, _, rest = name.partition(".")
             if root == "megamix":
-                yield node.lineno, rest.partition(".")[0] or "__init__"
+                yield node.lineno, rest
 
 
 def violations(package: Path) -> list[str]:
     found = []
     for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package).with_suffix("").parts
-        here = parts[0]
-        for line, there in imported_rooms(ast.parse(path.read_text()), ["megamix", *parts[:-1]]):
-            lower = LAYER.get(there, 99) < LAYER[here] and (here, there) not in STRANGERS
-            if here != there and not lower:
+        here = room_of(module_of(path, package))
+        is_product = LAYER[here] < LAYER["command"] and not here.startswith("tools")
+        for line, name in imported_names(path, package):
+            there = room_of(name)
+            inside = here == there != "command"
+            is_lower = LAYER.get(there, 99) < LAYER[here] and (here, there) not in STRANGERS
+            if not inside and (not is_lower or (is_product and there.startswith("tools"))):
                 found.append(f"{path.relative_to(package)}:{line} {here} imports {there}")
-    return found
+    return sorted(set(found))
+
+
+def module_imports(package: Path) -> dict[str, set[str]]:
+    """The modules that each module imports, anywhere in its text."""
+    paths = {module_of(path, package): path for path in package.rglob("*.py")}
+    imports: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names = {name for _, name in imported_names(path, package)}
+        imports[module] = {name if name in paths else name.rpartition(".")[0] for name in names} & {*paths}
+    return imports
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules of which each imports the next, and the last one the first; empty if there are none."""
+    done: set[str] = set()
+
+    def walk(module: str, above: list[str]) -> list[str]:
+        if module in above:
+            return above[above.index(module) :]
+        found = next((it for there in sorted(imports[module] - done) if (it := walk(there, [*above, module]))), [])
+        done.add(module)
+        return found
+
+    return next((found for module in sorted(imports) if (found := walk(module, []))), [])
 
 
 def test_imports_go_from_a_higher_layer_to_a_lower_one() -> None:
     assert violations(PACKAGE) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle(module_imports(PACKAGE)) == []
 
 
 # Whoever may write what these read runs code as who reads it. torch's `*_object` collectives unpickle what peers send.
@@ -107,7 +156,7 @@ def unpickling(package: Path) -> list[str]:
 
 def test_nothing_unpickles_what_a_file_or_a_peer_says() -> None:
     # Between a program and the ranks that it has started, over their own pipe, as multiprocessing itself does.
-    assert [place.partition(":")[0] for place in unpickling(PACKAGE)] == ["ranks.py"]
+    assert [place.partition(":")[0] for place in unpickling(PACKAGE)] == ["tools/ranks.py"]
 
 
 @pytest.mark.parametrize(
@@ -128,16 +177,16 @@ def test_planted_pickle_is_found(tmp_path: Path, line: str) -> None:
 
 
 def test_every_room_has_a_layer() -> None:
-    rooms = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
-    assert rooms == set(LAYER)
+    assert {room_of(module_of(path, PACKAGE)) for path in PACKAGE.rglob("*.py")} == set(LAYER)
 
 
 def test_the_design_page_draws_the_rooms_as_they_are() -> None:
     page = (PACKAGE.parent / "docs/design.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| `megamix/(\w+)(?:\.py|/)` \|", page, flags=re.MULTILINE)
-    assert {room: int(layer) for layer, room in rows} == {
-        room: layer for room, layer in LAYER.items() if not room.startswith("__")
+    rows = re.findall(r"^\| (\d+) \| `megamix/([\w/]+)(?:\.py|/)` \|", page, flags=re.MULTILINE)
+    assert {room.replace("/", "."): int(layer) for layer, room in rows} == {
+        room: layer for room, layer in LAYER.items() if room not in ("command", "tools") and not room.startswith("__")
     }
+    assert f"| {LAYER['command']} | each room's `command.py` |" in page
 
 
 @pytest.mark.parametrize(
@@ -153,6 +202,12 @@ def test_the_design_page_draws_the_rooms_as_they_are() -> None:
         ("mixed_precision/a.py", "def f():\n    from megamix.model import gpt", "mixed_precision imports model"),
         ("train/a.py", "import megamix", "train imports __init__"),
         ("train/a.py", "from megamix.unheard import x", "train imports unheard"),
+        ("train/a.py", "from megamix.tools import ranks", "train imports tools.ranks"),
+        ("train/a.py", "from megamix.tools.plan.limits import x", "train imports tools.plan"),
+        ("tools/plan/a.py", "from megamix.train.job import run_job", "tools.plan imports train"),
+        ("tools/bench/a.py", "from megamix.tools.doctor import cards", "tools.bench imports tools.doctor"),
+        ("hub/a.py", "from megamix.hub import command", "hub imports command"),
+        ("train/command.py", "from megamix.tools.plan.command import x", "command imports command"),
     ],
 )
 def test_planted_violation_is_found(tmp_path: Path, file: str, line: str, want: str) -> None:
@@ -170,7 +225,11 @@ def test_planted_violation_is_found(tmp_path: Path, file: str, line: str, want: 
         ("train/a.py", "from megamix.model.gpt import GPT"),
         ("train/a.py", "from megamix.mixed_precision import engine"),
         ("train/a.py", "from . import b"),
-        ("cli.py", "from megamix import bench"),
+        ("cli.py", "from megamix.tools import bench"),
+        ("cli.py", "from megamix.hub import command"),
+        ("train/command.py", "from megamix.tools.plan.limits import x"),
+        ("tools/doctor/a.py", "from megamix.tools.bench import sides"),
+        ("tools/verify/__init__.py", "from megamix.tools import ranks"),
         ("comm/a.py", "from megamixer import data"),
     ],
 )
@@ -179,6 +238,19 @@ def test_allowed_import_passes(tmp_path: Path, file: str, line: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{line}\n")
     assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["import megamix.data.b", "from megamix.data import b", "from . import b", "def f():\n    from .b import x"]
+)
+def test_planted_circle_is_found(tmp_path: Path, line: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.py").write_text(f"{line}\n")
+    (tmp_path / "data/b.py").write_text("from megamix.data.c import x, y\n")
+    (tmp_path / "data/c.py").write_text("import torch\n")
+    assert circle(module_imports(tmp_path)) == []
+    (tmp_path / "data/c.py").write_text("from megamix.data import a\n")
+    assert circle(module_imports(tmp_path)) == ["data.a", "data.b", "data.c"]
 
 
 def test_config_and_cli_load_no_torch_and_no_numpy() -> None:
@@ -217,8 +289,7 @@ def test_a_stage_imports_no_later_one() -> None:
 
 
 def test_what_a_step_tells_imports_no_stage() -> None:
-    tree = ast.parse((PACKAGE / "mixed_precision/step.py").read_text())
-    assert [*imported_rooms(tree, ["megamix", "mixed_precision"])] == []
+    assert [*imported_names(PACKAGE / "mixed_precision/step.py", PACKAGE)] == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megamix import AdamW
+from megamix.builders.objects import build_optimizer
 from megamix.checkpoint.manifest import RunRecord, read_manifest
 from megamix.cli import main
 from megamix.config import (
@@ -40,9 +41,8 @@ from megamix.plugins import (
     register_source,
     register_tracker,
 )
-from megamix.train.build import build_optimizer
-from megamix.train.same_job import RankGroup, differences, started_with
-from megamix.train.same_run import changes
+from megamix.run.ranks_agree import RankGroup, differences, started_with
+from megamix.run.resume_rules import changes
 from tests.checkpoint.seal import edit
 from tests.test_config_errors import GOOD, Tree, changed, problems_of
 from tests.train.jobs import run_on_ranks

@@ -21,8 +21,8 @@ from megamix import AdamW
 from megamix.config import Config, load_config
 from megamix.model.family import parameter_count
 from megamix.plugins import OPTIMIZERS
+from megamix.report.plot import read_history
 from megamix.train.job import run_job
-from megamix.train.plot import read_history
 
 SETTINGS = (
     "precision.dtype=bf16", "training.micro_batch_size=1", "training.global_batch_size=1", "training.eval_interval=0",

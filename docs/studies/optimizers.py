@@ -25,8 +25,8 @@ import study
 from megamix import Muon
 from megamix.config import load_config
 from megamix.plugins import OPTIMIZERS
+from megamix.report.plot import read_history
 from megamix.train.job import run_job
-from megamix.train.plot import read_history
 
 KEPT = study.FIGURES / "optimizers.json"
 SETTINGS = (

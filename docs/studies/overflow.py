@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import study
 
 from megamix.config import Config, load_config
-from megamix.diagnosis.overflows import GaveUpError
+from megamix.inspect.overflows import GaveUpError
 from megamix.model.family import parameter_count
-from megamix.train.batch_plan import Fate
+from megamix.report.plot import RunHistory, read_history
+from megamix.run.batch_plan import Fate
 from megamix.train.job import run_job
-from megamix.train.plot import RunHistory, read_history
 
 SETTINGS = (
     "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2",

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import study
 import torch
 
-from megamix.bench.report import paired_ratio, show, spread
-from megamix.bench.update_bench import COMPILED, GPT_20M, LIBRARY, LIBRARY_STATS, STATS, UpdateRank
 from megamix.config import ModelConfig
+from megamix.tools.bench.report import paired_ratio, show, spread
+from megamix.tools.bench.update_bench import COMPILED, GPT_20M, LIBRARY, LIBRARY_STATS, STATS, UpdateRank
 
 TINY = ModelConfig(vocab_size=512, seq_len=64, hidden_size=64, num_layers=2, num_heads=2)
 COPY = "an FP32 copy, for comparison"

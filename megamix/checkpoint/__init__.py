@@ -11,5 +11,5 @@ verify       a checkpoint found good, or what is wrong with it; its states piece
 load         the newest good checkpoint, into an engine of any layout, verified on the way
 checkpoints  both for a program of one's own, as one object
 export_dcp   a checkpoint as a folder of torch.distributed.checkpoint
-commands     what `megamix checkpoint` prints: lists, verdicts, differences
+actions      what `megamix checkpoint` prints: lists, verdicts, differences
 """

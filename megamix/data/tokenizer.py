@@ -1,7 +1,6 @@
 """Tokenizers: text to token ids, one token ends each document. `open_tokenizer` opens what `megamix prepare` wrote."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megamix.data import import_extra
+from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer_bulk import BulkEncoder
+from megamix.data.tokenizer_kinds import ByteTokenizer, SentencePieceTokenizer
 from megamix.durable import write_text
 
 if TYPE_CHECKING:
@@ -23,47 +24,11 @@ CONFIG_NAME = "tokenizer_config.json"  # beside a tokenizer.json, by Hugging Fac
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 
 
-class TextTokenizer(ABC):
-    """What every kind of tokenizer can do."""
-
-    file_name = "tokenizer.json"  # in the folder of prepare
-    vocab_size: int
-    end_token: str  # ends a document
-    end_of_text: int  # its id
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a piece of text, without an end."""
-
-    @abstractmethod
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, those that mean nothing left out."""
-
-    @abstractmethod
-    def save(self, path: Path) -> None:
-        """Write the tokenizer's file."""
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of the beginning of a text, with what the tokenizer puts in front of one."""
-        return self.encode(text)
-
-    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Return the token ids of each document, the end token last."""
-        end = self.end_of_text
-        return [np.array([*self.encode(text), end], dtype=np.int64) for text in texts]
-
-    def speed_up(self, sample: Sequence[str]) -> bool:
-        """Encode by a faster library from now on, if one gives equal ids on the sample; tell whether that is so."""
-        return True
-
-
 def open_tokenizer(path: Path, end_token: str | None = None) -> TextTokenizer:
     """Open a tokenizer.json of any kind, or SentencePiece's .model. `end_token`: not the one that the files name.
 
     Raises: ValueError if the file is missing or no tokenizer, or the package that reads it is not installed.
     """
-    from megamix.data.tokenizer_kinds import ByteTokenizer, SentencePieceTokenizer
-
     if path.suffix == ".model":
         return SentencePieceTokenizer(path, end_token)
     if ByteTokenizer.wrote(path) and end_token in (None, END_OF_TEXT):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megamix.data import import_extra
-from megamix.data.tokenizer import TextTokenizer
+from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer_bulk import byte_alphabet
 from megamix.durable import write_text, written_aside
 

@@ -7,5 +7,5 @@ tokenizer_files  what belongs to a tokenizer, and which tokens end a text
 convert          a Hugging Face folder becomes a checkpoint that a run can begin from, a model a Hugging Face folder
 source           a model by its path: a run, a checkpoint, a Hugging Face folder; weights that are NaN or inf
 evaluate         perplexity of a token file, and lm-eval-harness on the export
-verbs            what `megamix import`, `export`, `generate` and `evaluate` take and print
+command          what `megamix import`, `export`, `generate` and `evaluate` take and print
 """

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megamix.builders.objects import DTYPES
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import CHECKPOINTS, Files, new_folder
 from megamix.checkpoint.manifest import MASTER, UNTRAINED, LayoutRecord, Manifest, ParamRecord, RunRecord
@@ -29,7 +30,6 @@ from megamix.hub.source import Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
 from megamix.model.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megamix.model.family import family_of
-from megamix.train.build import DTYPES
 
 T = TypeVar("T")
 

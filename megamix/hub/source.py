@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from megamix.builders.objects import DTYPES
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import MASTER, DamagedCheckpoint, naming
@@ -24,8 +25,7 @@ from megamix.hub.tokenizer_files import tokenizer_in
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of, section_of
 from megamix.model.formats import first_problem, shown
-from megamix.train.build import DTYPES
-from megamix.train.saved_run import check_if_run, check_params
+from megamix.run.run_record import check_if_run, check_params
 
 log = logging.getLogger("megamix")
 ALLOW = "--allow-non-finite"

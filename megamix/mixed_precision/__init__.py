@@ -5,7 +5,6 @@ loss_scale     the power of two that keeps small gradients representable: consta
 headroom       the same, found by measuring
 settings       what a user chooses
 step           how far a step is, and what it tells when it is over
-records        what a forward or a loss reports beside its result
 
 Where things lie:
 flat_layout    where parameters lie: buckets, optimizer spans, padding (arithmetic only)
@@ -42,8 +41,4 @@ unit_gather    in place of param_gather: a unit's half parameters, for its forwa
 moving_buffers  running statistics, which a step that is skipped leaves as they were
 examination    on demand: the same step looked at closely
 engine         the conductor
-
-Around the engine, on demand:
-replicas       is every half parameter, on every rank, still the cast of its master?
-culprits       after an overflow: which parameter, rank and micro-batch
 """

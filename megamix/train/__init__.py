@@ -1,1 +1,7 @@
-"""The job: schedule, metrics and the trainer that puts data, model and the mixed-precision engine together."""
+"""The job: it puts data, model and the mixed-precision engine together, and trains.
+
+compiler  torch's compiler, loaded before the ranks meet
+batches   this rank's part of global batches, trained on or evaluated
+trainer   the training loop, top to bottom
+job       a whole job on this rank, from joining the others to leaving the folder
+"""

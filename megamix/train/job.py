@@ -14,17 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamix.builders.data import check_unchanged, training_source, validation_source
+from megamix.builders.objects import build_engine, build_passes, plan_pipeline
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import NotMetError, Topology, leave_ranks, local_device, meet_ranks, side_store
 from megamix.config import Config, ConfigError, config_to_toml, grad_accum_steps
 from megamix.data.loader import BatchLoader
-from megamix.diagnosis.overflows import GaveUpError
+from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.model.family import parameter_count
 from megamix.parallel.build import build_model, drawn, undrawn
 from megamix.parallel.stages import describe_stages
+from megamix.report.interval_report import IntervalReport, mfu_per_token_rate
+from megamix.report.metrics import MetricsWriter, cut_logs
+from megamix.report.trackers import start_trackers
+from megamix.run import run_folder
+from megamix.run.checkpointing import RunCheckpoints
+from megamix.run.ranks_agree import known_data
+from megamix.run.results import write_results
+from megamix.run.resume import Start, find_start, load_start
+from megamix.run.resume_rules import no_step_left
 from megamix.supervise.console import Console, say, say_phase
 from megamix.supervise.liveness import Position, RollCall
 from megamix.supervise.run_lock import run_lock
@@ -39,17 +50,6 @@ from megamix.supervise.status import (
     signals_noted,
 )
 from megamix.supervise.watchdog import Watchdog, early_end
-from megamix.train import run_folder
-from megamix.train.build import build_engine, build_passes, plan_pipeline
-from megamix.train.build_data import check_unchanged, training_source, validation_source
-from megamix.train.checkpointing import RunCheckpoints
-from megamix.train.metrics import MetricsWriter, cut_logs
-from megamix.train.report import IntervalReport, mfu_per_token_rate
-from megamix.train.results import write_results
-from megamix.train.resume import Start, find_start, load_start
-from megamix.train.same_job import known_data
-from megamix.train.same_run import no_step_left
-from megamix.train.trackers import start_trackers
 from megamix.train.trainer import MakeTrainer, MemoryLine, Trainer
 
 # Until which a rank that has written its share waits for the slowest one, if that gets on; else the watchdog ends it.
@@ -79,7 +79,8 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
                 job.console.close()
                 # Who was asked to leave has no time, and comes back.
                 if early is None or isinstance(early, GaveUpError):
-                    write_results(config, trainer.engine, job.console, early, trainer.writer)
+                    tell_text = None if trainer.writer is None else trainer.writer.text
+                    write_results(config, trainer.engine, job.console, early, tell_text)
             if early is not None:
                 raise early
     return valid_loss

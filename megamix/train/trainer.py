@@ -10,24 +10,24 @@ from functools import partial
 import numpy as np
 import torch
 
+from megamix.builders.objects import build_loss_scale
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, mix64
-from megamix.diagnosis.overflows import GaveUpError, OverflowHistory
+from megamix.inspect.overflows import GaveUpError, OverflowHistory
+from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.replicas import check_replicas
 from megamix.mixed_precision.step import Examination
 from megamix.parallel.passes import MicroBatch, Passes
+from megamix.report.interval_report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
+from megamix.report.metrics import DETAILED_EVERY, MetricsWriter, format_lines
+from megamix.report.profiling import Profiling
+from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
+from megamix.run.checkpointing import RunCheckpoints
+from megamix.run.run_record import Progress
 from megamix.supervise.console import Console, folded, format_scale
 from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError, SaveFailedError, leaves
-from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.train.batches import RankBatches, Validation
-from megamix.train.build import build_loss_scale
-from megamix.train.checkpointing import RunCheckpoints
-from megamix.train.metrics import DETAILED_EVERY, MetricsWriter, format_lines
-from megamix.train.profiling import Profiling
-from megamix.train.report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
-from megamix.train.saved_run import Progress
 
 MEMORY_AT_UPDATE = 2  # all that lives from step to step is there by then
 

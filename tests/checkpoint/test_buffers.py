@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megamix import AdamW, Precision, ShardedEngine
-from megamix.checkpoint.commands import diff
+from megamix.checkpoint.actions import diff
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save

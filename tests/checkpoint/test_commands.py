@@ -13,7 +13,7 @@ import pytest
 
 from megamix.checkpoint.folder import checkpoints
 from megamix.cli import main
-from megamix.train.run_folder import folder_problems
+from megamix.run.run_folder import folder_problems
 from tests.checkpoint.state import save_steps
 from tests.train.jobs import tiny_job
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from megamix import NAG, ShardedEngine
 from megamix.checkpoint import boxes, verify
-from megamix.checkpoint.commands import changes, diff, differences
+from megamix.checkpoint.actions import changes, diff, differences
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import owned_parts, take_snapshot

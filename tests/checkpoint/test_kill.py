@@ -13,7 +13,7 @@ import pytest
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import RunRecord
 from megamix.mixed_precision.settings import Shard
-from megamix.ranks import RankFailure, RankPool
+from megamix.tools.ranks import RankFailure, RankPool
 from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
 from tests.checkpoint.state import fill, make_engine, make_saver, resume, save_steps, together_of
 from tests.conftest import FULL

@@ -8,8 +8,8 @@ import numpy as np
 from megamix.data.sampler import BlendStage, micro_batches
 from megamix.data.source import BlendedSource, MarkovSource, TokenFileSource, TokenSpan
 from megamix.data.token_file import TokenFile, TokenFileWriter
-from megamix.train.batch_plan import BatchPlan, PlanState
-from megamix.train.saved_run import Progress
+from megamix.run.batch_plan import BatchPlan, PlanState
+from megamix.run.run_record import Progress
 from tests.conftest import FULL
 
 SEQ_LEN = 6

@@ -10,7 +10,8 @@ import pytest
 
 from megamix.data.prepare.corpus import named_corpus
 from megamix.data.prepare.tokenizer_choice import _PROBE, TokenizerChoice
-from megamix.data.tokenizer import END_OF_TEXT, TextTokenizer, Tokenizer, open_tokenizer, save_tokenizer
+from megamix.data.text_tokenizer import TextTokenizer
+from megamix.data.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer, save_tokenizer
 from megamix.data.tokenizer_bulk import BulkEncoder
 from megamix.data.tokenizer_kinds import ByteTokenizer
 from tests.conftest import FULL

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding, tuned
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.flat_layout import ROW
-from megamix.plan.engine_memory import EngineMemory
+from megamix.tools.plan.engine_memory import EngineMemory
 from tests.distributed.models import loss_of, make_batch, make_model
 
 

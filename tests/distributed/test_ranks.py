@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix.ranks import RankFailure, RankPool
+from megamix.tools.ranks import RankFailure, RankPool
 
 
 def _sum_of_ranks() -> int:
@@ -95,7 +95,7 @@ def test_groups_that_a_case_has_made_are_gone_in_the_next(run_ranks) -> None:
 
 _PARENT = """
 import os, time
-from megamix.ranks import RankPool
+from megamix.tools.ranks import RankPool
 pool = RankPool(2)
 print(*pool.call(os.getpid), flush=True)
 pool.call(time.sleep, 600.0)

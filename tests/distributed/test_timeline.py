@@ -16,7 +16,7 @@ from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.comm import timeline as timeline_module
 from megamix.comm.collectives import Pending
 from megamix.comm.timeline import Timeline, Transfer
-from megamix.train.profiling import Transfers
+from megamix.report.profiling import Transfers
 from tests.distributed.models import loss_of, make_batch, make_model
 
 

@@ -23,12 +23,12 @@ from megamix.model.layers import Linear, ParamRule
 from megamix.model.ops import Ops
 from megamix.parallel.build import build_model
 from megamix.parallel.stages import plan_stages
-from megamix.plan.activations import TracedWork, trace_stage
 from megamix.plugins import FAMILIES
+from megamix.run.run_folder import job_problems
+from megamix.tools.plan.activations import TracedWork, trace_stage
+from megamix.tools.verify import layout_lines
 from megamix.train.job import run_job
-from megamix.train.run_folder import job_problems
-from megamix.verify import command
-from tests.plan.test_activations import BATCH, _counted
+from tests.tools.plan.test_activations import BATCH, _counted
 from tests.train.jobs import SEQ_LEN, run_on_ranks, tiny_job, write_data
 
 PLUGIN = "tests.doors.family_plugin"
@@ -199,5 +199,5 @@ def test_plan_and_verify_know_it(run_ranks, folder: Path, monkeypatch, capsys) -
 
         return SimpleNamespace(call=call, on_gpus=on_gpus, close=lambda: None)
 
-    monkeypatch.setattr(command, "RankPool", pool)
+    monkeypatch.setattr(layout_lines, "RankPool", pool)
     assert main(["verify", str(path), "optimizer.compile=false", "--layouts", "dp2,tp2sp"]) == 0, capsys.readouterr()

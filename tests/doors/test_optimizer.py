@@ -21,7 +21,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding, tuned
-from megamix.checkpoint.commands import diff, verify
+from megamix.builders import objects
+from megamix.checkpoint.actions import diff, verify
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord, read_manifest
 from megamix.checkpoint.save import save
@@ -34,16 +35,15 @@ from megamix.mixed_precision.bucket import OwnedRange
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import States, UpdateScalars
 from megamix.parallel.build import build_model, drawn
-from megamix.plan import memory_plan
 from megamix.plugins import OPTIMIZERS
-from megamix.train import build
+from megamix.tools.plan import memory_plan
+from megamix.tools.verify import judge
+from megamix.tools.verify.observe import ObservedStep, observe
 from megamix.train.job import run_job
-from megamix.verify import judge
-from megamix.verify.observe import ObservedStep, observe
 from tests.checkpoint.state import together_of
 from tests.parallel.layouts import Case, Owned, assemble, states
+from tests.tools.verify.jobs import make_config
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
-from tests.verify.jobs import make_config
 
 STEPS, LR, DECAY = 3, 2.0**-6, 0.125
 PLUGIN = "tests.doors.optimizer_plugin"
@@ -257,7 +257,7 @@ def _observed(config: Config, name: str) -> tuple[list[ObservedStep], int, int]:
 
     owned_ranges = ShardedEngine.owned_ranges
     with (
-        mock.patch.object(build, "build_optimizer", built),
+        mock.patch.object(objects, "build_optimizer", built),
         mock.patch.object(memory_plan, "build_optimizer", built),
         mock.patch.object(ShardedEngine, "owned_ranges", note),
     ):

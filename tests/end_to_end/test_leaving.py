@@ -20,8 +20,8 @@ import pytest
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.config import Config, config_to_toml
-from megamix.ranks import DEADLINE_S
 from megamix.supervise.processes import children_of, process_start
+from megamix.tools.ranks import DEADLINE_S
 from tests.conftest import FULL
 from tests.programs import with_settings
 from tests.train.fresh_ranks import FreshRanks

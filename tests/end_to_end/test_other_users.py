@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from megamix.config import config_to_toml
-from megamix.ranks import DEADLINE_S, forkserver
 from megamix.supervise.processes import children_of
+from megamix.tools.ranks import DEADLINE_S, forkserver
 from tests.end_to_end.test_leaving import LAUNCH, ROOT, _config, _environment, _until
 from tests.network import ADDRESS, elsewhere, listening
 from tests.programs import with_settings

@@ -87,7 +87,7 @@ def test_a_run_that_gives_up_ends_with_a_status_of_its_own(tmp_path, capsys) -> 
     if FULL:
         result = _call("launch/pretrain.sh", *arguments, NPROC_PER_NODE="2")
         status, said = result.returncode, result.stderr
-    else:  # alone: launchers end as their ranks do, in tests/supervise/test_launch.py and tests/train/test_same_job.py
+    else:  # alone: launchers end as their ranks do, in tests/supervise/test_launch.py and tests/run/test_ranks_agree.py
         status, said = main(["train", *arguments]), capsys.readouterr().err
     assert status == 3, said
     assert said.count("megamix train: gave up after 4 attempts and 1 updates") == 1

@@ -24,7 +24,7 @@ import pytest
 
 from megamix.cli import main
 from megamix.config import load_config
-from megamix.doctor import command as doctor
+from megamix.tools.doctor import command as doctor
 from tests.conftest import FULL
 from tests.train.jobs import run_on_ranks
 
@@ -192,7 +192,8 @@ def test_every_command_of_the_readme_runs(
 ) -> None:
     monkeypatch.chdir(clone.root)
     if not FULL:
-        monkeypatch.setattr(doctor, "CPU_LIMIT_S", 0.0)  # what it measures is tested in tests/doctor and tests/gpu
+        # What it measures is tested in tests/tools/doctor and tests/gpu.
+        monkeypatch.setattr(doctor, "CPU_LIMIT_S", 0.0)
     config = _small(Path("configs/quickstart.toml").read_text(encoding="utf-8"), CONFIG_SMALLER)
     Path("small.toml").write_text(config, encoding="utf-8")
     Path("my_texts").mkdir()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megamix.ranks import RankPool
+from megamix.tools.ranks import RankPool
 from tests import conftest
 from tests.gpu import library
 from tests.gpu.pools import on_gpu, processes_with_gpus

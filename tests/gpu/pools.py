@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megamix import ranks
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.verify import command, judge
+from megamix.tools import ranks
+from megamix.tools.verify import judge, layout_lines
 from tests.programs import lines_counted
 
 CPU = torch.device("cpu")
@@ -23,13 +23,13 @@ _server = forkserver.ForkServer()
 
 @contextmanager
 def processes_with_gpus() -> Iterator[None]:
-    """Until the end of the block a process that `megamix.ranks.forkserver` starts is of a machine with GPUs. This one,
-    which has none, computes its reference on the CPU.
+    """Until the end of the block a process that `megamix.tools.ranks.forkserver` starts is of a machine with GPUs. This
+    one, which has none, computes its reference on the CPU.
     """
     _server.set_forkserver_preload(["tests.gpu.simulated", *ranks.PRELOADED])
     with (
         mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process),
-        mock.patch.object(command, "judge", lambda one, by_rank, _, *more: judge.judge(one, by_rank, CPU, *more)),
+        mock.patch.object(layout_lines, "judge", lambda one, by_rank, _, *more: judge.judge(one, by_rank, CPU, *more)),
     ):
         yield
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megamix.cli import main
-from megamix.doctor import cards, measured, ranks
-from megamix.doctor.finding import expected
-from megamix.ranks import RankPool
-from tests.doctor.test_command import sound  # noqa: F401
-from tests.doctor.test_machine import FACTS, NVLINKED, with_cards
+from megamix.tools.doctor import cards, measured, ranks
+from megamix.tools.doctor.finding import expected
+from megamix.tools.ranks import RankPool
 from tests.gpu.pools import on_gpu, processes_with_gpus
+from tests.tools.doctor.test_command import sound  # noqa: F401
+from tests.tools.doctor.test_machine import FACTS, NVLINKED, with_cards
 
 TINY = {"vocab_size": 64, "seq_len": 8, "hidden_size": 32, "num_layers": 1, "num_heads": 2}
 OK = ["cards", "torch", "links", "collectives", "host waits", "verify dp2", "verify dp1tp2", "compiled norms"]

@@ -24,8 +24,8 @@ from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import ReduceDtype
-from megamix.ranks import RankFailure
-from megamix.verify.observe import rank_device
+from megamix.tools.ranks import RankFailure
+from megamix.tools.verify.observe import rank_device
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 

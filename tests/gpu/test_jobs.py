@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megamix.cli import main
 from megamix.config import Config
-from megamix.train.batch_plan import Attempt, BatchPlan
+from megamix.run.batch_plan import Attempt, BatchPlan
 from megamix.train.trainer import Trainer
 from tests.gpu.pools import processes_with_gpus
 from tests.supervise import test_signals, test_watchdog
@@ -28,7 +28,7 @@ from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job, 
 from tests.train.outcome import differences, end_of
 
 FIRST, STEADY = 4, 50
-READOUT = "synchronize of an event at megamix/train/report.py"
+READOUT = "synchronize of an event at megamix/report/interval_report.py"
 
 
 @pytest.fixture(scope="module")

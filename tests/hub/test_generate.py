@@ -12,7 +12,7 @@ from megamix.data.tokenizer import Tokenizer, open_tokenizer
 from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.hub.convert import export_model, import_model
 from megamix.hub.source import open_source
-from megamix.train import results
+from megamix.run import results
 from tests.hub.folders import LLAMA, write_hugging_face
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megamix import AdamW, Checkpoints, DynamicLossScale, Precision, ShardedEngine, schedules
+from megamix.builders.objects import lr_table
 from megamix.config.optimizers import OptimizerConfig
 from megamix.config.sections import LrScheduleConfig
-from megamix.train.build import lr_table
 from tests.distributed.models import loss_of, make_batch, make_model
 
 RATES = {

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.replicas import DamagedMemory, check_replicas
+from megamix.inspect.replicas import DamagedMemory, check_replicas
 from tests.parallel.layouts import Case, Owned, assemble, backward, build, states, world_rank
 
 

@@ -16,8 +16,8 @@ from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.culprits import gather_peaks
-from megamix.mixed_precision.replicas import check_replicas
+from megamix.inspect.culprits import gather_peaks
+from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.settings import Placement
 from tests.parallel.layouts import assemble, states
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from megamix.builders.objects import build_engine, build_passes, plan_pipeline
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
@@ -18,17 +19,16 @@ from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
+from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.replicas import check_replicas
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch, Passes
-from megamix.train.build import build_engine, build_passes, plan_pipeline
-from megamix.verify.layouts import parse_layout
-from megamix.verify.observe import batches, rank_device
+from megamix.tools.verify.layouts import parse_layout
+from megamix.tools.verify.observe import batches, rank_device
 from tests.conftest import FULL
 from tests.parallel.layouts import Owned, are_equal, assemble, contents, states, with_one_inf
-from tests.verify.jobs import make_config
-from tests.verify.test_layouts import LAYOUTS
+from tests.tools.verify.jobs import make_config
+from tests.tools.verify.test_layouts import LAYOUTS
 
 SAMPLE = ("dp2", "tp2", "pp2", "dp2tp2")
 # (saved by, loaded by): every axis left and taken up.

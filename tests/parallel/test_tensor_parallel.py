@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megamix.comm.topology import Topology
+from megamix.inspect.culprits import gather_peaks
 from megamix.mixed_precision import engine as engine_module
-from megamix.mixed_precision.culprits import gather_peaks
 from megamix.mixed_precision.settings import Placement
 from megamix.model.ops import Ops
 from megamix.parallel import tensor_parallel

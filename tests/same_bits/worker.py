@@ -127,8 +127,8 @@ class Training:
 
     def _build(self) -> Any:
         """Return the engine as a job builds it."""
+        from megamix.builders.objects import build_engine, build_passes, plan_pipeline
         from megamix.parallel.build import build_model, drawn
-        from megamix.train.build import build_engine, build_passes, plan_pipeline
 
         config = self._config()
         if self.chosen["layout"] in REPLICATED:
@@ -417,7 +417,7 @@ def joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(tree: str, configurations: str, answers: str) -> None:
-    from megamix.ranks import RankPool
+    from megamix.tools.ranks import RankPool
 
     pools: dict[tuple[int, bool], Any] = {}
     with open(answers, "w") as out:

@@ -20,12 +20,12 @@ import pytest
 import torch.distributed as dist
 
 from megamix.comm.topology import Topology
-from megamix.ranks import DEADLINE_S
 from megamix.supervise import watchdog
 from megamix.supervise.liveness import Judgement, Position, RollCall, Sign
 from megamix.supervise.processes import process_start
 from megamix.supervise.status import LeaveRequest, RunStatus
 from megamix.supervise.watchdog import Watchdog
+from megamix.tools.ranks import DEADLINE_S
 
 SIGN: list[Any] = [7, 0.5, 3, "forward_backward", 2, 0, "host", 4711, "12345"]
 JUNK = [

@@ -24,6 +24,9 @@ from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples
+from megamix.run import checkpointing
+from megamix.run.batch_plan import Attempt, BatchPlan
+from megamix.run.checkpointing import RunCheckpoints
 from megamix.supervise.status import (
     NOTED,
     PARENT_DIED,
@@ -34,9 +37,7 @@ from megamix.supervise.status import (
     shutdown_s,
     signals_noted,
 )
-from megamix.train import checkpointing, job
-from megamix.train.batch_plan import Attempt, BatchPlan
-from megamix.train.checkpointing import RunCheckpoints
+from megamix.train import job
 from megamix.train.trainer import Trainer
 from tests.checkpoint.faults import FaultyFiles
 from tests.conftest import FULL

@@ -16,13 +16,13 @@ import torch
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.together import Together
 from megamix.config import Config, ConfigError
+from megamix.inspect.replicas import DamagedMemory
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.replicas import DamagedMemory
 from megamix.mixed_precision.step import StepResult
+from megamix.run import run_folder
+from megamix.run.run_record import Progress
 from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.supervise.status import STATUS, RunStatus, State, StuckError
-from megamix.train import run_folder
-from megamix.train.saved_run import Progress
 from megamix.train.trainer import Trainer
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 

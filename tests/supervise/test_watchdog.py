@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from megamix.checkpoint.folder import Files
 from megamix.parallel.stages import Stage
-from megamix.ranks import DEADLINE_S
 from megamix.supervise import watchdog
 from megamix.supervise.liveness import Position, RollCall, Sign
 from megamix.supervise.processes import process_start
+from megamix.tools.ranks import DEADLINE_S
 from tests.conftest import FULL
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.jobs import tiny_job, write_data

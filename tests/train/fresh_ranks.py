@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from megamix.cli import main
 from megamix.config import Config, config_to_toml
-from megamix.ranks import DEADLINE_S, forkserver
+from megamix.run.batch_plan import Attempt, BatchPlan
 from megamix.supervise import watchdog
-from megamix.train.batch_plan import Attempt, BatchPlan
+from megamix.tools.ranks import DEADLINE_S, forkserver
 from tests import conftest
 from tests.conftest import FULL
 from tests.programs import stop_counting

@@ -19,8 +19,9 @@ from megamix.data.source import MarkovSource
 from megamix.data.token_file import TokenFileWriter
 from megamix.data.tokenizer import Tokenizer
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.train import job, results
-from megamix.train.batch_plan import Attempt, BatchPlan, Fate
+from megamix.run import results
+from megamix.run.batch_plan import Attempt, BatchPlan, Fate
+from megamix.train import job
 from megamix.train.job import run_job
 
 VOCAB, SEQ_LEN, BRANCHING = 64, 32, 4  # each token has 4 equally likely successors: no model can get below ln 4

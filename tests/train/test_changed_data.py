@@ -24,8 +24,8 @@ from megamix.config import Config
 from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_file_fingerprint
-from megamix.ranks import DEADLINE_S
 from megamix.supervise.status import WrongDataError
+from megamix.tools.ranks import DEADLINE_S
 from megamix.train import job
 from tests.conftest import FULL
 from tests.train.fresh_ranks import FreshRanks

@@ -25,12 +25,12 @@ from megamix.cli import main
 from megamix.config import ConfigError, RopeScaling, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.report.metrics import TAGS, is_overflow
+from megamix.report.plot import figures, read_history
 from megamix.supervise.liveness import Position
 from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataError
 from megamix.train import job
 from megamix.train.job import run_job
-from megamix.train.metrics import TAGS, is_overflow
-from megamix.train.plot import figures, read_history
 from tests.conftest import FULL
 from tests.test_config_unread import CASES
 from tests.train.jobs import BRANCHING, VOCAB, run_on_ranks, run_recorded, tiny_job, write_data

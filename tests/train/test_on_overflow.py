@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 
 from megamix.checkpoint.folder import checkpoints
 from megamix.config import Config
-from megamix.diagnosis.overflows import GaveUpError
+from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.run.batch_plan import Attempt, BatchPlan
 from megamix.supervise.console import COLUMNS
 from megamix.train import trainer
-from megamix.train.batch_plan import Attempt, BatchPlan
 from tests.checkpoint.seal import edit
 from tests.conftest import FULL
 from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job, write_data

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megamix.train.metrics import TAGS
+from megamix.report.metrics import TAGS
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
 LAYOUT = {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from megamix.builders.objects import build_engine
 from megamix.mixed_precision.settings import Shard
 from megamix.model.transformer import Transformer
 from megamix.train import job
-from megamix.train.build import build_engine
 from tests.conftest import FULL
 from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job, write_data
 from tests.train.outcome import metrics_of

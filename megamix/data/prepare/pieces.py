@@ -15,8 +15,9 @@ from typing import NamedTuple
 from megamix.data.prepare.corpus import CorpusFile
 from megamix.data.prepare.plan import CorpusPiece, read_piece
 from megamix.data.prepare.records import BadRecord
+from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
-from megamix.data.tokenizer import TextTokenizer, open_tokenizer
+from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import written_aside
 
 PARTS = ("train", "valid")

@@ -10,7 +10,8 @@ from megamix.data.prepare.pieces import DocumentInPart, PieceReport, Split, docu
 from megamix.data.prepare.plan import CorpusPiece, Plan, read_piece
 from megamix.data.prepare.records import Document
 from megamix.data.steady_file import file_fingerprint
-from megamix.data.tokenizer import END_OF_TEXT, TextTokenizer, Tokenizer, open_tokenizer, save_tokenizer
+from megamix.data.text_tokenizer import TextTokenizer
+from megamix.data.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer, save_tokenizer
 from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.durable import folder_aside
 

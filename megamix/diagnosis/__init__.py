@@ -1,1 +1,0 @@
-"""What a run says of overflows, and when it gives up."""

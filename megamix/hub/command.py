@@ -1,0 +1,178 @@
+"""The verbs import, export, generate and evaluate: what they take and what they print. Heavy modules load inside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megamix.arguments import add_verb, lines_told
+from megamix.hub.place import CONFIG, find_model, is_hugging_face, read_json
+
+if TYPE_CHECKING:
+    from megamix.hub.source import Source
+
+_MODEL = "a run's folder, an imported one, a checkpoint, or a Hugging Face folder"
+_DTYPES = ["fp32", "bf16", "fp16"]
+
+
+def add_verbs(verbs: Any) -> None:
+    """To the subparsers of the command line."""
+    help = "make a checkpoint to train on from a Hugging Face folder"
+    example = "hf/gpt2 --output runs/imported"
+    imported = add_verb(verbs, "import", lines_told(_import), help, example)
+    imported.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json and safetensors")
+    imported.add_argument("--output", metavar="DIR", type=Path, required=True, help="must not be there yet")
+    _add_allow(imported)
+
+    example = "runs/mine --to hf hf/mine --dtype bf16"
+    export = add_verb(verbs, "export", lines_told(_export), "write a model as a Hugging Face folder", example)
+    export.add_argument("path", metavar="CHECKPOINT", type=Path, help=_MODEL)
+    export.add_argument("--to", choices=["hf"], required=True, help="hf: config.json, safetensors and tokenizer")
+    export.add_argument("output", metavar="DIR", type=Path, help="must not be there yet")
+    export.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (fp32)")
+    export.add_argument("--shard-gb", metavar="N", type=float, default=5.0, help="a file's largest size in GB (5)")
+    export.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
+
+    example = "runs/mine --prompt 'def '"
+    generate = add_verb(verbs, "generate", lines_told(_generate), "continue prompts with a model", example)
+    generate.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
+    generate.add_argument(
+        "--prompt", metavar="TEXT", action="append", help="the text to continue; may be repeated (none)"
+    )
+    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add at most (128)")
+    generate.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
+    generate.add_argument("--top-p", metavar="P", type=float, default=1.0, help="sample from this share alone (1)")
+    generate.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of the sampling; each prompt starts from it (0)"
+    )
+    generate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
+    generate.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
+    _add_allow(generate)
+
+    example = "runs/mine --data runs/data/mine/valid"
+    evaluate = add_verb(verbs, "evaluate", lines_told(_evaluate), "perplexity of a model on a token file", example)
+    evaluate.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
+    evaluate.add_argument(
+        "--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)"
+    )
+    evaluate.add_argument("--seq-len", metavar="N", type=int, help="tokens in a window (the model's seq_len)")
+    evaluate.add_argument("--stride", metavar="N", type=int, help="tokens between windows (those in a window)")
+    evaluate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+    evaluate.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval-harness instead, with commas between")
+    _add_allow(evaluate)
+
+
+def _add_allow(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--allow-non-finite", action="store_true", help="take weights that are NaN or inf as they are")
+
+
+def _import(arguments: argparse.Namespace) -> Iterator[str]:
+    read_json(arguments.folder / CONFIG)  # here and below: before the seconds that importing torch takes
+    from megamix.hub.convert import MODEL, import_model
+
+    checkpoint = import_model(arguments.folder, arguments.output, allow_non_finite=arguments.allow_non_finite)
+    yield f"{checkpoint}: the weights; a run begins from them with base = {str(arguments.output / MODEL)!r}"
+
+
+def _export(arguments: argparse.Namespace) -> Iterator[str]:
+    if not 0 < arguments.shard_gb < math.inf:
+        raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive and finite; write --shard-gb 5")
+    find_model(arguments.path)
+    from megamix.hub.convert import export_model
+    from megamix.hub.source import open_source
+
+    source = open_source(arguments.path)
+    shard_size = int(arguments.shard_gb * 1e9)
+    size = export_model(source, arguments.output, arguments.dtype, shard_size, arguments.tokenizer)
+    yield f"{arguments.output}: {source.path} in {arguments.dtype}, {size / 1e6:,.1f} MB"
+
+
+def _generate(arguments: argparse.Namespace) -> Iterator[str]:
+    find_model(arguments.path)
+    from megamix.builders.objects import DTYPES
+    from megamix.comm.topology import local_device
+    from megamix.data.tokenizer import open_tokenizer
+    from megamix.hub.source import open_source
+    from megamix.hub.tokenizer_files import end_ids, special_ids
+    from megamix.run.results import Sampling, sample_text
+
+    sampling = Sampling(arguments.max_new_tokens, arguments.seed, arguments.temperature, arguments.top_p)
+    source = open_source(arguments.path)
+    path = arguments.tokenizer or source.tokenizer
+    if path is None:
+        raise ValueError(f"{source.path} has no tokenizer; name one with --tokenizer FILE")
+    tokenizer, ends = open_tokenizer(path), end_ids(special_ids(source.home, path))
+    dtype = DTYPES[arguments.dtype or source.dtype]
+    model = source.load(dtype, local_device(), allow_non_finite=arguments.allow_non_finite)
+    for prompt in arguments.prompt or [""]:
+        yield sample_text(model, tokenizer, prompt, sampling, ends)
+
+
+def _evaluate(arguments: argparse.Namespace) -> Iterator[str]:
+    find_model(arguments.path)
+    from megamix.builders.objects import DTYPES
+    from megamix.comm.topology import local_device
+    from megamix.hub.evaluate import evaluate
+    from megamix.hub.source import open_source
+
+    source = open_source(arguments.path)
+    dtype = arguments.dtype or source.dtype
+    if arguments.harness is not None:
+        yield from _harness(arguments, source, dtype)
+        return
+    prefix = arguments.data or (None if source.valid is None else Path(source.valid))
+    if prefix is None:
+        raise ValueError(f"{source.path} names no held-out token file, or several; give --data PREFIX")
+    seq_len = _within("--seq-len", arguments.seq_len, source.config.seq_len, "the model's seq_len")
+    stride = _within("--stride", arguments.stride, seq_len, "the tokens of a window")
+    model = source.load(DTYPES[dtype], local_device(), allow_non_finite=arguments.allow_non_finite)
+    result = evaluate(model, prefix, stride, seq_len)
+    facts = {
+        "model": str(source.path), "data": str(prefix), "dtype": dtype, "seq_len": seq_len,
+        "stride": stride, "targets": result.targets, "nats_per_token": result.nats_per_token,
+        "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
+    }  # fmt: skip
+    if arguments.json:
+        yield json.dumps(facts, indent=2)
+        return
+    bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits a byte"
+    yield (
+        f"{source.path} in {dtype} on {prefix}: {result.targets:,} tokens in windows of {seq_len}, "
+        f"{stride} apart: {result.nats_per_token:.4f} nats a token, perplexity {result.perplexity:.4f}{bits}"
+    )
+
+
+def _within(flag: str, value: int | None, most: int, what: str) -> int:
+    """The flag's value; `most` where it is not set."""
+    if value is None:
+        return most
+    if not 1 <= value <= most:
+        raise ValueError(f"{flag} {value} must lie in 1 .. {most}, {what}; write {flag} {most}, or leave it out")
+    return value
+
+
+def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> Iterator[str]:
+    from megamix.builders.objects import DTYPES
+    from megamix.data import import_extra
+    from megamix.hub.convert import export_model
+    from megamix.hub.evaluate import run_harness
+
+    import_extra("lm_eval", "harness", what="--harness: ")  # before an export of many gigabytes
+    torch_name = str(DTYPES[dtype]).removeprefix("torch.")
+    with tempfile.TemporaryDirectory(prefix="megamix-") as folder:
+        path = source.path
+        if not is_hugging_face(path):
+            path = Path(folder) / "export"
+            export_model(source, path, dtype)
+        scores = run_harness(path, arguments.harness.split(","), torch_name)
+    if arguments.json:
+        yield json.dumps(scores, indent=2)
+        return
+    for task, metrics in scores.items():
+        yield f"{task}: " + ", ".join(f"{name} {value}" for name, value in metrics.items())

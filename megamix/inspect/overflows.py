@@ -1,0 +1,211 @@
+"""Overflows: what was not finite, where it began and what can help, in words; and when a run should stop."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megamix.config import PrecisionConfig
+from megamix.inspect.culprits import Origins, ParamPeak, broken_masters, gather_origins, gather_peaks, headroom
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.examination import layers_of
+from megamix.mixed_precision.step import Examination
+from megamix.supervise.console import format_scale
+from megamix.supervise.status import EndedEarlyError, State
+
+_MOST_IN_LINE = 2  # parameters in a log, where the first says most
+_MOST_NAMES = 4  # of which it is told where they began
+_MOST_LINES = 12  # in a report
+
+
+def culprits(peaks: Sequence[ParamPeak]) -> list[ParamPeak]:
+    """Return the parameters that made the step overflow, in about the order of backward, as a fault travels."""
+    return [peak for peak in reversed(peaks) if peak.fault]
+
+
+def overflow_words(loss: float, peaks: Sequence[ParamPeak]) -> str:
+    """Return one line on one overflowed attempt: who, how, and how near the others were.
+
+    `loss`: the attempt's mean over the global batch; `peaks`: all parameters, see `gather_peaks`.
+    """
+    found = culprits(peaks)
+    if len(found) == len(peaks) and len({peak.fault for peak in found}) == 1:
+        names = f"all {len(found)} parameters ({found[0].fault})"
+    else:
+        names = ", ".join(f"{peak.name} ({peak.fault})" for peak in found[:_MOST_IN_LINE])
+        if len(found) > _MOST_IN_LINE:
+            names += f" and {len(found) - _MOST_IN_LINE} more of {len(peaks)} parameters"
+    words = names if math.isfinite(loss) else f"the loss is {loss}: {names}"
+    rest = [peak for peak in peaks if not peak.fault]
+    return f"{words}; {_nearest(rest)}" if rest else words
+
+
+def _nearest(rest: Sequence[ParamPeak]) -> str:
+    nearest = max(rest, key=lambda peak: peak.max_abs)
+    octaves = headroom(nearest.max_abs)
+    away = f", {octaves:.1f} octaves below 65504" if octaves >= 0 else ""
+    return f"the largest of the others is {nearest.name} at {nearest.max_abs:.4g}{away}"
+
+
+def cause(loss: float, peaks: Sequence[ParamPeak]) -> str:
+    """Return what kind of overflow it was, and so what can help."""
+    faults = {peak.fault for peak in culprits(peaks)}
+    if not math.isfinite(loss):
+        return (
+            f"the loss itself is {loss}: the forward pass is at fault, and no loss scale cures that; lower the "
+            'learning rate, look at the batch, or write precision.dtype = "bf16"'
+        )
+    if "NaN" in faults:
+        return (
+            "the loss is finite, but a gradient is NaN: inf - inf or 0 * inf in backward; where a lower loss scale "
+            "does not help, look at the operations behind the first parameter named"
+        )
+    if "inf" in faults:
+        return (
+            "the loss is finite, but a gradient went beyond its dtype's range: a lower loss scale helps until it is at "
+            'its floor; then lower the learning rate, or write precision.dtype = "bf16"'
+        )
+    return (
+        "loss and gradients are finite, but a gradient's square is beyond FP32: the run has diverged, or the loss "
+        "scale is far too high for this dtype; lower the learning rate or the scale"
+    )
+
+
+def origin_lines(peaks: Sequence[ParamPeak], origins: Origins) -> list[str]:
+    """Rank and micro-batch of each parameter that overflowed in an examined attempt, a line for each."""
+    found = culprits(peaks)
+    lines = [f"{peak.name}: {_where(peak, origins)}" for peak in found[:_MOST_NAMES]]
+    if len(found) > _MOST_NAMES:
+        lines.append(f"and {len(found) - _MOST_NAMES} more parameters")
+    return lines
+
+
+def _where(peak: ParamPeak, origins: Origins) -> str:
+    own = [origin for origin in origins.found if origin.param == peak.name]
+    if not own and origins.left_out:
+        return f"{peak.fault}, among the {origins.left_out} places that are not listed"
+    if not own:
+        return f"{peak.fault} only in the sum over micro-batches and ranks, in no gradient by itself"
+    places: dict[tuple[str, int], list[str]] = {}
+    for origin in own:
+        places.setdefault((origin.fault, origin.rank), []).append(str(origin.micro_batch))
+    return "; ".join(
+        f"{fault} on rank {rank}, micro-batch{'es' * (len(numbers) > 1)} {', '.join(numbers)}"
+        for (fault, rank), numbers in places.items()
+    )
+
+
+def culprit_table(history: Sequence[Sequence[ParamPeak]]) -> list[str]:
+    """Return which parameters and layers overflowed how often, for the report of a run that gives up; the most frequent
+    first.
+
+    `history`: the peaks of each overflowed attempt, oldest first.
+    """
+    params: Counter[tuple[str, str]] = Counter()
+    layers: Counter[str] = Counter()
+    for peaks in history:
+        found = culprits(peaks)
+        params.update((peak.name, str(peak.fault)) for peak in found)
+        layers.update(layers_of([peak.name for peak in found]))
+    if not params:
+        return []
+    lines = [
+        f"{name}: {fault} in {count} of {len(history)}" for (name, fault), count in params.most_common(_MOST_LINES)
+    ]
+    if len(params) > _MOST_LINES:
+        lines.append(f"and {len(params) - _MOST_LINES} more")
+    words = ", ".join(f"{layer} ({count})" for layer, count in layers.most_common())
+    return [*lines, f"layers: {words}"]
+
+
+WINDOW = 1000  # attempts over which max_overflows_per_window counts
+
+
+class GaveUpError(EndedEarlyError):
+    """The budget of overflows is spent; the message is the diagnosis."""
+
+    state: State = "gave_up"
+
+
+_KEPT = 50  # overflows and scales that the report of a run that gives up looks back on
+
+
+class OverflowHistory:
+    """Every attempt's outcome, in order, on every rank: what overflowed, where it began, and when to stop."""
+
+    def __init__(self, section: PrecisionConfig, engine: ShardedEngine, count: int):
+        """`count`: attempts that have overflowed before the run took up."""
+        self.count, self._engine = count, engine
+        self._section = section
+        self._in_a_row = self._at_floor = 0
+        self._window: deque[bool] = deque(maxlen=WINDOW)
+        self._scales: deque[tuple[float, int, int]] = deque(maxlen=_KEPT)  # loss scale, attempts with it, overflows
+        self._peaks: deque[list[ParamPeak]] = deque(maxlen=_KEPT)  # of every overflow
+        self.origins: list[str] = []  # of the last examined one, in words
+
+    def note(
+        self, found_inf: bool, loss: float, loss_scale: float, by_piece: Tensor, examination: Examination | None
+    ) -> str:
+        """Take an attempt's outcome; see StepResult. Returns an overflow in words, else "". Every rank must call it."""
+        attempts, overflows = 0, 0
+        if self._scales and self._scales[-1][0] == loss_scale:
+            _, attempts, overflows = self._scales.pop()
+        self._scales.append((loss_scale, attempts + 1, overflows + found_inf))
+        if not found_inf:
+            return ""
+        self.count += 1
+        self._peaks.append(gather_peaks(self._engine, by_piece))
+        if examination is not None:
+            self.origins = origin_lines(self._peaks[-1], gather_origins(self._engine, examination))
+        return overflow_words(loss, self._peaks[-1])
+
+    def faults(self) -> dict[str, str | None]:
+        """Return the parameters that made the last overflow, and how."""
+        return {peak.name: peak.fault for peak in culprits(self._peaks[-1])}
+
+    def spend(self, found_inf: bool, loss: float, attempts: int, applied: int) -> None:
+        """Count the attempt that was noted last, after `attempts` in all.
+
+        Raises: GaveUpError once the budget is spent, on every rank at the same attempt.
+        """
+        if (reason := self._reason_to_stop(found_inf)) is None:
+            return
+        sections = {
+            "cause of the last overflow": [cause(loss, self._peaks[-1])],
+            f"what overflowed, in the last {len(self._peaks)} overflows": culprit_table(self._peaks),
+            "where the last examined one began": self.origins,
+            "loss scale: overflows of attempts": [
+                f"{format_scale(scale)}: {overflows} of {tried}" for scale, tried, overflows in self._scales
+            ],
+        }
+        lines = [f"gave up after {attempts} attempts and {applied} updates: {reason}"]
+        for title, body in sections.items():
+            if body:
+                lines += [f"{title}:", *(f"  {line}" for line in body)]
+        if broken := broken_masters(self._engine):  # before any overflow of these
+            lines.append(f"weights that are not finite: {', '.join(broken[:_MOST_LINES])} ({len(broken)} parameters)")
+        else:
+            lines.append("the weights of the last update are saved; nothing that overflowed is in them")
+        raise GaveUpError("\n".join(lines))
+
+    def _reason_to_stop(self, found_inf: bool) -> str | None:
+        """Count overflows in a row, in a row at a scale that could not have been lower, and per window of attempts."""
+        section, at_floor = self._section, self._scales[-1][0] <= self._engine.loss_scale.min_scale
+        self._in_a_row = self._in_a_row + 1 if found_inf else 0
+        self._at_floor = self._at_floor + 1 if found_inf and at_floor else 0
+        self._window.append(found_inf)
+        if self._at_floor >= section.max_overflows_at_floor:
+            return (
+                f"{self._at_floor} attempts in a row overflowed at the lowest loss scale "
+                "(precision.max_overflows_at_floor)"
+            )
+        if self._in_a_row >= section.max_overflows_in_a_row:
+            return f"{self._in_a_row} attempts in a row overflowed (precision.max_overflows_in_a_row)"
+        if (in_window := sum(self._window)) >= section.max_overflows_per_window:
+            return (
+                f"{in_window} of the last {len(self._window)} attempts overflowed (precision.max_overflows_per_window)"
+            )
+        return None

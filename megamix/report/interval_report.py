@@ -1,0 +1,249 @@
+"""From the values of single steps to what a log interval reports, and an examined step of FP16's range by layer."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamix.builders.objects import DTYPES
+from megamix.clock import Clock
+from megamix.comm.collectives import Collectives
+from megamix.comm.host import host_collectives
+from megamix.comm.topology import Topology
+from megamix.config import Config
+from megamix.inspect.culprits import headroom, peaks_by_param
+from megamix.inspect.records import gather_recorded
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.examination import EXPONENT_BIAS, layer_of
+from megamix.mixed_precision.step import Examination, Recorded, Reduce, StepResult
+from megamix.model.family import flops_per_token
+from megamix.model.sizes import dense_peak
+from megamix.report.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision, StepMetrics, recorded_tags
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak of this rank: allocated on its GPU, or resident on the host where it computes there."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+class IntervalReport:
+    """Turns the wall time and the spans between two log lines into rates and shares."""
+
+    def __init__(self, clock: Clock, tokens_per_step: int, updates: int, mfu_per_token_rate: float | None):
+        """`mfu_per_token_rate`: operations per token / peak of all ranks' devices; None where no peak is known."""
+        self._clock, self.tokens_per_step, self._updates = clock, tokens_per_step, updates
+        self._mfu_per_token_rate = mfu_per_token_rate
+        clock.enabled = True
+        self._start_s, self._done = time.perf_counter(), 0
+        # Of one attempt of the last interval, on average: itself, and each of its spans.
+        self._step_s, self._span_s = math.inf, dict[str, float]()
+        self.losses: list[float] = []  # of the interval so far
+        self.tokens = 0  # of all updates so far
+
+    def go_on_from(self, attempts: int, losses: list[float], tokens: int) -> None:
+        """Take up a run that has launched `attempts`, trained on `tokens` and, since its last line, has had these
+        losses.
+        """
+        self._done, self.losses, self.tokens = attempts, losses, tokens
+
+    def add(self, loss: float) -> None:
+        """Take an applied update's loss into the interval's mean."""
+        self.losses.append(loss)
+        self.tokens += self.tokens_per_step
+
+    def metrics(
+        self, update: int, attempts: int, outcome: Outcome, skipped: int, *, scaled: bool, device: torch.device
+    ) -> StepMetrics:
+        """Return the interval that ends with `update`, whose outcome is given. `attempts`: launched by now, some of
+        them after it; `skipped`: overflowed so far; `scaled`: there is a loss scale.
+        """
+        if attempts > self._done:  # else, at the end of the run, two lines are due at once: the rates are the same
+            self._measure(attempts)
+        losses, self.losses = self.losses, []
+        tokens_per_s = self.tokens_per_step / self._step_s
+        return StepMetrics(
+            loss=math.fsum(losses) / len(losses),
+            lr=outcome.lr,
+            grad_norm=outcome.grad_norm,
+            loss_scale=outcome.loss_scale if scaled else None,
+            skipped_steps=skipped,
+            tokens_per_s=tokens_per_s,
+            mfu=None if self._mfu_per_token_rate is None else self._mfu_per_token_rate * tokens_per_s,
+            memory_gib=peak_memory_gib(device),
+            data_share=self._share("data"),
+            forward_backward_share=self._share("forward_backward"),
+            reduce_scatter_share=self._share("exposed_reduce_scatter"),
+            update_share=self._share("update"),
+            all_gather_share=self._share("exposed_all_gather"),
+            eta_s=(self._updates - update) * self._step_s,
+        )
+
+    def pause(self) -> None:
+        """Leave out of the interval what happens from now on (a validation), until `resume`."""
+        self._paused_s = time.perf_counter()
+        self._clock.enabled = False
+
+    def resume(self) -> None:
+        self._start_s += time.perf_counter() - self._paused_s
+        self._clock.enabled = True
+
+    def _share(self, span: str) -> float:
+        return self._span_s.get(span, 0.0) / self._step_s
+
+    def _measure(self, attempts: int) -> None:
+        now_s = time.perf_counter()
+        steps = attempts - self._done
+        self._step_s = (now_s - self._start_s) / steps
+        self._span_s = {name: span_s / steps for name, span_s in self._clock.read().items()}
+        self._start_s, self._done = now_s, attempts
+
+
+class Outcome(NamedTuple):
+    """One attempt, on the host."""
+
+    loss: float  # nats per token, mean over the global batch
+    found_inf: bool
+    grad_norm: float
+    loss_scale: float  # the one it used
+    lr: float
+    stop_requested: int  # why a rank wants to leave; 0: none does
+    by_piece: Tensor  # FP64 (2, pieces), as in StepResult
+    recorded: Recorded  # likewise
+
+
+_SCALARS = Outcome._fields[:-2]  # of a step's result, in front of by_piece
+
+
+class Readout:
+    """Slots of host memory of their own (pinned on a GPU), one per attempt in flight, written without waiting.
+
+    A `.to("cpu")` would not do: on a CPU it is the live tensor, which the next step overwrites.
+    """
+
+    def __init__(self, device: torch.device, num_pieces: int, lag: int):
+        self._pinned, self._num_pieces = device.type == "cuda", num_pieces
+        self._slots = [torch.empty(0)] * lag  # each is made when it is known how much there is to hold
+        self._names: list[tuple[tuple[str, Reduce], ...]] = [()] * lag
+        self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
+
+    def write(self, attempt: int, result: StepResult) -> None:
+        """Start copying what a step has returned."""
+        scalars = [getattr(result, name).double() for name in _SCALARS] + [result.recorded.num_values]
+        table = result.recorded.table.double()
+        values = torch.cat([torch.stack(scalars), result.by_piece.flatten(), table.flatten()])
+        slot = attempt % len(self._slots)
+        if self._slots[slot].shape != values.shape:  # the first time, and once names have come
+            self._slots[slot] = torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
+        self._slots[slot].copy_(values, non_blocking=True)
+        self._names[slot] = result.recorded.names
+        event = self._events[slot]
+        if event is not None:
+            event.record()
+
+    def read(self, attempt: int) -> Outcome:
+        """Return what was written for an attempt, of the last `lag`; waits until its step has ended on the device."""
+        slot = attempt % len(self._slots)
+        event = self._events[slot]
+        if event is not None:
+            event.synchronize()
+        sizes = [len(_SCALARS), 1, 2 * self._num_pieces, 2 * len(self._names[slot])]
+        scalars, num_values, *tables = torch.split(self._slots[slot].clone(), sizes)  # the slot is written again
+        loss, found_inf, grad_norm, loss_scale, lr, stop = scalars.tolist()
+        recorded = Recorded(self._names[slot], tables[1].view(-1, 2), num_values)
+        return Outcome(loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), tables[0].view(2, -1), recorded)
+
+
+class RecordedRows:
+    """What the ranks have recorded, for the rows that are written. Every rank has one, whose calls are collective."""
+
+    def __init__(self, topology: Topology, timeout_s: float):
+        self._topology, self._timeout_s = topology, timeout_s
+
+    def row(self, outcome: Outcome) -> dict[str, float]:
+        """Return an attempt's values by tag, after one small gather on the host if any rank has recorded any: it waits
+        for the ranks, not for a device. Raises: ValueError on every rank alike.
+        """
+        if not outcome.recorded.num_values:
+            return {}
+        values = gather_recorded(outcome.recorded, self._topology, self._collectives)
+        return recorded_tags(values, overflowed=outcome.found_inf)
+
+    @cached_property  # most runs need none
+    def _collectives(self) -> Collectives:
+        # A moment more than the watchdog's limit, so that a rank that is missing is named before.
+        return host_collectives(self._topology.world, self._timeout_s + 1.0)
+
+
+def mfu_per_token_rate(config: Config, world_size: int, device: torch.device) -> float | None:
+    """Return what one token per second adds to the share of the devices' peak; None where no peak is known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    peak = dense_peak(name, DTYPES[config.precision.dtype])
+    return None if peak is None else flops_per_token(config.model) / (peak * world_size)
+
+
+_LIMITS = (-14, -24)  # exponents of FP16: of its smallest normal number, and of its smallest at all
+
+
+def gather_precision(
+    engine: ShardedEngine, examination: Examination, by_piece: Tensor, loss_scale: float
+) -> dict[str, LayerPrecision]:
+    """Layer -> what an examined step says of it. Every rank must call it, between steps: one small collective.
+
+    `by_piece` and `loss_scale` are the same step's; 1.0 where there is no scale. Waits for the device.
+    """
+    peaks = peaks_by_param(by_piece.cpu(), engine.plan.pieces, engine.plan.param_names)
+    mine = count_layers(examination, peaks[:, 1], loss_scale)
+    table = engine.world.table(mine.flatten().to(examination.zeros.device))
+    return merge_layers(table.cpu().view(-1, *mine.shape), examination.layers)
+
+
+def count_layers(examination: Examination, max_abs: Tensor, loss_scale: float) -> Tensor:
+    """Return one rank's counts: FP64 (layers, 8 counts + histogram + max abs), see `merge_layers`.
+
+    The scale is a power of two, so that what an element would be without it is a shift of its exponent, and every
+    threshold a border of two bins. Shapes: max_abs FP64 (params,), of the gradient with the scale in it.
+    """
+    counted, zeros, updates = (
+        tensor.cpu() for tensor in (examination.exponents, examination.zeros, examination.updates)
+    )
+    nonzero = counted[:, :-1].clone()  # without inf and NaN
+    nonzero[:, 0] -= zeros
+    scaled = torch.arange(nonzero.shape[1]) - EXPONENT_BIAS
+    unscaled = scaled - int(math.log2(loss_scale))
+    small = [nonzero[:, exponents < limit].sum(1) for exponents in (scaled, unscaled) for limit in _LIMITS]
+    histogram = torch.zeros(len(zeros), LAST_EXPONENT - FIRST_EXPONENT + 1, dtype=torch.int64)
+    histogram.index_add_(1, unscaled.clamp(FIRST_EXPONENT, LAST_EXPONENT) - FIRST_EXPONENT, nonzero)
+    peaks = torch.zeros(len(zeros), dtype=torch.float64)
+    for name, peak in zip(examination.param_names, max_abs, strict=True):
+        layer = examination.layers.index(layer_of(name))
+        peaks[layer] = torch.maximum(peaks[layer], peak)  # keeps NaN
+    counts = torch.stack([counted.sum(1), zeros, *small, *updates.T], dim=1)
+    return torch.cat([counts.double(), histogram.double(), peaks[:, None]], dim=1)
+
+
+def merge_layers(by_rank: Tensor, layers: tuple[str, ...]) -> dict[str, LayerPrecision]:
+    """Return all ranks' `count_layers` as one. Shapes: FP64 (ranks, layers, columns)."""
+    totals, peaks = by_rank[..., :-1].sum(0).tolist(), by_rank[..., -1].amax(0).tolist()
+    return {layer: _layer(total, peak) for layer, total, peak in zip(layers, totals, peaks, strict=True)}
+
+
+def _layer(counts: list[float], max_abs: float) -> LayerPrecision:
+    elements, zeros, subnormal, below, unscaled_subnormal, unscaled_below, updated, hidden, *histogram = counts
+    return LayerPrecision(
+        zero_share=zeros / elements,
+        subnormal_share=subnormal / elements,
+        below_share=below / elements,
+        unscaled_subnormal_share=unscaled_subnormal / elements,
+        unscaled_below_share=unscaled_below / elements,
+        headroom=headroom(max_abs),
+        hidden_update_share=hidden / updated if updated else None,
+        exponents=tuple(map(int, histogram)),
+    )

@@ -1,0 +1,287 @@
+"""What a run reports: a line on the console, a JSON object in metrics.jsonl, a point per scalar in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megamix.durable import read_own
+from megamix.report.log_file import EventFile, LogFile, cut_log
+from megamix.run.run_folder import METRICS, SET_ASIDE
+from megamix.supervise.console import format_scale
+
+if TYPE_CHECKING:  # who draws a run's history needs no torch
+    from megamix.report.trackers import TrackerThread
+    from megamix.run.run_record import Progress
+
+# Bins of an exponent histogram: bin e holds 2^e <= |gradient| < 2^(e + 1); the first all below, the last all above.
+FIRST_EXPONENT, LAST_EXPONENT = -41, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPrecision:
+    """One layer's gradient in an examined step, summed over ranks and micro-batches, and its update.
+
+    Shares are of the layer's elements. FP16's thresholds in every dtype: subnormal is 0 < |g| < 2^-14, below is
+    0 < |g| < 2^-24. As the buffer holds it, or `unscaled`: as it would be at a loss scale of 1.
+    """
+
+    zero_share: float
+    subnormal_share: float
+    below_share: float
+    unscaled_subnormal_share: float
+    unscaled_below_share: float
+    headroom: float  # octaves, log2(65504 / max abs), the scale in it; -inf where the step overflowed, inf for zeros
+    hidden_update_share: float | None  # of the master elements that changed: half copy did not; None: none changed
+    exponents: tuple[int, ...]  # elements, neither zero nor inf nor NaN, by exponent, unscaled
+
+    def scalars(self) -> dict[str, float | None]:
+        return {name: value for name, value in asdict(self).items() if name != "exponents"}
+
+
+TRANSFERS = "communication/"  # in front of the tags of a bucket's transfers in a profiled attempt
+OVERFLOWED = "overflowed/"  # in front of the tags of what an attempt recorded that changed nothing
+
+
+def precision_tag(name: str, layer: str) -> str:
+    """Return the tag of one of LayerPrecision's fields in metrics.jsonl and TensorBoard."""
+    return f"precision/{name}/{layer}"
+
+
+def _tagged(tag: str) -> Any:
+    return field(metadata={"tag": tag})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One log interval, as of its last update. Each value has its tag in metrics.jsonl and TensorBoard beside it."""
+
+    loss: float = _tagged("train/loss")  # nats per token
+    lr: float = _tagged("optim/lr")
+    grad_norm: float = _tagged("optim/grad_norm")  # before clipping, without the loss scale
+    loss_scale: float | None = _tagged("optim/loss_scale")  # None: this run has none
+    skipped_steps: int = _tagged("optim/skipped_steps")  # attempts that overflowed, since the start of the run
+    tokens_per_s: float = _tagged("throughput/tokens_per_s")  # of all ranks
+    mfu: float | None = _tagged("throughput/mfu")  # 0 to 1; None: the peak of this device is not known
+    memory_gib: float = _tagged("memory/peak_gib")  # peak of this rank
+    data_share: float = _tagged("time_share/data")  # shares of wall time, 0 to 1
+    forward_backward_share: float = _tagged("time_share/forward_backward")
+    # Time that the step waited for it; what ran beside backward is not counted.
+    reduce_scatter_share: float = _tagged("time_share/exposed_reduce_scatter")
+    update_share: float = _tagged("time_share/update")
+    all_gather_share: float = _tagged("time_share/exposed_all_gather")  # as of the reduce-scatter
+    eta_s: float = _tagged("time/eta_s")
+
+    def values(self) -> dict[str, float | None]:
+        return asdict(self)
+
+
+# The one place that maps a name in the code to the tag in metrics.jsonl and TensorBoard.
+TAGS = {"valid_loss": "valid/loss", "tokens": "train/tokens", "time": "time/unix_s"}
+TAGS |= {known.name: str(known.metadata["tag"]) for known in fields(StepMetrics)}
+
+
+def recorded_tags(recorded: Mapping[str, float], *, overflowed: bool) -> dict[str, float]:
+    """Return what an attempt recorded, by its tags. Raises: ValueError for a name that is a tag of the run's own."""
+    for name in recorded:
+        if name in ("step", *TAGS.values()) or name.startswith(("precision/", OVERFLOWED)):
+            raise ValueError(f"record({name!r}): that is a tag of the run's own metrics; record it by another name")
+    return {OVERFLOWED + name if overflowed else name: value for name, value in recorded.items()}
+
+
+DETAILED_EVERY = 10  # log lines, from one with details to the next
+
+
+def format_lines(step: int, steps: int, metrics: StepMetrics, *, detailed: bool) -> str:
+    """Return a step's line on the console: plain text that stays readable in a batch system's log, of 100 columns at
+    most while a run has fewer than a million steps. `detailed`: and two more, of what changes little between them.
+    """
+    here = f"step {step:>{len(str(steps))}}/{steps}"
+    line = (
+        f"{here} | loss {metrics.loss:.4f} | lr {metrics.lr:.2e} | grad_norm {metrics.grad_norm:.3f} | "
+        f"scale {format_scale(metrics.loss_scale)} | {metrics.tokens_per_s:,.0f} tokens/s"
+    )
+    if not detailed:
+        return line
+    mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
+    rest = (
+        f"eta {_format_duration(metrics.eta_s)} | skipped {metrics.skipped_steps} | mfu {mfu} | "
+        f"memory {metrics.memory_gib:.2f} GiB"
+    )
+    shares = (
+        f"time: data {metrics.data_share:.0%}, fwd+bwd {metrics.forward_backward_share:.0%}, "
+        f"reduce-scatter {metrics.reduce_scatter_share:.0%}, update {metrics.update_share:.0%}, "
+        f"all-gather {metrics.all_gather_share:.0%}"
+    )
+    return f"{line}\n{here} | {rest}\n{here} | {shares}"
+
+
+class MetricsWriter:
+    """Appends to FOLDER/metrics.jsonl and FOLDER/set_aside.jsonl and, if asked, to event files in FOLDER/tensorboard.
+    One rank owns it. A disk that fails raises nothing: see LogFile.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool,
+        applied: int = 0,
+        config: str = "",
+        tokens: Callable[[], int] = lambda: 0,
+        trackers: Sequence[TrackerThread] = (),
+    ) -> None:
+        """`applied`: updates that the run has behind it. The lines that are in the file already stay; TensorBoard
+        forgets what it was told of later updates, but for what those lines say. `config`: the effective configuration,
+        for TensorBoard alone; trackers have it. `tokens`: those of all updates so far, which every row says.
+
+        Raises: ValueError if TensorBoard is asked for and not installed.
+        """
+        self._trackers, self._tokens = trackers, tokens
+        self._events = EventFile(folder / "tensorboard", applied + 1) if tensorboard else None
+        self._metrics, self._set_aside = (LogFile(partial(Path, folder, name)) for name in (METRICS, SET_ASIDE))
+        if self._events is not None and self._metrics.path.exists():
+            self._tell_again(self._events, applied)
+        if self._events is not None and config:
+            self._events.text(applied, "config", _as_code(config))
+
+    def _tell_again(self, events: EventFile, applied: int) -> None:
+        # The attempts that overflow on the way to the next update are told under its number.
+        for line in read_own(self._metrics.path).splitlines():
+            row = _parsed(line)
+            step = row.pop("step", 0)
+            row.pop(TAGS["time"], None)  # an event has a time of its own
+            if step > applied and TRANSFERS + "bucket" not in row:
+                events.add(step, {tag: value for tag, value in row.items() if isinstance(value, float | int)}, {})
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def write(self, step: int, values: Mapping[str, float | None], recorded: Mapping[str, float] | None = None) -> None:
+        """Record values by their names in TAGS, and `recorded` ones by their tags. None, inf and NaN are null in the
+        JSON, which has no word for them.
+        """
+        self._write(step, {TAGS[name]: value for name, value in values.items()} | dict(recorded or {}))
+
+    def write_precision(self, step: int, layers: Mapping[str, LayerPrecision]) -> None:
+        """Record an examined step, layer by layer, as one row; TensorBoard gets the exponents as a histogram."""
+        row: dict[str, float | tuple[int, ...] | None] = {}
+        for layer, precision in layers.items():
+            row |= {precision_tag(name, layer): value for name, value in precision.scalars().items()}
+            row[precision_tag("exponents", layer)] = precision.exponents
+        self._write(step, row)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Tell the trackers and TensorBoard."""
+        for tracker in self._trackers:
+            tracker.tell(lambda to: to.text(name, text))
+        if self._events is not None:
+            self._events.text(step, name, _as_code(text))
+
+    def write_set_aside(self, row: Mapping[str, Any]) -> None:
+        """Record a batch that is set aside, on the disk when this returns."""
+        self._set_aside.append(_line(row))
+        self._set_aside.sync()
+
+    def _write(self, step: int, row: Mapping[str, float | tuple[int, ...] | None]) -> None:
+        finite = {
+            tag: None if isinstance(value, float) and not math.isfinite(value) else value for tag, value in row.items()
+        }
+        seen = self.append(step, finite)
+        scalars = seen | {tag: value for tag, value in row.items() if isinstance(value, float | int)}
+        for tracker in self._trackers:
+            tracker.tell(lambda to: to.log(step, scalars))
+        if self._events is not None:
+            counts = {tag: _histogram(value) for tag, value in row.items() if isinstance(value, tuple)}
+            self._events.add(step, scalars, counts)
+
+    def append(self, step: int, row: Mapping[str, Any]) -> dict[str, int]:
+        """Record a row in metrics.jsonl alone; return what every row says."""
+        seen = {TAGS["tokens"]: self._tokens()}
+        self._metrics.append(_line({"step": step, TAGS["time"]: round(time.time(), 3), **seen, **row}))
+        return seen
+
+    def sync(self) -> dict[str, int]:
+        """Return when all that was told so far is on the disk, of TensorBoard's on its way there, as far as the disk
+        takes it. Returns the bytes of each file, by name, once what is held back is in it.
+        """
+        for log in (self._metrics, self._set_aside):
+            log.sync()
+        return {log.path.name: log.size() for log in (self._metrics, self._set_aside)}
+
+    def close(self) -> None:
+        for log in (self._metrics, self._set_aside, self._events, *self._trackers):
+            if log is not None:
+                log.close()
+
+
+def cut_logs(folder: Path, progress: Progress) -> None:
+    """Bring the logs back to where they were at a checkpoint. Raises: OSError."""
+    for name in (METRICS, SET_ASIDE):
+        cut_log(folder / name, progress.log_sizes.get(name, 0), partial(_is_later, name, progress))
+
+
+def _is_later(log: str, progress: Progress, line: bytes) -> bool:
+    """Whether a row of that log says that it came after the checkpoint of that progress."""
+    row, attempt = _parsed(line), "attempt" if log == SET_ASIDE else TRANSFERS + "attempt"
+    with suppress(TypeError, KeyError):
+        if log == SET_ASIDE or attempt in row:
+            return bool(row[attempt] >= progress.attempts)
+        if TAGS["valid_loss"] in row:
+            return bool(row["step"] > progress.validated)
+        if is_overflow(row):  # on the way to that update
+            return bool(row[TAGS["skipped_steps"]] > progress.skipped)
+        return bool(row["step"] > progress.applied)
+    return False
+
+
+def is_overflow(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row of metrics.jsonl is that of an attempt that overflowed."""
+    return TAGS["skipped_steps"] in row and TAGS["loss"] not in row
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Empty for what is no row of a run: whoever wrote it may keep it."""
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            return row
+    return {}
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def _as_code(text: str) -> str:
+    """As Markdown that shows every letter as it is."""
+    return "    " + text.replace("\n", "\n    ")
+
+
+def _histogram(exponents: tuple[int, ...]) -> dict[str, Any]:
+    middles = [exponent + 0.5 for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1)]
+    return {
+        "min": FIRST_EXPONENT,
+        "max": LAST_EXPONENT + 1,
+        "num": sum(exponents),
+        "sum": sum(count * middle for count, middle in zip(exponents, middles, strict=True)),
+        "sum_squares": sum(count * middle**2 for count, middle in zip(exponents, middles, strict=True)),
+        "bucket_limits": [exponent + 1 for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1)],
+        "bucket_counts": list(exponents),
+    }
+
+
+def _format_duration(seconds: float) -> str:
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole_seconds:02}"

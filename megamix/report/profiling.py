@@ -1,0 +1,95 @@
+"""The steps that `[profiling]` names: a trace of each rank, and when the first rank's buckets came and went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from megamix.comm.collectives import Pending
+from megamix.comm.timeline import Timeline, Transfer
+from megamix.config import Config
+from megamix.durable import ASIDE
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.observer import StepObserver, TransferKind
+from megamix.report.metrics import TRANSFERS, MetricsWriter
+from megamix.supervise.console import Console
+
+
+class Transfers(StepObserver):
+    """Shows a step's transfers to its timeline."""
+
+    def __init__(self, timeline: Timeline):
+        self._timeline = timeline
+
+    def on_transfer(self, kind: TransferKind, bucket: Bucket, pending: Pending) -> None:
+        self._timeline.watch(kind, bucket.number, pending)
+
+
+class Profiling:
+    """Traces the chosen attempts, those that are still to come where a run takes up among them, into one file per rank,
+    for chrome://tracing or Perfetto.
+    """
+
+    def __init__(self, config: Config, engine: ShardedEngine, console: Console, writer: MetricsWriter | None):
+        section = config.profiling
+        self._attempts = range(section.start_step, section.start_step + section.num_steps)
+        self._engine, self._console, self._writer = engine, console, writer
+        self._trace = Path(config.checkpoint.folder) / f"trace_rank{engine.topology.world.rank}.json"
+        self._profiler: torch.profiler.profile | None = None
+        self._timelines: dict[int, Timeline] = {}
+
+    @contextmanager
+    def attempt(self, number: int, update: int) -> Iterator[None]:
+        """Around an attempt, when all that is known of is done up to `update`."""
+        if number not in self._attempts:
+            yield
+            return
+        if self._profiler is None:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        timeline = self._timelines[number] = Timeline(self._engine.device)
+        with self._engine.observe(Transfers(timeline)):
+            yield
+        if number == self._attempts[-1]:
+            # Sends and receives of Gloo that began under the profiler and end after it crash the process.
+            self._engine.wait()
+            self._profiler.stop()
+            self._tell(number, update, self._profiler)
+
+    def _tell(self, attempt: int, update: int, profiler: torch.profiler.profile) -> None:
+        with self._console.telling(self._trace):
+            _write_trace(self._trace, profiler)
+            self._console.line(f"attempt {attempt} | profile up to it in {self._trace}")
+        if self._writer is not None:
+            for number, timeline in self._timelines.items():
+                for row in _rows_by_bucket(timeline.transfers()):
+                    # There alone: of several rows of a step a curve would show one.
+                    self._writer.append(update, {TRANSFERS + "attempt": number, **row})
+        self._timelines.clear()  # their threads end
+
+
+def _write_trace(path: Path, profiler: torch.profiler.profile) -> None:
+    """Write what a profiler saw, for chrome://tracing; whole or as it was. Raises: OSError."""
+    with TemporaryDirectory(prefix=f"{path.name}{ASIDE}", dir=path.parent, ignore_cleanup_errors=True) as aside:
+        whole = Path(aside) / path.name
+        profiler.export_chrome_trace(str(whole))  # renames what it has written, and raises nothing where it could not
+        if not whole.exists():
+            raise OSError(f"{path}: the profiler could not write it")
+        whole.rename(path)
+
+
+def _rows_by_bucket(transfers: Sequence[Transfer]) -> Iterator[dict[str, float]]:
+    """A row of each bucket, or several where a step sends it more than once: for a micro-batch, or a pass, each."""
+    rows: dict[tuple[int, int], dict[str, float]] = {}
+    times = Counter[tuple[str, int]]()
+    for kind, bucket, *seconds in transfers:
+        row = rows.setdefault((bucket, times[kind, bucket]), {TRANSFERS + "bucket": bucket})
+        times[kind, bucket] += 1
+        row |= {f"{TRANSFERS}{kind}/{name}": s for name, s in zip(Transfer._fields[2:], seconds, strict=True)}
+    yield from (rows[key] for key in sorted(rows))

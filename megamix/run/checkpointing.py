@@ -1,0 +1,105 @@
+"""What a run saves and what it says of it, and what a checkpoint that cannot be written means."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+from megamix.checkpoint.folder import Files
+from megamix.checkpoint.save import Saver
+from megamix.checkpoint.together import Together
+from megamix.config import Config
+from megamix.inspect.replicas import check_replicas
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.run.resume import Start
+from megamix.run.run_folder import checkpoint_folder
+from megamix.run.run_record import Progress
+from megamix.supervise.console import Console
+from megamix.supervise.status import SAVE_FAILED, LeaveRequest, SaveFailedError
+
+
+class RunCheckpoints:
+    """Every rank has one; its calls must be made by all of them, in the same order.
+
+    `together`: over a group that nobody else uses while a checkpoint may be under way.
+    Every save begins with a replica check, if the run makes any: what has gone wrong in memory must not become the
+    truth. Raises: DamagedMemory on every rank, with the older checkpoints as they were.
+    """
+
+    def __init__(
+        self, config: Config, engine: ShardedEngine, start: Start, together: Together, console: Console,
+        leave: LeaveRequest,
+    ):  # fmt: skip
+        self._section, self._engine, self._record = config.checkpoint, engine, start.record
+        self._together, self._console, self._leave = together, console, leave
+        folder = checkpoint_folder(config)
+        self._files = Files()
+        self._saver = Saver(folder, config.checkpoint.keep, together, self._saved, self._failed, self._files)
+        # The newest checkpoint in the run's own folder, and what it holds.
+        own = start.checkpoint if start.checkpoint is not None and start.checkpoint.path.parent == folder else None
+        self._path = own.path if own is not None else None
+        self._newest = _place(start.progress) if own is not None else None
+        self._under_way = _place(start.progress)
+        self._error: Exception | None = None  # of the last save
+        self._start_s = 0.0
+        self._took_s = -math.inf  # the last save that succeeded; so far unknown, and so no reason not to try one
+
+    @property
+    def written(self) -> int:
+        """Bytes that this rank's disk has taken so far; for any thread."""
+        return self._files.written
+
+    def save(self, progress: Progress) -> None:
+        """After every `save_interval` updates: beside training, if asked so."""
+        self._begin(progress, beside=self._section.async_save)
+
+    def save_last(self, progress: Progress) -> None:
+        """When the run ends, if it has got further than its newest checkpoint.
+
+        Raises: SaveFailedError on every rank.
+        """
+        self._begin(progress, beside=False)
+        self._saver.finish()  # nobody would remove what is left over
+        if self._error is not None:
+            raise SaveFailedError(f"the last checkpoint could not be saved: {self._error}") from self._error
+
+    def save_leaving(self, progress: Progress) -> str:
+        """`save_last`, unless the launcher would kill the ranks in the middle of it. Returns what became of it."""
+        self._saver.finish()
+        # Only who got the signal knows when it came, and each rank has its own clock.
+        by_rank = self._together.every(lambda: (self._took_s, self._leave.left_s()))
+        took_s, left_s = max(took for took, _ in by_rank), min(left for _, left in by_rank)
+        if took_s <= left_s or self._newest == _place(progress):
+            self.save_last(progress)
+            return f"saved {self._path}"
+        return (
+            f"NOT saved, for the last save took {took_s:.1f} s and the launcher kills its ranks in {left_s:.1f} s; the "
+            f"newest checkpoint is {self._path}"
+        )
+
+    def _begin(self, progress: Progress, *, beside: bool) -> None:
+        self._saver.finish()
+        if self._newest == _place(progress):
+            return
+        if self._section.replica_check_interval:
+            check_replicas(self._engine, progress.counters())
+        self._under_way, self._error, self._start_s = _place(progress), None, time.perf_counter()
+        record = self._record.model_copy(update={"progress": progress.model_dump(mode="json")})
+        (self._saver.start if beside else self._saver.save)(self._engine, record)
+
+    def _saved(self, path: Path) -> None:
+        self._newest, self._path = self._under_way, path
+        self._took_s = time.perf_counter() - self._start_s
+        self._console.line(f"saved {path} in {self._took_s:.1f} s")
+
+    def _failed(self, error: Exception) -> None:
+        self._error = error
+        self._console.line(f"checkpoint NOT saved: {error}")
+        if self._section.on_save_failure == "stop":
+            self._leave.ask(SAVE_FAILED)
+
+
+def _place(progress: Progress) -> tuple[int, int]:
+    """Two of a run are equal where nothing has happened between them."""
+    return progress.attempts, progress.validated

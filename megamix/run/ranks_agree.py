@@ -1,0 +1,246 @@
+"""Ranks of one job: before the model is built, what each rank was started with is held against all others'.
+
+Ranks that differ in a seed, a dropout or the data would train on, and end with weights that nobody asked for. Each puts
+what it was started with into the store in which the ranks have met, under its digest. The first rank compares the
+digests and tells all what differs. A rank makes a handful of requests, the first one two more for each rank.
+
+What comes from the store is JSON of a known form; anything else was not written by a rank of this job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
+
+from megamix.builders.data import data_fingerprints, data_identity
+from megamix.checkpoint.manifest import printable
+from megamix.comm.topology import Topology, side_store
+from megamix.config import Config, ConfigError, DataSource, config_to_toml
+from megamix.config.toml_text import value_text
+from megamix.config.unread import drop_unread
+from megamix.run.own_code import DIGITS, own_code
+from megamix.run.resume_rules import flat, flat_keys
+from megamix.run.run_folder import RESUME_WORDS
+from megamix.supervise.console import say
+from megamix.supervise.liveness import Board, names
+from megamix.supervise.status import NoAnswerError
+
+_LONGEST = 2000  # characters of a line out of the store, to which others may write, too
+_LONGEST_TOLD = 1000  # characters of a value that is put there; of a longer one the rest is told by a hash
+_LONGEST_SHOWN = 60  # characters of a value in a message
+_PROBLEM = "problem"  # in place of what a rank was started with: why that is not known
+
+_DIGEST = TypeAdapter(Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")])
+_TEXTS = TypeAdapter(dict[str, str])
+_OUTCOME = TypeAdapter(tuple[list[str], str])  # what differs; why nothing could be compared
+
+
+class KnownData(NamedTuple):
+    fingerprints: dict[str, str]  # by the key that names the data
+    identity: str  # of this rank's files, from before the fingerprints were taken: see `check_unchanged`
+
+
+def known_data(config: Config) -> KnownData:
+    """Return what the data are, once all ranks are known to be of one job. Every rank must call it.
+
+    Raises: as `check_same_job`; alone, ConfigError for data that cannot be read.
+    """
+    world = Topology.current().world
+    if world.group is not None:
+        return check_same_job(config, side_store(world), world.rank, world.size)
+    try:
+        identity = data_identity(config)
+    except OSError as error:
+        raise ConfigError([str(error)], "job") from error
+    fingerprints = _read_fingerprints(config)
+    if problem := fingerprints.get(_PROBLEM):
+        raise ConfigError([problem], "job")
+    return KnownData(fingerprints, identity)
+
+
+def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownData:
+    """Compare what the ranks were started with. Every rank must call it; `store` is for this alone.
+
+    Raises: ConfigError on every rank, with everything that differs; NoAnswerError on every rank that lives, naming one
+    that does not answer, within `parallelism.timeout_s` and a moment.
+    """
+    board = Board(store, config.parallelism.timeout_s)
+    data, problem = _shared_data(config, board, rank)
+    record = {_PROBLEM: problem} if problem else started_with(config, data.fingerprints)
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    board.put(f"record {digest}", record)
+    board.put(f"digest {rank}", digest)
+    if rank == 0:
+        board.put("outcome", _outcome(board, size))
+    if not board.wait(["outcome"], Board.grace_s):
+        silence = f"no sign of life from rank 0 {board.limit}, before it had said whether all were started alike"
+        if rank == 1:  # it is the first rank that speaks, else
+            say(f"megamix train: {silence}", sys.stderr)
+        raise NoAnswerError(silence)
+    problems, silence = board.read("outcome", _OUTCOME)
+    if problems or silence:
+        board.leave(rank, size)
+        if silence:
+            raise NoAnswerError(printable(silence, _LONGEST))
+        raise ConfigError([printable(problem, _LONGEST) for problem in problems], "job")
+    return data
+
+
+def _shared_data(config: Config, board: Board, rank: int) -> tuple[KnownData, str]:
+    """What the data are, and why that is not known, if it is not. One rank reads for its machine."""
+    nothing = KnownData({}, "")
+    try:
+        identity = data_identity(config)
+        key = f"files {hashlib.sha256(identity.encode()).hexdigest()}"
+        reader = board.claim(f"reader of {key}", rank)
+        if reader == rank:
+            board.put(key, _read_fingerprints(config))
+        else:
+            board.put(f"waits {rank}", reader)
+        if not board.wait([key]):
+            return nothing, f"rank {reader} had not read the data {board.limit}"
+        answer = board.read(key, _TEXTS)
+    except (OSError, NoAnswerError) as error:
+        return nothing, str(error)
+    return KnownData(answer, identity), answer.pop(_PROBLEM, "")
+
+
+def _read_fingerprints(config: Config) -> dict[str, str]:
+    try:
+        return data_fingerprints(config)
+    except (OSError, ValueError) as error:  # those that wait for it must learn that, too
+        return {_PROBLEM: str(error)}
+
+
+def _outcome(board: Board, size: int) -> tuple[list[str], str]:
+    """What all ranks are told: what differs, or why that cannot be known."""
+    if silent := board.missing([f"digest {rank}" for rank in range(size)]):
+        to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
+        return [], f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    try:
+        for rank in range(size):
+            ranks_of[board.read(f"digest {rank}", _DIGEST)].append(rank)
+        groups = [RankGroup(ranks, board.read(f"record {digest}", _TEXTS)) for digest, ranks in ranks_of.items()]
+    except NoAnswerError as error:
+        return [], str(error)
+    failed = [group for group in groups if _PROBLEM in group.started_with]
+    problems = [f"{names(group.ranks)}: {group.started_with[_PROBLEM]}" for group in failed]
+    return [*problems, *differences([group for group in groups if group not in failed])], ""
+
+
+# How long a rank waits is its own affair. What a path leads to may lie elsewhere on each node: of data and tokenizer
+# the fingerprints count, and the run's folder is looked at once it is taken.
+MAY_DIFFER = ("parallelism.timeout_s", "checkpoint.folder", "data.tokenizer")
+PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but not which of them are one
+
+_UNSET = "not set"
+NOT_READ = "not read"  # in place of the value of a key that another one of the configuration makes so
+
+
+def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]:
+    """Return every key that must be alike, and its value as text. `fingerprints`: of the data, by the key that names
+    it.
+    """
+    found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
+    tree = config.model_dump()
+    found |= {key: _UNSET for key, value in flat_keys("", tree) if value is None and key not in MAY_DIFFER}
+    found |= {item.key: NOT_READ for item in drop_unread(tree)[1]}
+    found |= {f"content of {key} (SHA-256)": digest[:DIGITS] for key, digest in fingerprints.items()}
+    return found | own_code(config.plugins)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    settings = {key: value for key, value in flat(config_to_toml(config)).items() if key not in MAY_DIFFER}
+    if settings["checkpoint.resume"] not in RESUME_WORDS:  # the first rank's is everybody's
+        settings["checkpoint.resume"] = "a path"
+    numbers: dict[str | int, int] = {}
+    for key in PATHS_MAY_DIFFER:
+        if key in settings:
+            settings[key] = _without_paths(settings[key], numbers)
+    return settings
+
+
+def _without_paths(value: Any, numbers: dict[str | int, int]) -> Any:
+    """Each path as the number of its file, in the order in which files first come: a file that comes again goes on
+    where it was, so which ones are the same must be alike.
+    """
+    if isinstance(value, list):
+        return [_without_paths(item, numbers) for item in value]
+    if not isinstance(value, dict):
+        return value
+    # What is a plugin's own in it is compared as it is.
+    named: dict[str, Any] = {
+        key: item if isinstance(item, dict) else _without_paths(item, numbers) for key, item in value.items()
+    }
+    if "path" in named:
+        name = DataSource(path=named.pop("path")).name
+        named = {"file": numbers.setdefault(name, len(numbers) + 1)} | named
+    return named
+
+
+def _bounded(text: str) -> str:
+    if len(text) <= _LONGEST_TOLD:
+        return text
+    return f"{text[:_LONGEST_TOLD]} and more (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:DIGITS]})"
+
+
+_SHOWN_KEYS, _SHOWN_VALUES = 40, 4
+
+
+class RankGroup(NamedTuple):
+    """Ranks that were started alike."""
+
+    ranks: list[int]  # ascending
+    started_with: dict[str, str]  # value by key
+
+
+def differences(groups: Sequence[RankGroup]) -> list[str]:
+    """Return a line for each key of which the groups that read it have several values. Where one does not, the key that
+    makes it so differs, too.
+    """
+    lines = []
+    for key in sorted({key for group in groups for key in group.started_with}):
+        ranks_of: dict[str, list[int]] = defaultdict(list)
+        missing = _UNSET if key.startswith("content of ") else NOT_READ  # of another choice
+        for group in groups:
+            ranks_of[group.started_with.get(key, missing)] += group.ranks
+        ranks_of.pop(NOT_READ, None)
+        if len(ranks_of) > 1:
+            lines.append(_line(key, ranks_of))
+    more = len(lines) - _SHOWN_KEYS
+    return lines if more <= 0 else [*lines[:_SHOWN_KEYS], f"and {more} more keys differ"]
+
+
+def _line(key: str, ranks_of: dict[str, list[int]]) -> str:
+    by_size = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), min(item[1])))
+    # What long values have in common at their beginning says nothing, and would hide where they differ.
+    common = next(place for place, letters in enumerate(zip_longest(*ranks_of)) if len(set(letters)) > 1)
+    skipped = max(0, common - _LONGEST_SHOWN // 3) if max(map(len, ranks_of)) > _LONGEST_SHOWN else 0
+    parts = [f"{_shown(value, skipped)} on {names(ranks)}" for value, ranks in by_size[:_SHOWN_VALUES]]
+    if rest := [rank for _, ranks in by_size[_SHOWN_VALUES:] for rank in ranks]:
+        parts.append(f"other values on {names(rest)}")
+    return f"{key}: {'; '.join(parts)}; {_fix(key)}"
+
+
+def _shown(value: str, skipped: int) -> str:
+    if value == _UNSET:
+        return value
+    text = f"...{value[skipped:]}" if skipped else value
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
+
+
+def _fix(key: str) -> str:
+    if key.startswith("content of "):
+        return "give all ranks the same files"
+    if key.startswith(("version of ", "source code of ")):
+        return "install one version on all nodes"
+    return "start all with one configuration"

@@ -1,0 +1,135 @@
+"""What a run leaves for use elsewhere: its weights, and a text that they write with the run's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megamix.checkpoint.snapshot import DTYPE_NAMES
+from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
+from megamix.config import Config
+from megamix.data.text_tokenizer import TextTokenizer
+from megamix.data.tokenizer import open_tokenizer
+from megamix.durable import write_text, written_aside
+from megamix.inspect.overflows import GaveUpError
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.model.decoder import Decoder
+from megamix.model.family import family_of
+from megamix.model.generation import check_sampling, generate
+from megamix.run import run_folder
+from megamix.supervise.console import Console
+
+SAMPLE_TOKENS = 128
+TellText = Callable[[int, str, str], None]  # of a step, under a name, a text
+
+
+def write_results(
+    config: Config, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None, tell_text: TellText | None
+) -> None:
+    """Write what a run that finished or gave up leaves. Every rank must call it; the first one writes, and alone has
+    `tell_text`, which gets the sample.
+    """
+    folder, topology = Path(config.checkpoint.folder), engine.topology
+    first = topology.world.rank == 0
+    with engine.clock.span("weights"):
+        weights = engine.full_weights()
+        if first:
+            path = folder / run_folder.WEIGHTS
+            with nullcontext() if gave_up is None else console.telling(path):  # a run that gave up ends as one
+                write_weights(path, weights)
+                console.line(f"weights in FP32: {path}")
+    if gave_up is not None:
+        if first:
+            with console.telling(folder / run_folder.GAVE_UP):
+                write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
+    elif config.data.tokenizer is not None:
+        model = engine.module
+        if first and topology.pp.size > 1:  # no rank of a pipeline has the model whole
+            model = family_of(config.model)(config.model)
+            model.load_state_dict(weights)
+            model.to(engine.plan.precision.dtype)
+        with engine.whole_parameters():  # some ranks compute alone
+            # Those that divide layers compute together.
+            if first or (topology.pp.size == 1 and topology.data.rank == 0):
+                _write_sample(config, model, console, tell_text)
+
+
+def _write_sample(config: Config, model: nn.Module, console: Console, tell_text: TellText | None) -> None:
+    assert isinstance(model, Decoder)
+    assert config.data.tokenizer is not None
+    model.eval()  # else units would drop out
+    sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=config.training.seed)
+    text = sample_text(model, open_tokenizer(Path(config.data.tokenizer)), config.metrics.sample_prompt, sampling)
+    if tell_text is not None:
+        path = Path(config.checkpoint.folder) / run_folder.SAMPLE
+        with console.telling(path):
+            write_text(path, text)
+        console.line(f"sample of text ({path}):\n{text}")
+        tell_text(config.training.steps, "sample", text)
+
+
+def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
+    """Write FP32 weights, and buffers as they are, as safetensors, each tensor once under its first name; whole or not
+    there.
+    """
+    once: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        once.setdefault(id(tensor), (name, tensor))
+    tensors = dict(once.values())
+    # safetensors' save_file would make a file that only its owner may read, whatever the umask.
+    with written_aside(path) as file:
+        kinds = {name: (DTYPE_NAMES[str(tensor.dtype)], tensor.shape) for name, tensor in tensors.items()}
+        file.write(safetensors_header(kinds))
+        for tensor in tensors.values():
+            for chunk in tensor_chunks(tensor.reshape(-1)):
+                file.write(chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a text goes on; see megamix.model.generation.
+
+    Raises: ValueError naming what is out of its range.
+    """
+
+    max_new_tokens: int
+    seed: int
+    temperature: float = 0.8
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_sampling(self.max_new_tokens, self.temperature, self.top_p)
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be from 0 to 2**64 - 1, got {self.seed}: pass for example 0")
+
+
+def sample_text(
+    model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling, end_tokens: Sequence[int] = ()
+) -> str:
+    """`prompt` and its continuation, without the token that ends it; the same for the same seed, weights and machine.
+
+    Raises: ValueError if the prompt is no text, the tokenizer has nothing for an empty one to begin with, or gives ids
+    that the model does not have.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # what stands for bytes that are no UTF-8
+        raise ValueError(f"prompt must be UTF-8, got {prompt!r}: write it in UTF-8")
+    device = next(model.parameters()).device
+    token_ids = tokenizer.encode_prompt(prompt) or [*end_tokens[:1]] or [tokenizer.end_of_text]
+    if max(token_ids) >= model.config.vocab_size:
+        raise ValueError(
+            f"prompt {prompt!r}: the tokenizer makes it token id {max(token_ids)}, the model's vocabulary has "
+            f"{model.config.vocab_size}: give the model's own tokenizer"
+        )
+    generator = torch.Generator(device).manual_seed(sampling.seed)
+    (text,) = generate(
+        model, torch.tensor([token_ids], device=device), sampling.max_new_tokens, sampling.temperature, generator,
+        sampling.top_p, end_tokens,
+    ).tolist()  # fmt: skip
+    if len(text) > len(token_ids) and text[-1] in end_tokens:
+        text.pop()
+    return tokenizer.decode(text)

@@ -1,0 +1,253 @@
+"""One run, start after start: may it go on from a checkpoint, and what has changed since. Torch is imported only where
+model, optimizer or code have changed, so `--check` asks what a start asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from megamix.builders.data import data_fingerprints
+from megamix.checkpoint.folder import MANIFEST, checkpoints
+from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
+from megamix.config import Config, ConfigError, config_to_toml, data_source, effective_tables, whole_weights
+from megamix.config.toml_text import value_text
+from megamix.run.own_code import own_code
+from megamix.run.run_folder import BEGIN_ANEW, RESUME_WORDS, checkpoint_folder
+from megamix.supervise.run_lock import refuse_held
+
+RNG_RULE = (
+    "training.seed and the number of the sample and of its source, the parameter's name and the element's place for "
+    "initial weights, the number of the try for dropout, and for that of the first block of the pipeline's stage"
+)
+# Whatever the shapes, with another value these make another model, other states, or another order of the data.
+_REFUSED = ("model.", "optimizer.name", "training.seed", "data.split", "data.packing")
+# Of these: how a step is computed, and weights that are no longer initial.
+_PASS = ("model.dropout", "model.compile", "model.recompute", "model.init_std", "model.scaled_init")
+
+
+def outlook(config: Config) -> str:
+    """Say what a start would do with the run's folder as it is; write nothing. What the checkpoints hold is judged by
+    their manifests and the sizes of their files.
+
+    Raises: ConfigError if it would be refused.
+    """
+    folder, resume, steps = Path(config.checkpoint.folder), config.checkpoint.resume, config.training.steps
+    try:
+        refuse_held(folder)
+    except OSError as error:
+        raise ConfigError([f"checkpoint.folder: {error}; write another folder"], "job") from error
+    own = [] if resume == "never" else checkpoints(checkpoint_folder(config))
+    found = own or ([] if resume in RESUME_WORDS else [Path(resume)])
+    record = record_of(config, data_fingerprints(config) if found else {})
+    damaged: list[str] = []
+    for path in found:
+        try:
+            manifest = _manifest_of(path, config, record)
+            lines = judge(path, manifest, config, record)
+        except ConfigError:
+            raise
+        except (OSError, ValueError, LookupError, TypeError) as error:  # no run has written that
+            damaged.append(f"{path}: {error}")
+            continue
+        goes_on = f"would go on from step {manifest.applied_updates} of {folder} to step {steps}"
+        if manifest.applied_updates == steps:
+            goes_on = f"{folder} {no_step_left(steps)}"
+        first = goes_on if own else f"would start a new run in {folder} from {resume}"
+        told = [f"damaged: {line}" for line in damaged]
+        return "\n  ".join([first, *told, *lines])
+    if damaged:
+        raise none_is_whole(config) if own else path_is_damaged(damaged[0])
+    return f"would start a new run in {folder}"
+
+
+def _manifest_of(path: Path, config: Config, now: RunRecord) -> Manifest:
+    """Raises: ValueError, OSError for what is damaged; ConfigError for what the code of now does not take."""
+    manifest = read_manifest(path / MANIFEST)
+    for file in manifest.files:
+        check_size(path / file.name, file)
+    if _other_code(manifest, config, now):
+        from megamix.checkpoint.verify import read_checkpoint
+        from megamix.run.run_record import check_run
+
+        if refusal := read_checkpoint(path, check_run).refusal:
+            raise ConfigError([refusal], "job")
+    return manifest
+
+
+def _other_code(manifest: Manifest, config: Config, now: RunRecord) -> bool:
+    """Return whether the code of now may refuse what was saved; what a plugin imports may have changed as well."""
+    return manifest.run.code != now.code or bool(config.plugins)
+
+
+def no_step_left(steps: int) -> str:
+    return f"is after step {steps} already, so no step is left; training.steps = {steps + 1} or more has some"
+
+
+def none_is_whole(config: Config) -> ConfigError:
+    problem = f"checkpoint.folder: no checkpoint in {checkpoint_folder(config)} is whole; {BEGIN_ANEW}"
+    return ConfigError([problem], "job")
+
+
+def path_is_damaged(error: object) -> ConfigError:
+    return ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job")
+
+
+def record_of(config: Config, fingerprints: dict[str, str]) -> RunRecord:
+    """Return what every checkpoint of a run says, without its progress. `fingerprints`: of the data, by the key that
+    names it; each start may validate on other data.
+    """
+    trained_on = {field: digest for field, digest in fingerprints.items() if not field.startswith("data.valid")}
+    code = own_code(config.plugins)
+    return RunRecord(config=config_to_toml(config), fingerprints=trained_on, rng_rule=RNG_RULE, code=code)
+
+
+def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord) -> list[str]:
+    """Return what a run that goes on from there says, line by line.
+
+    Raises: ConfigError if the run must not go on from there.
+    """
+    applied = manifest.applied_updates
+    if applied > config.training.steps:
+        problem = (
+            f"training.steps: got {config.training.steps}, but {path} is after update {applied}; "
+            f"write steps = {applied} or more, or another checkpoint.folder to begin a new run"
+        )
+        raise ConfigError([problem], "job")
+    own = path.parent == checkpoint_folder(config)
+    lines = changes(path, manifest, now, cast(int, manifest.run.progress.get("cursor", 0)), own=own)
+    optimizer_changed = any(line.startswith("optimizer.") for line in lines)
+    if own and not manifest.weights_only and (optimizer_changed or _other_code(manifest, config, now)):
+        from megamix.run.run_record import check_states
+
+        check_states(path, manifest, config)
+    saved_by = manifest.run.code
+    if saved_by and (other := _differing(saved_by, now.code)):
+        lines.append("; ".join(f"{it}: {saved_by.get(it, 'none')} -> {now.code.get(it, 'none')}" for it in other))
+    told = [f"changed since: {line}" for line in lines]
+    folder, resume = config.checkpoint.folder, config.checkpoint.resume
+    if resume not in RESUME_WORDS and own:
+        told.append(f"checkpoint.resume: {resume} is not read, for {folder} has checkpoints of its own")
+    return told
+
+
+def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int, *, own: bool) -> list[str]:
+    """Return a line for every key that has another value since the checkpoint. `cursor`: the first sample never read;
+    `own`: the checkpoint is of the run's own folder. From another run's the optimizer may begin anew.
+
+    Raises: ConfigError naming each change that would make it another run.
+    """
+    saved = manifest.run
+    old, new = flat(saved.config), flat(now.config)
+    if manifest.weights_only:
+        return _changes_of_model(old, new)
+    refused = _refused(old, new, _PASS if own else (*_PASS, "optimizer.name"))
+    began = _mixtures(old, cursor)
+    if _mixtures(new, cursor) != began:
+        refused.append(
+            f"data.train: the {cursor} samples that were read are another mixture than the configuration's; write "
+            f"train and stages as they were, and what is to change as a stage with from_sample = {cursor} or more"
+        )
+    refused += [
+        f"{key}: holds other data than when {path} was saved; bring that back, or write another "
+        "checkpoint.folder to begin a new run"
+        for key, fingerprint in saved.fingerprints.items()
+        if now.fingerprints.get(key, fingerprint) != fingerprint and _is_read(key, len(began) - 1)
+    ]
+    if refused:
+        raise ConfigError(refused, "job")
+    if old.get("optimizer.name") != new.get("optimizer.name"):  # the other keys of each are its own
+        settings = tuple(f"optimizer.{keys.get('optimizer.name')}." for keys in (old, new))
+        old, new = ({key: value for key, value in keys.items() if not key.startswith(settings)} for keys in (old, new))
+    rules = {"rng_rule": saved.rng_rule}, {"rng_rule": now.rng_rule}  # another order of the data, other initial weights
+    return _told(old | rules[0], new | rules[1])
+
+
+def _changes_of_model(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """`changes` of a checkpoint that no run has saved: the model alone must be the same, and its sequences may have any
+    length. Where positions are learned the length is a parameter's shape, and loading refuses another one.
+    """
+    old, new = ({key: value for key, value in flat.items() if key.startswith("model.")} for flat in (old, new))
+    if refused := _refused(old, new, (*_PASS, "model.seq_len")):
+        raise ConfigError(refused, "job")
+    return _told(old, new)
+
+
+def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+
+
+def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ...]) -> list[str]:
+    differing = [key for key in _differing(old, new) if key.startswith(_REFUSED) and key not in may_change]
+    other = _differing(_meaning(old), _meaning(new)) if differing else []
+    return [
+        f"{key}: the checkpoint has {_text(old.get(key))}, the configuration {_text(new.get(key))}; write the "
+        "former, or another checkpoint.folder to begin a new run"
+        + (", from these weights if checkpoint.resume is this one's path" if key == "optimizer.name" else "")
+        for key in differing
+        if key in other
+    ]
+
+
+def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
+    """What is not set as what it stands for, and shares on one scale: written otherwise it is the same run."""
+    from megamix.model.family import family_of, section_of
+
+    model = {key.removeprefix("model."): value for key, value in keys.items() if key.startswith("model.")}
+    section = section_of(model)
+    config = section.model_validate({name: model[name] for name in section.model_fields if name in model})
+    meant = family_of(config).effective(config)
+    split = keys.get("data.split")
+    return keys | {f"model.{name}": value for name, value in meant.items()} | {
+        "data.split": split and split[0] / sum(split)
+    }  # fmt: skip
+
+
+def _told(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [f"{key}: {_text(old.get(key))} -> {_text(new.get(key))}" for key in _differing(old, new)]
+
+
+def _mixtures(keys: dict[str, Any], cursor: int) -> list[tuple[int, list[Any]]]:
+    """What the samples before the cursor are taken from, stage by stage: which sources, by the order in which they
+    first come, whatever their paths are now; and their shares.
+    """
+    stages = [{"from_sample": 0, "train": keys["data.train"]}, *keys.get("data.stages", [])]
+    begun = [stage for stage in stages if stage["from_sample"] < max(cursor, 1)]
+    numbers: dict[Any, int] = {}
+    return [(stage["from_sample"], _shares(stage["train"], numbers)) for stage in begun]
+
+
+def _shares(train: Any, numbers: dict[Any, int]) -> list[Any]:
+    if isinstance(train, str):
+        train = [{"path": train}]
+    weights = [source.get("weight") for source in train]
+    whole = weights if None in weights and len(train) > 1 else whole_weights([weight or 1.0 for weight in weights])
+    known = [numbers.setdefault(data_source(source).name, len(numbers)) for source in train]
+    made_up = [{key: source[key] for key in source.keys() - {"path", "weight"} if source[key]} for source in train]
+    return [*zip(made_up, known, whole, strict=True)]
+
+
+def _is_read(field: str, stages: int) -> bool:
+    """Whether a fingerprint is of data that a run has come to, `stages` of data.stages having begun."""
+    return not field.startswith("data.stages") or any(field.startswith(f"data.stages[{n}]") for n in range(stages))
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is None else value_text(value)
+
+
+def flat(config: str) -> dict[str, Any]:
+    """Take an effective configuration apart, by `section.key`, to compare it with another one: a key that is not read
+    has its default, one that is not set is not there. Raises: ValueError if it is no TOML.
+    """
+    return dict(flat_keys("", effective_tables(config)))
+
+
+def flat_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a table of that name, or of "", and theirs."""
+    if isinstance(value, dict) and not name.startswith("model."):  # a table there means something as a whole
+        for key, inner in value.items():
+            yield from flat_keys(f"{name}.{key}".lstrip("."), inner)
+    else:
+        yield name, value

@@ -1,0 +1,207 @@
+"""What a run leaves behind, without overwriting what another one left; and what else can be wrong with a job, found
+before any time is spent. No torch here.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megamix.builders.data import data_problems, seldom_meant
+from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
+from megamix.config import Config, ConfigError, check_world_size, config_to_toml, load_config
+from megamix.config.problems import short
+from megamix.data import installing
+from megamix.data.tokenizer import open_tokenizer
+from megamix.durable import foreign_kind, remove_asides, unwritable, write_text
+from megamix.machine import WORKSPACES
+from megamix.supervise.run_lock import LOCK
+from megamix.supervise.status import STATUS
+
+CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
+METRICS, SET_ASIDE = "metrics.jsonl", "set_aside.jsonl"
+RESUME_WORDS = ("auto", "never")  # in place of a path
+BEGIN_ANEW = "write another checkpoint.folder to begin anew, or bring a whole one there"
+_MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these belongs to a run
+_READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, METRICS, SET_ASIDE)  # all others are written anew
+_WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, SAMPLE, GAVE_UP, "trace_rank*.json")
+
+
+def checkpoint_folder(config: Config) -> Path:
+    return Path(config.checkpoint.folder) / CHECKPOINTS
+
+
+def folder_problems(config: Config) -> list[str]:
+    """Return why a run cannot write to its folder, one line each."""
+    folder, path = config.checkpoint.folder, Path(config.checkpoint.folder)
+    if foreign := _foreign_problems(path):
+        return foreign
+    if config.checkpoint.resume != "never":
+        if checkpoints(path / CHECKPOINTS):
+            return []
+        if set_aside(path / CHECKPOINTS):
+            back = f"megamix checkpoint ls {folder} says which of them are whole, after all"
+            return [f"checkpoint.folder: all checkpoints in {folder} are damaged and set aside; {back}; {BEGIN_ANEW}"]
+        if _ended_before_its_first_save(path, config):
+            return []
+    held = [name for name in _MARKS if (path / name).exists()]
+    if held:
+        return [
+            f"checkpoint.folder: {folder} holds another run ({', '.join(held)}); write another folder or move that one"
+        ]
+    if reason := unwritable(path):
+        return [f"checkpoint.folder: {folder} cannot be made, {reason}; write another folder"]
+    return []
+
+
+def _foreign_problems(path: Path) -> list[str]:
+    """What lies in a folder that others may write to and would lead a run to write elsewhere, or let it hang."""
+    kinds = {path / name: foreign_kind(path / name) for name in _READ_OR_CONTINUED}
+    for folder in (path / CHECKPOINTS, path / "tensorboard"):
+        if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():  # old checkpoints would be removed elsewhere
+            kinds[folder] = "a symbolic link of another user"
+        elif os.path.lexists(folder) and not folder.is_dir():
+            kinds[folder] = "no folder"
+    return [
+        f"checkpoint.folder: {file} is {kind}, and a run there might write or wait elsewhere; move it away, or write "
+        "another folder"
+        for file, kind in kinds.items()
+        if kind is not None
+    ]
+
+
+def _ended_before_its_first_save(path: Path, config: Config) -> bool:
+    """Whether the folder holds this very run, and nothing that a new start would lose."""
+    held = _held(path)
+    sections = ("model", "data", "optimizer", "training")
+    same = all(getattr(held, name, None) == getattr(config, name) for name in sections)
+    return same and not (path / WEIGHTS).exists()
+
+
+def _held(path: Path) -> Config | None:
+    """The configuration of the run that the folder holds, if it can be read."""
+    try:
+        return load_config(path / CONFIG, imports=False)
+    except ConfigError:
+        return None
+
+
+def claim(config: Config) -> None:
+    """Make the run's folder and write the effective configuration into it."""
+    folder = Path(config.checkpoint.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _WRITTEN_ASIDE:
+        remove_asides(folder, name)
+    write_text(folder / CONFIG, config_to_toml(config))
+
+
+def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, starts: bool = False) -> str:
+    """Refuse what cannot be trained; write nothing. Return the words that nothing was found. `tell` gets a line of each
+    thing that trains and is seldom meant. `starts`: this process is a rank that is about to meet the others.
+
+    Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE, RANK and their LOCAL_ ones), files and
+    folder.
+    """
+    what = "a number of ranks, 1 or more"
+    world_size = _told("WORLD_SIZE", 1, range(1, 10**9), what)
+    local_size = _told("LOCAL_WORLD_SIZE", world_size, range(1, 10**9), what)  # by which the cores are shared
+    for variable, size in (("RANK", world_size), ("LOCAL_RANK", local_size)):
+        _told(variable, 0, range(size), f"from 0 to {size - 1}, as there are {size} rank(s)")
+    if problems := job_problems(config, world_size):
+        raise ConfigError(problems, "job")
+    unset = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if starts and name not in os.environ]
+    if unset and world_size > 1:
+        fix = "start the ranks by launch/pretrain.sh or torchrun, which set it, or unset WORLD_SIZE for one rank"
+        raise ConfigError([f"{', '.join(unset)}: not set, though WORLD_SIZE is {world_size}; {fix}"], "environment")
+    doubts = () if starts else _optimizer_doubts(config)  # which a start logs
+    for line in (*seldom_meant(config, world_size), *doubts):
+        tell(f"note: {line}")
+    return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
+
+
+def _told(variable: str, default: int, numbers: range, what: str) -> int:
+    """What the variable says, if it is set."""
+    text = os.environ.get(variable, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) not in numbers:
+        fix = "start the ranks by launch/pretrain.sh, which sets it, or unset it for one rank"
+        raise ConfigError([f"{variable}: got {short(text)}, must be {what}; {fix}"], "environment")
+    return int(text)
+
+
+def job_problems(config: Config, world_size: int) -> list[str]:
+    """Return every problem of ranks, files and folder, one line each: field, value, fix."""
+    problems = [*check_world_size(config, world_size), *data_problems(config)]
+    if config.data.tokenizer is not None:
+        problems += _tokenizer_problems(config.data.tokenizer, config.model.vocab_size)
+    for package, without in (("tensorboard", "write tensorboard = false"), ("wandb", "leave [metrics.wandb] out")):
+        if getattr(config.metrics, package) and importlib.util.find_spec(package) is None:
+            fix = f"{installing(package)}, or {without}"
+            problems.append(f"metrics.{package}: is set, but the package {package} is not installed; {fix}")
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
+    if config.training.deterministic and workspace not in WORKSPACES:
+        problems.append(
+            f"training.deterministic: is true, but CUBLAS_WORKSPACE_CONFIG is {short(workspace)}, with which cuBLAS "
+            f"adds in any order; set it to {' or '.join(WORKSPACES)}, unset it, or write deterministic = false"
+        )
+    return [*problems, *_division_problems(config), *_resume_problems(config), *folder_problems(config)]
+
+
+def _division_problems(config: Config) -> Iterator[str]:
+    """Of a plugin's family, whose modules alone say what tensor parallelism divides; they have imported torch."""
+    tp_size = config.parallelism.tp_size
+    if config.model.family != "transformer" and tp_size > 1:
+        from megamix.comm.topology import Topology
+        from megamix.parallel.build import outline
+
+        plain = config.model.model_copy(update={"compile": False})
+        try:
+            outline(plain, Topology({"pp": 1, "dp": 1, "tp": tp_size}), sequence_parallel=False)
+        except ValueError as error:
+            yield str(error)
+
+
+def _optimizer_doubts(config: Config) -> Iterator[str]:
+    """What a start would log of the optimizer's patterns. The model's own names are asked, which imports torch, where
+    there are any.
+    """
+    section = config.optimizer
+    own = getattr(section, section.name)
+    if section.groups or any(getattr(own, key, ()) for key in ("matrix", "adamw")):
+        from megamix.builders.objects import build_optimizer
+        from megamix.model.family import family_of
+
+        family = family_of(config.model)
+        optimizer = build_optimizer(section, [section.lr], config.model)
+        yield from optimizer.doubts(family.sketch(config.model), family.shapes(config.model))
+
+
+def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
+    # Needed only for the sample at the end: a run must not train for days to fail there.
+    try:
+        if (known := open_tokenizer(Path(path)).vocab_size) > vocab_size:
+            yield (
+                f"data.tokenizer: {path} knows {known} tokens, more than model.vocab_size {vocab_size}; write "
+                f"vocab_size = {known}, or the tokenizer that the tokens were made with"
+            )
+    except ValueError as error:
+        yield f"data.tokenizer: {error}; or leave the key out"
+
+
+def _resume_problems(config: Config) -> Iterator[str]:
+    resume, own = config.checkpoint.resume, checkpoint_folder(config)
+    if resume in RESUME_WORDS:
+        return
+    # A run that has saved goes on from its own, whatever has become of the one that it began from.
+    held = _held(own.parent) if checkpoints(own) else None
+    began_there = held is not None and Path(held.checkpoint.resume).resolve() == Path(resume).resolve()
+    if Path(resume).resolve().parent == own.resolve():
+        yield (
+            f"checkpoint.resume: {resume} is this run's own; write auto, and to go back to it move the newer ones in "
+            f"{own} away"
+        )
+    elif not began_there and not (Path(resume) / MANIFEST).is_file():
+        yield (
+            f"checkpoint.resume: {resume} is no checkpoint; write auto, never or a path such as "
+            "runs/my-run/checkpoints/step_00001000"
+        )

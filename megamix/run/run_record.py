@@ -1,0 +1,225 @@
+"""What a checkpoint keeps of its run, as plain JSON, and whether some run can have saved it: a manifest is checked
+against itself and its own configuration, before anything is built from it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import operator
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from pydantic import Field, ValidationError
+
+from megamix.builders.data import token_prefixes
+from megamix.builders.objects import build_loss_scale, build_optimizer
+from megamix.checkpoint.manifest import BUFFER, Count, Manifest, states_text
+from megamix.checkpoint.snapshot import state_set
+from megamix.config import Config, ConfigError, DecoderConfig
+from megamix.config.problems import short
+from megamix.config.sections import SECTIONS
+from megamix.mixed_precision.loss_scale import StaticLossScale
+from megamix.model.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from megamix.model.family import family_of, section_of
+from megamix.plugins import OPTIMIZERS, PluginError, Section, require_plugins
+from megamix.run.batch_plan import LARGEST_COUNT, PlanState, check_state
+from megamix.run.run_folder import METRICS, SET_ASIDE
+
+_Section = TypeVar("_Section", bound=Section)
+_DIGEST = re.compile(r"[0-9a-f]{16,128}")
+
+
+def check_if_run(manifest: Manifest) -> None:
+    """`check_run`, unless it is what a script of its own has saved: there, the engine's state is all that is known."""
+    if manifest.run.rng_rule:
+        check_run(manifest)
+
+
+def check_run(manifest: Manifest) -> None:
+    """Refuse what neither a run nor `megamix import` can have saved.
+
+    Only what contradicts itself whatever the code is damage. What is held against families, rules and sections as they
+    are now, a plugin's too, may have been right for the code that saved it.
+    Raises: ValueError naming what is wrong; ConfigError, likewise, for what the code of now does not take.
+    """
+    tables = manifest.run.tables()
+    if manifest.weights_only:
+        keys = tables.get("model", {})
+        with _by_code_of_now(tables):
+            check_params(manifest, _validated(section_of(keys), keys, tables))
+        return
+    with _by_code_of_now(tables):
+        config = saved_config(manifest)
+    layout = manifest.layout
+    if (ranks := layout.dp_size * layout.tp_size * layout.pp_size) != len(manifest.files):
+        raise ValueError(f"layout: {ranks} ranks, but {len(manifest.files)} files")
+    if not all(map(_DIGEST.fullmatch, manifest.run.fingerprints.values())):
+        raise ValueError("fingerprints: they are no digests")
+    _check_counters(manifest, config)
+    with _by_code_of_now(tables):
+        check_params(manifest, config.model)
+        _check_loss_scale(manifest, config)
+        prefixes = [key for key in token_prefixes(config) if not key.startswith("data.valid")]
+        if missing := [key for key in prefixes if key not in manifest.run.fingerprints]:
+            raise ValueError(f"fingerprints: there is none of {missing[0]}")
+
+
+@contextmanager
+def _by_code_of_now(saved: Mapping[str, Any]) -> Iterator[None]:
+    """Let whatever is raised by code, which may be a plugin's, be a refusal. Raises: ConfigError."""
+    try:
+        yield
+    except PluginError:  # it is not imported, and how to have it imported is said
+        raise
+    except Exception as error:  # a plugin may raise anything
+        savers = ", ".join(["megamix", *saved.get("plugins", [])])
+        problem = f"{_reason(error)}; it is whole: bring back the code that saved it ({savers})"
+        raise ConfigError([problem], "job") from error
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line; with its kind, but for one that is meant for users."""
+    return " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())
+
+
+def check_states(path: Path, manifest: Manifest, config: Config) -> None:
+    """Refuse a checkpoint of the run's own whose states are not those that the optimizer has now.
+
+    Raises: ConfigError naming the optimizer and both.
+    """
+    name = config.optimizer.name
+    home = OPTIMIZERS.sections[name].__module__
+    what = f"optimizer.name: {name}" + f" of plugin {home}" * (not home.startswith("megamix."))
+    try:
+        optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
+        sets = [
+            (param.name, manifest.states[param.state_set], state_set(optimizer, param.name, param.shape))
+            for param in manifest.params
+            if BUFFER not in manifest.states[param.state_set]
+        ]
+    except Exception as error:  # a plugin may raise anything
+        raise ConfigError([f"{what} cannot be built: {_reason(error)}; {path} stays as it is"], "job") from error
+    if other := [one for one in sets if one[1] != one[2]]:
+        param, held, needed = other[0]
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        problem = (
+            f"{what}: of {param}{more} {path} holds {states_text(held)}, and the optimizer of now has "
+            f"{states_text(needed)}; bring back the code and the keys that saved it, or begin a new run from its "
+            "weights: another checkpoint.folder, and this path as checkpoint.resume"
+        )
+        raise ConfigError([problem], "job")
+
+
+def saved_config(manifest: Manifest) -> Config:
+    """Return the configuration of a run's. Raises: as `check_run`."""
+    tables = manifest.run.tables()
+    return _validated(Config, {name: {} for name in SECTIONS} | tables, tables)
+
+
+def _check_counters(manifest: Manifest, config: Config) -> None:
+    progress, applied, skipped = Progress.read(manifest.run.progress), manifest.applied_updates, manifest.skipped_steps
+    if max(config.training.global_batch_size, applied + skipped) > LARGEST_COUNT:
+        raise ValueError(f"applied_updates, skipped_steps: {applied} and {skipped}, no run gets that far")
+    if applied > config.training.steps:
+        raise ValueError(f"applied_updates is {applied}, of a run of {config.training.steps} steps")
+    progress.check(applied, skipped, config.training.global_batch_size)
+
+
+def _check_loss_scale(manifest: Manifest, config: Config) -> None:
+    loss_scale = build_loss_scale(config.precision) or StaticLossScale()
+    if manifest.loss_scale_rule != loss_scale.rule:
+        raise ValueError(f"loss_scale_rule is {manifest.loss_scale_rule}, its configuration's is {loss_scale.rule}")
+    loss_scale.check_state(manifest.loss_scale, manifest.applied_updates, manifest.skipped_steps)
+
+
+def check_params(manifest: Manifest, model: DecoderConfig) -> None:
+    """Refuse parameters that are not the model's. Raises: ValueError."""
+    unlike = "its parameters are not those of the model that its configuration names"
+    if model.num_layers > len(manifest.params):  # before anything is made for each of them
+        raise ValueError(unlike)
+    try:
+        shapes = family_of(model).shapes(model)
+    except ValueError as error:
+        raise ValueError(f"{unlike}: {error}") from None
+    aliases = {EMBEDDING_WEIGHT: {HEAD_WEIGHT}} if model.tie_embeddings else {}
+    for saved in manifest.params:
+        if BUFFER in manifest.states[saved.state_set]:
+            continue  # loading compares it with the model's
+        if saved.shape != shapes.pop(saved.name, None) or not aliases.get(saved.name, set()).issuperset(saved.aliases):
+            raise ValueError(f"params: {saved.name} is no parameter of the model that its configuration names")
+    if shapes:
+        raise ValueError(f"params: there is no {next(iter(shapes))}")
+
+
+def _validated(kind: type[_Section], tree: dict[str, Any], saved: Mapping[str, Any]) -> _Section:
+    """A section, or all of them, as some version has saved it. What only a later one knows is left out here: to say so
+    is for `resume_rules.changes`. Raises: ValueError naming the key; PluginError if it may be one of a plugin's.
+    """
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    known = copy.deepcopy(tree)
+    for detail in details:
+        *above, key = detail["loc"]
+        if detail["type"] != "extra_forbidden":
+            require_plugins(saved.get("plugins", []))
+            where = ".".join(map(str, detail["loc"]))
+            was = "" if detail["type"] == "missing" else f" was saved as {short(detail['input'])}"
+            raise ValueError(f"its configuration: {where}{was}: {detail['msg']}")
+        del functools.reduce(operator.getitem, above, cast(Any, known))[key]
+    return _validated(kind, known, saved)
+
+
+class Progress(PlanState):
+    """What a run keeps beside the engine's state."""
+
+    skipped: Count = 0  # attempts that overflowed
+    interval_losses: tuple[str, ...] = ()  # of the log interval so far, as float.hex
+    validated: Count = 0  # the update after which the last validation was
+    tokens: Count = 0  # of all updates
+    log_sizes: dict[str, Count] = Field(default_factory=dict)  # bytes, by file name; what lies behind came later
+
+    @staticmethod
+    def read(values: Mapping[str, Any]) -> Progress:
+        """Raises: ValueError naming the field."""
+        return Progress.from_json(json.dumps(values))  # in JSON a tuple is a list
+
+    def losses(self) -> list[float]:
+        return [float.fromhex(text) for text in self.interval_losses]
+
+    def check(self, applied: int, skipped: int, global_batch_size: int) -> None:
+        """Refuse what no run can have saved beside the engine's counters.
+
+        Raises: ValueError naming the field.
+        """
+        if (self.applied, self.skipped) != (applied, skipped):
+            raise ValueError(
+                f"{self.applied} applied and {self.skipped} skipped, the engine's are {applied}, {skipped}"
+            )
+        check_state(self, self.skipped, global_batch_size)
+        if self.validated > self.applied:
+            raise ValueError(f"validated is {self.validated}, after update {self.applied}")
+        if not self.applied <= self.tokens <= LARGEST_COUNT:
+            raise ValueError(f"tokens is {self.tokens} after update {self.applied}")
+        # The first update's line ends an interval, so that one is in none.
+        if len(self.interval_losses) > max(self.applied - 1, 0) or not all(map(_is_loss, self.interval_losses)):
+            raise ValueError("interval_losses: not the losses of updates since the last line")
+        if not set(self.log_sizes) <= {METRICS, SET_ASIDE}:
+            raise ValueError(f"log_sizes: the logs are {METRICS} and {SET_ASIDE}")
+
+
+def _is_loss(text: str) -> bool:
+    """Whether it is what `hex` writes of a finite FP32 number: a finite gradient has a finite loss."""
+    try:
+        loss = float.fromhex(text)
+        return loss.hex() == text and math.isfinite(loss) and struct.unpack("f", struct.pack("f", loss))[0] == loss
+    except (ValueError, OverflowError):
+        return False

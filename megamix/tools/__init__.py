@@ -1,0 +1,3 @@
+"""Tools beside the product: they read, count, measure and judge it. No room of a job imports them: the command line
+hands in what a job tells of them.
+"""

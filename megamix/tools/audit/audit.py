@@ -1,0 +1,83 @@
+"""`megamix.audit`: watches one step, and changes nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.tools.audit.facts import NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, gather_facts
+from megamix.tools.audit.holders import find_truths, fully_sharded, innermost, is_compiled, wires_told
+from megamix.tools.audit.report import AuditReport
+from megamix.tools.audit.updates import engine_updates, optimizer_updates
+from megamix.tools.audit.watch import Watch
+
+
+@contextmanager
+def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) -> Iterator[AuditReport]:
+    """Watch one step of your own loop: forward and backward of all its micro-batches, and `optimizer.step()`.
+
+        with megamix.audit(model, optimizer) as report:
+            loss_of(model(tokens), targets).backward()
+            optimizer.step()
+        print(report)
+
+    `model`, `optimizer`: as your loop calls them, wrapped or not; or our engine as the second. What the step computes
+    stays the same, bit for bit. Afterwards the report has `rows`, `warnings` and `to_json()`, the same on every rank.
+    Every rank must do it. Copies of the weights are held until the step is over.
+    Raises: TypeError for what is no module, or another kind of optimizer; RuntimeError if there was no step, or several
+    of an engine.
+    """
+    report, watch = AuditReport(), Watch()
+    model = optimizer.module if isinstance(optimizer, ShardedEngine) else model
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"audit: got a model of type {type(model).__name__}; write megamix.audit(model, optimizer)")
+    facts = describe(model)
+    with ExitStack() as stack:
+        stack.callback(watch.release)
+        if isinstance(optimizer, ShardedEngine):
+            stack.enter_context(engine_updates(optimizer, {one.name: one for one in facts.values()}, watch))
+        else:
+            stack.enter_context(wires_told(model, facts, watch.reduced))
+            stack.enter_context(optimizer_updates(innermost(optimizer), find_truths(optimizer, facts), watch))
+        watch.handles += _follow(model, facts, watch)
+        stack.enter_context(watch)
+        yield report
+    finite = all(one.largest.get("gradient", 0.0) < torch.inf for one in facts.values())
+    if not watch.steps and finite and not watch.overflowed:
+        raise RuntimeError(
+            "audit: no step was made inside the block: call optimizer.step() there, or scaler.step(optimizer) with a "
+            "GradScaler, after the backward of its last micro-batch; give audit the optimizer that is stepped"
+        )
+    _settle_compute(facts.values(), watch, any(map(is_compiled, model.modules())))
+    report.fill(gather_facts(facts.values()), watch.loss_scale, skipped=not watch.steps)
+
+
+def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: Watch) -> Iterator[RemovableHandle]:
+    """Watch parameters, what FSDP2 gathers in their place, and when the model's forward begins and ends."""
+    sharded = list(fully_sharded(model, facts))
+    for param in facts.keys() - {param.sharded_param for _, gathered in sharded for _, param, _ in gathered}:
+        watch.follow(facts[param], param)
+    compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
+    if model not in compiled:
+        yield model.register_forward_pre_hook(lambda *_: setattr(watch, "inside_forward", True))
+        yield model.register_forward_hook(lambda *_: setattr(watch, "inside_forward", False), always_call=True)
+    for module, gathered in sharded:
+        if module not in compiled:
+            yield module.register_forward_pre_hook(partial(watch.follow_gathered, gathered))
+
+
+def _settle_compute(facts: Iterable[ParamFacts], watch: Watch, compiled: bool) -> None:
+    """Say in which dtypes each parameter was computed with: what was seen, else what a policy has told."""
+    for one in facts:
+        if seen := watch.computed[one.name]:
+            one.dtypes["compute"] = "/".join(sorted(map(dtype_name, seen)))
+        elif compiled and one.dtypes["compute"] == NOWHERE:
+            one.dtypes["compute"] = f"{UNKNOWN} torch.compile runs it unseen"
+            if one.trains:
+                one.dtypes["gradient"] = f"{UNKNOWN} torch.compile ends it with casts unseen"

@@ -1,0 +1,86 @@
+"""The verb `audit`: the first updates of a job on synthetic text, the last of them audited, and its page. Imports no
+torch before the configuration is read, so that a mistake in it shows at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from megamix.arguments import Failed, add_config, add_verb, check_plugins, lines_told
+from megamix.config import Config, ConfigError, grad_accum_steps, load_config
+from megamix.tools.verify.layouts import Layout, at_own_size, size_told
+
+if TYPE_CHECKING:
+    from megamix.tools.audit.report import AuditReport
+
+
+def add_audit(verbs: Any) -> None:
+    """Add the verb."""
+    help = "in which dtype is every number kept, and what is lost of it? exit status 1 if too much"
+    parser = add_verb(verbs, "audit", lines_told(_audit), help, "job.toml")
+    add_config(parser, "TOML file; its token files are not read")
+    parser.add_argument("--updates", metavar="N", type=int, default=3, help="how many; the last one is looked at (3)")
+    parser.add_argument("--json", action="store_true", help="every share and dtype in full")
+
+
+def _audit(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the page, on the first rank alone: of the ranks that torchrun started, else of as many as divide the model,
+    which are started here.
+    """
+    config, updates = load_config(arguments.config, arguments.overrides), arguments.updates
+    if updates < 1:
+        raise ConfigError([f"--updates: got {updates}, must be at least 1; write --updates 3"], "flags")
+    check_plugins(arguments, config)
+    config = at_own_size(config, arguments.overrides)
+    section, started = config.parallelism, int(os.environ.get("WORLD_SIZE", "1"))
+    own = section.tp_size * section.pp_size
+    ranks = max(started, own)
+    sizes = (("dp", ranks // own), ("tp", section.tp_size), ("pp", section.pp_size))
+    config = Layout("audit", sizes, section.sequence_parallel).apply(config)
+    optimizer = config.optimizer.model_copy(update={"compile": False})  # the same dtypes, without 10 s of compiler
+    config = config.model_copy(update={"optimizer": optimizer})
+    from megamix.comm.topology import leave_ranks, local_device, meet_ranks  # and torch, which takes seconds
+    from megamix.tools.ranks import RankPool
+
+    if started == ranks:
+        meet_ranks(local_device(), section.timeout_s)
+        report = audit_job(config, updates)
+        leave_ranks(alike=True)
+    else:
+        with RankPool(ranks) as pool:
+            report = pool.call(audit_job, config, updates)[0]
+    if os.environ.get("RANK", "0") == "0":
+        head = f"update {updates} on {ranks} rank(s), synthetic text, {size_told(config)}"
+        page = report.to_json() if arguments.json else f"{head}\n{report}"
+        yield Failed(page) if report.harms else page
+
+
+def audit_job(config: Config, updates: int) -> AuditReport:
+    """Return what an audit of that update finds. Every rank must call it."""
+    from megamix.builders.objects import build_engine, build_passes, plan_pipeline
+    from megamix.comm.topology import Topology, local_device
+    from megamix.parallel.build import build_model, drawn
+    from megamix.parallel.passes import MicroBatch
+    from megamix.tools.audit.audit import audit
+    from megamix.tools.audit.report import AuditReport
+    from megamix.tools.verify.observe import MOST_SKIPPED, batches
+
+    device, section, report = local_device(), config.parallelism, AuditReport()
+    topology, stages = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size), plan_pipeline(config)
+    model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
+    accumulation, fill = grad_accum_steps(config, topology.data.size), drawn(model, config.training.seed)
+    engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
+    passes = build_passes(config, engine, model, stages)
+    for attempt in range(updates + MOST_SKIPPED):
+        is_last = int(engine.applied_updates) == updates - 1
+        with audit(model, engine) if is_last else nullcontext(report) as report:
+            loaded = batches(config, attempt, topology.data.rank)
+            passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
+            engine.step()
+        if int(engine.applied_updates) == updates:
+            break
+    return report

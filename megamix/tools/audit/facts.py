@@ -1,0 +1,148 @@
+"""What is known of each parameter: in which dtype each of its numbers is kept, and counts of one step."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from megamix.comm.collectives import make_collectives
+from megamix.comm.host import gather_json
+from megamix.comm.topology import Topology
+from megamix.tools.verify.tape import plain_name
+
+# In the order in which a step meets them. `sum`: over micro-batches and ranks; `master`: what the optimizer updates.
+COLUMNS = ("storage", "compute", "gradient", "wire", "sum", "master", "moments", "checkpoint")
+NOWHERE, UNKNOWN = "-", "?"  # what is not known is never guessed: behind the mark stands why
+_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+HALVES = ("fp16", "bf16")
+EXACT, ESTIMATED = "zeroed", "perhaps_zeroed"  # counts of gradient elements; of `looked_at` ones
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return it as the table has it: fp32, bf16, or torch's own name."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of what several ranks hold together; else the tensor itself."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+@dataclass(slots=True)
+class ParamFacts:
+    """One parameter, or several that are kept alike: then `name` is their pattern. `dtypes`: by column; of a moment by
+    its name. `counts` add up over ranks and parameters, of `largest` the maximum counts.
+    """
+
+    name: str
+    kind: str  # the class of its module, and its name there
+    dims: int
+    trains: bool
+    dtypes: dict[str, str]
+    parameters: list[str]
+    moments: dict[str, str] = field(default_factory=dict)
+    direction: str = NOWHERE  # the dtype in which our Muon multiplies matrices, and sends them between ranks
+    counts: dict[str, float] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def pattern(self) -> str:
+        """Return the name without its numbers, which parameters of like modules share."""
+        return _NUMBER.sub("*", self.name)
+
+    def count(self, **more: Tensor | float) -> None:
+        """Add to the counts."""
+        self.counts |= {name: self.counts.get(name, 0.0) + float(value) for name, value in more.items()}
+
+    def note_largest(self, **values: Tensor | float) -> None:
+        self.largest |= {name: max(self.largest.get(name, 0.0), float(value)) for name, value in values.items()}
+
+    def share(self, part: str, of: str) -> float | None:
+        """Return one count as a share of another; None where nothing was counted."""
+        return self.counts.get(part, 0.0) / self.counts[of] if self.counts.get(of) else None
+
+    @property
+    def lost(self) -> float | None:
+        """Return the share of the elements with an update whose stored value did not change."""
+        return self.share("lost", "due")
+
+    @property
+    def stuck(self) -> float:
+        """Return the share of a half moment's elements that an update left as they were; of several the largest."""
+        return max((self.share(f"stuck {name}", f"due {name}") or 0.0 for name in self.moments), default=0.0)
+
+    @property
+    def zeroed_is_exact(self) -> bool:
+        return EXACT in self.counts
+
+    @property
+    def zeroed(self) -> float | None:
+        """Return the share of gradient elements that became zero, or look so (`zeroed_is_exact`)."""
+        return self.share(EXACT if self.zeroed_is_exact else ESTIMATED, "looked_at")
+
+    @property
+    def headroom(self) -> float | None:
+        """Return how many times the largest gradient element could double before its dtype, or the sum's, ends."""
+        kinds = {part for column in ("gradient", "wire", "sum") for part in self.dtypes[column].split("/")}
+        ends, largest = [torch.finfo(DTYPES[kind]).max for kind in kinds & {*DTYPES}], self.largest.get("gradient", 0.0)
+        return math.log2(min(ends) / largest) if ends and 0 < largest < math.inf else None
+
+    @property
+    def update_to_weight(self) -> float | None:
+        """Return the largest rms of an update over rms of its weight, of parameters that are not all zero."""
+        return self.largest.get("update_to_weight")
+
+    @property
+    def lr(self) -> float:
+        return self.largest.get("lr", 0.0)
+
+
+def describe(model: nn.Module) -> dict[nn.Parameter, ParamFacts]:
+    """Return what a model says by itself, under names without what wrappers add. A shared parameter has its first."""
+    state = model.state_dict(keep_vars=True)  # else the values of those that are not there would be asked for
+    saved = {plain_name(name): dtype_name(tensor.dtype) for name, tensor in state.items()}
+    modules, facts = dict(model.named_modules()), {}
+    for full_name, param in model.named_parameters():
+        name, (path, _, own) = plain_name(full_name), full_name.rpartition(".")
+        told = {"storage": dtype_name(param.dtype), "checkpoint": saved.get(name, NOWHERE)}
+        kind = f"{type(modules[path]).__name__.removeprefix('FSDP')}.{own}"
+        dtypes = dict.fromkeys(COLUMNS, NOWHERE) | told
+        facts[param] = ParamFacts(name, kind, param.dim(), param.requires_grad, dtypes, [name])
+    return facts
+
+
+def gather_facts(facts: Iterable[ParamFacts]) -> dict[str, ParamFacts]:
+    """Return the facts of all ranks, put together by name. Every rank must call it."""
+    world = Topology.current().world
+    on_gpu = world.group is not None and torch.distributed.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    collectives = make_collectives(world, device)
+    whole: dict[str, ParamFacts] = {}
+    for told in gather_json(collectives, [asdict(one) for one in facts], device):
+        for one in (ParamFacts(**entries) for entries in told):
+            there = whole.setdefault(one.name, replace(one, counts={}, largest={}))
+            there.dtypes = {name: joined(there.dtypes[name], cell) for name, cell in one.dtypes.items()}
+            there.moments |= one.moments
+            there.direction = joined(there.direction, one.direction)
+            there.count(**one.counts)
+            there.note_largest(**one.largest)
+    for one in whole.values():
+        moments = [*one.moments.values()]
+        one.dtypes["moments"] = "/".join({*moments} if len({*moments}) == 1 else moments) or NOWHERE
+        if (squares := one.share("update_squares", "weight_squares")) is not None:
+            one.note_largest(update_to_weight=math.sqrt(squares))
+    return whole
+
+
+def joined(*cells: str) -> str:
+    """Return all dtypes of these cells in one; where none is known, why."""
+    known = {part for cell in cells if cell[0] not in NOWHERE + UNKNOWN for part in cell.split("/")}
+    return "/".join(sorted(known)) or max(cells)

@@ -1,0 +1,106 @@
+"""Who holds the truth of a parameter, and what wrappers say of the dtypes on the way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from megamix.tools.audit.facts import NOWHERE, UNKNOWN, ParamFacts, dtype_name, local
+
+_INSIDE = ("optim", "optimizer", "_optimizer", "base_optimizer")
+_HOOKS = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16, "allreduce_hook": None}
+
+
+def innermost(optimizer: object) -> torch.optim.Optimizer:
+    """Return the optimizer whose step updates, inside `ZeroRedundancyOptimizer`, accelerate's and others' wrappers.
+
+    Raises: TypeError for what is none.
+    """
+    inner = (getattr(optimizer, name, None) for name in _INSIDE)
+    if (found := next((one for one in inner if isinstance(one, torch.optim.Optimizer)), None)) is not None:
+        return innermost(found)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"audit takes a torch.optim.Optimizer or a megamix.ShardedEngine, got {type(optimizer).__name__}; give the "
+            "optimizer whose step() your loop calls"
+        )
+    return optimizer
+
+
+def find_truths(optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParamFacts]) -> dict[Tensor, ParamFacts]:
+    """Return whose truth each tensor of the optimizer is: the parameter itself, or a copy that rounds to it."""
+    held = [param for group in innermost(optimizer).param_groups for param in group["params"]]
+    truths: dict[Tensor, ParamFacts] = {param: facts[param] for param in held if param in facts}
+    missing = {param: one for param, one in facts.items() if one.trains and param not in truths}
+    copies: dict[Tensor, ParamFacts] = {}
+    for copy in (tensor for tensor in held if tensor not in truths):
+        alike = (param for param in missing if copy.shape == param.shape)
+        param = next((one for one in alike if torch.equal(local(copy).to(one.dtype), local(one))), None)
+        if param is not None:
+            copies[copy] = missing.pop(param)
+    state = tree_leaves(optimizer.state_dict()) if copies else []
+    saved = {local(tensor).data_ptr() for tensor in state if isinstance(tensor, Tensor)}
+    for copy, one in copies.items():
+        one.count(unsaved=local(copy).data_ptr() not in saved)
+    for truth, one in (truths | copies).items():
+        one.dtypes["master"] = dtype_name(truth.dtype)
+        one.count(held=1)
+    return truths | copies
+
+
+def fully_sharded(
+    model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts]
+) -> Iterator[tuple[nn.Module, list[tuple[ParamFacts, Any, Any]]]]:
+    """Yield each module that `fully_shard` was called on, with the parameters it gathers: what is known of each, where
+    its whole value comes to be (as `_unsharded_param`), and the policy.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:  # to import it takes a second
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            groups = module._get_fsdp_state()._fsdp_param_groups
+            every = [(param, group.mp_policy) for group in groups for param in group.fsdp_params]
+            known = [(facts[one.sharded_param], one, policy) for one, policy in every if one.sharded_param in facts]
+            yield module, known
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile has this module: a hook inside it would have it compiled anew."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+@contextmanager
+def wires_told(
+    model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], reduced: Collection[torch.dtype]
+) -> Iterator[None]:
+    """Note what DDP and FSDP2 say that they compute with and send; behind the step, what no wrapper has told: as seen,
+    where that can be one thing only. `reduced`: the dtypes that the ranks were seen to sum.
+    """
+    for ddp in model.modules():
+        if isinstance(ddp, DistributedDataParallel):
+            hook = getattr(ddp._comm_hooks[0][0], "__qualname__", "") if ddp._comm_hooks else "allreduce_hook"
+            for param in (one for one in ddp.module.parameters() if one in facts and one.requires_grad):
+                sent = (ddp.mixed_precision and ddp.mixed_precision.reduce_dtype) or _HOOKS.get(hook) or param.dtype
+                facts[param].dtypes["wire"] = dtype_name(sent) if hook in _HOOKS else UNKNOWN
+    for _, gathered in fully_sharded(model, facts):
+        for one, param, policy in gathered:
+            compute = policy.param_dtype or param.sharded_param.dtype
+            one.dtypes |= {"compute": dtype_name(compute), "wire": dtype_name(policy.reduce_dtype or compute)}
+    yield
+    seen = " and ".join(sorted(map(dtype_name, reduced)))
+    for one in facts.values():
+        wire = one.dtypes["wire"]
+        if wire == UNKNOWN and len(reduced) == 1:
+            wire = seen
+        elif wire == UNKNOWN or (wire == NOWHERE and seen and one.trains):
+            wire = f"{UNKNOWN} the ranks summed {seen or 'nothing that was seen'}, and nothing says what of it"
+        one.dtypes |= {"wire": wire, "sum": one.dtypes["sum"] if wire == NOWHERE else wire}

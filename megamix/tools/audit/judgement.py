@@ -1,0 +1,120 @@
+"""What of the facts does harm, or may: each with how much, and what to do. The texts stand in warnings.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megamix.tools.audit.facts import DTYPES, HALVES, NOWHERE, ParamFacts
+
+_TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("warnings.toml").read_text())
+
+# Shares from which on something is said. Of FP32 masters some elements always stay: where an embedding's row had no
+# gradient, lr times weight decay may be less than 2^-24.
+MOST_LOST = 0.5
+MOST_ZEROED = 0.05
+MOST_STUCK = 0.25  # of a half moment's elements
+LEAST_HEADROOM = 2.0  # powers of two: what a loss that is four times larger takes
+MOST_MOVED = 0.1  # rms of an update over rms of its weight
+MOST_ERROR = 2.0**-4  # of a sum of n terms, n times the rounding of one
+
+
+@dataclass(frozen=True, slots=True)
+class AuditWarning:
+    """One thing that is wrong (`harms`), or that may be meant so."""
+
+    where: str
+    what: str
+    fix: str
+    harms: bool
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}. {self.fix}"
+
+
+def _warning(rule: str, where: str, more: str = "", **words: object) -> AuditWarning:
+    text = _TEXTS[rule]
+    return AuditWarning(where, text["what"].format(**words) + more, text["fix"], text["harms"])
+
+
+def warnings_of(
+    facts: Mapping[str, ParamFacts], rows: Sequence[ParamFacts], ranks: int, scaled: bool, skipped: bool
+) -> list[AuditWarning]:
+    """Return what there is to say, what does harm first; of several rows the worst is told. `ranks`: that summed;
+    `scaled`: whether the loss is.
+    """
+    rows = [row for row in rows if row.trains]
+    trained = [facts[name] for row in rows for name in row.parameters]
+    found = [*_odd_ones(trained)]
+    if skipped:
+        return [*found, _warning("skipped", "all parameters")]
+    broken: dict[str, list[tuple[float, ParamFacts]]] = {rule: [] for rule in _TEXTS}
+    for row in rows:
+        for rule, how_bad in _rules(row, ranks, scaled):
+            broken[rule].append((how_bad, row))
+    for rule, bad in broken.items():
+        if bad:
+            _, worst = max(bad, key=lambda one: one[0])
+            more = f" ({len(bad) - 1} more row(s) alike)" if len(bad) > 1 else ""
+            found.append(_warning(rule, worst.name, more, row=worst, ranks=ranks))
+    free = [one.name for one in trained if not one.counts.get("held")]
+    silent = [one.name for one in trained if one.counts.get("held") and not one.largest.get("gradient")]
+    for rule, names in (("not held", free), ("no gradient", silent)):
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        found += [_warning(rule, ", ".join(names[:4]) + more)] if names else []
+    return sorted(found, key=lambda one: not one.harms)
+
+
+def _rules(row: ParamFacts, ranks: int, scaled: bool) -> Iterator[tuple[str, float]]:
+    """Yield what is wrong with a row, and how bad it is."""
+    if row.lost is not None and row.dtypes["master"] in HALVES:
+        yield "no master", row.lost
+    elif row.lost is not None and row.lost > MOST_LOST:
+        yield "slow master", row.lost
+    if row.counts.get("round_masters"):
+        yield "rebuilt masters", 1.0
+    if row.counts.get("unsaved"):
+        yield "unsaved masters", 1.0
+    if row.dims > 1 and row.update_to_weight is not None and row.update_to_weight > MOST_MOVED:
+        yield "large update", row.update_to_weight
+    if half := [name for name, dtype in row.moments.items() if dtype in HALVES]:
+        # Where 1 - beta is less than a rounding it will stay: a second one with beta 0.999 in BF16 moves in its first
+        # steps and then no more; a first one with 0.9 goes on.
+        stays = any(1 - row.largest.get(f"beta {name}", 0.0) < _rounding(row.moments[name]) for name in half)
+        lost = not row.counts.get("by_chance") and (stays or row.stuck > MOST_STUCK)
+        yield "moments that stay" if lost else "half moments", row.stuck
+    if row.dtypes["wire"] != NOWHERE and row.dtypes["sum"] in HALVES:
+        error = ranks * _rounding(row.dtypes["sum"])
+        yield "sum that is wrong" if error >= MOST_ERROR else "half sum", error
+    if row.zeroed is not None and row.zeroed > MOST_ZEROED:
+        yield "underflow", row.zeroed
+    if row.headroom is not None and row.headroom < LEAST_HEADROOM:
+        yield "little room" if scaled else "no room", -row.headroom
+
+
+def _rounding(dtype: str) -> float:
+    return torch.finfo(DTYPES[dtype]).eps / 2
+
+
+def _odd_ones(facts: Sequence[ParamFacts]) -> Iterator[AuditWarning]:
+    """Name those that are kept otherwise than most of their kind, where others of their pattern are not."""
+    columns = ("storage", "compute", "master", "moments")
+    alike: defaultdict[tuple[str, str], list[tuple[str, tuple[str, ...]]]] = defaultdict(list)
+    votes: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
+    for one in facts:
+        kept = tuple(one.dtypes[column] for column in columns)
+        alike[one.pattern, one.kind].append((one.name, kept))
+        votes[one.kind][kept] += 1
+    for (_, kind), members in alike.items():
+        usual = votes[kind].most_common(1)[0][0]
+        odd = [(name, kept) for name, kept in members if kept != usual]
+        for name, kept in odd if len(odd) < len(members) else []:
+            pairs = zip(columns, kept, usual, strict=True)
+            said = ", ".join(f"{column} {own} (others {theirs})" for column, own, theirs in pairs if own != theirs)
+            yield _warning("odd one", name, differs=said)

@@ -1,0 +1,109 @@
+"""The page: a row for each pattern of parameters whose numbers are kept alike, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from megamix.comm.topology import Topology
+from megamix.tools.audit.facts import COLUMNS, NOWHERE, UNKNOWN, ParamFacts
+from megamix.tools.audit.judgement import AuditWarning, warnings_of
+
+WIDTH = 120
+_NUMBERS = ("lost", "zeroed", "zeroed_is_exact", "headroom", "update_to_weight", "lr")
+_TOLD = ("name", "dtypes", *_NUMBERS, "parameters", "moments", "direction")  # of a row, in JSON
+_HEADS = ("store", "compute", "grad", "wire", "sum", "master", "moments", "saved", "lost", "zeroed", "room", "upd/w")
+_LEGEND = (
+    "lost: share of the updates that leave the stored value as it was; zeroed: share of the gradient's elements that\n"
+    "underflow (~: an estimate, from zeros in rows and columns that have subnormal numbers); room: doublings of the\n"
+    "largest gradient element until its dtype ends; upd/w: rms of the update over rms of the weight, the largest"
+)
+_MATRICES = "direct: in which matrices are multiplied and sent for their directions; what has none is moved by AdamW"
+_TOO_EARLY = "audit: nothing is known, no step is over; read the report behind the block of megamix.audit"
+
+
+def make_rows(facts: Collection[ParamFacts]) -> list[ParamFacts]:
+    """Return one for each pattern of parameters that are alike in every dtype, in the order of their first ones."""
+    groups: defaultdict[tuple[str, ...], list[ParamFacts]] = defaultdict(list)
+    for one in facts:
+        groups[one.pattern, one.kind, *one.dtypes.values(), *one.moments, *one.moments.values()].append(one)
+    sizes, rows = Counter(one.pattern for one in facts), []
+    for (pattern, *_), members in groups.items():
+        part = "" if len(members) == sizes[pattern] else f" ({len(members)} of {sizes[pattern]})"
+        name = members[0].name if len(members) == 1 else pattern + part
+        names = [one.name for one in members]
+        rows.append(row := replace(members[0], name=name, parameters=names, counts={}, largest={}))
+        for one in members:
+            row.count(**one.counts)
+            row.note_largest(**one.largest)
+    return rows
+
+
+def _cells(row: ParamFacts) -> list[str]:
+    """Return the cells of the table behind the name."""
+    about = "" if row.zeroed_is_exact or not row.zeroed else "~"
+    numbers = row.lost, row.zeroed, row.headroom, row.update_to_weight
+    forms = "{:.1%}", about + "{:.1%}", "{:.1f}", "{:.1e}"
+    told = (NOWHERE if number is None else form.format(number) for form, number in zip(forms, numbers, strict=True))
+    return [*(row.dtypes[column].partition(" ")[0] for column in COLUMNS), *told]
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """What `megamix.audit` found, once its block is left. `print(report)` shows the page."""
+
+    rows: list[ParamFacts] = field(default_factory=list)
+    warnings: list[AuditWarning] = field(default_factory=list)
+    loss_scale: float | None = None
+
+    @property
+    def harms(self) -> bool:
+        """Return whether something was found that loses numbers, and not only what may be meant so.
+
+        Raises: RuntimeError within the block: what is not known yet is not harmless.
+        """
+        if not (self.rows or self.warnings):
+            raise RuntimeError(_TOO_EARLY)
+        return any(one.harms for one in self.warnings)
+
+    def fill(self, facts: Mapping[str, ParamFacts], loss_scale: float | None, *, skipped: bool) -> None:
+        """Take what all ranks know of one step."""
+        self.rows, self.loss_scale = make_rows(facts.values()), None if loss_scale == 1 else loss_scale
+        ranks, scaled = Topology.current().world.size, self.loss_scale is not None
+        self.warnings = warnings_of(facts, self.rows, ranks, scaled, skipped)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the page, at most 120 characters wide but for names and warnings."""
+        if not (self.rows or self.warnings):
+            yield _TOO_EARLY
+            return
+        table = [[*_HEADS], *(_cells(row) for row in self.rows)]
+        directions = [row.direction for row in self.rows]
+        if has_matrices := any(kind != NOWHERE for kind in directions):
+            table = [[*cells, more] for cells, more in zip(table, ["direct", *directions], strict=True)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        names = ["parameters", *(row.name for row in self.rows)]
+        room = min(WIDTH - sum(widths) - len(widths), max(map(len, names)))
+        for name, cells in zip(names, table, strict=True):
+            line = "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+            yield f"{name:<{room}}{line}" if len(name) <= room else f"{name}\n{'':<{room}}{line}"
+        moments = dict.fromkeys(name for row in self.rows for name in row.moments)
+        yield _LEGEND
+        if has_matrices:
+            yield _MATRICES
+        yield f"moments: {', '.join(moments) or 'none'}; loss scale: {self.loss_scale or 'none seen'}"
+        unknown = Counter(cell for row in self.rows for cell in row.dtypes.items() if cell[1][0] == UNKNOWN)
+        yield from (f"{name} {why} ({number} row(s))" for (name, why), number in unknown.items())
+        yield from (f"{'WRONG' if one.harms else 'look'}: {one}" for one in self.warnings)
+        yield "numbers are lost: see WRONG" if self.harms else "no number is lost that should be kept"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_json(self) -> str:
+        """Return rows and warnings, every share and dtype in full."""
+        rows = [{name: getattr(row, name) for name in _TOLD} for row in self.rows]
+        warnings = [asdict(one) for one in self.warnings]
+        return json.dumps({"loss_scale": self.loss_scale, "rows": rows, "warnings": warnings}, indent=1)

@@ -1,0 +1,181 @@
+"""What one update changes of the truth, before and after, and what its dtype has lost of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.observer import DIRECTION, GRADIENT, StepObserver, Used
+from megamix.mixed_precision.update_slice import MASTER
+from megamix.tools.audit.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
+from megamix.tools.audit.watch import Watch
+
+# The states whose next value moves a weight though the gradient is zero. Others only divide.
+_MOVES = ("exp_avg", "momentum_buffer", "velocity", "momentum")
+_TRAINED = 3  # updates after which no master is as it was loaded, whatever the warm-up began with
+_FEWEST = 64  # elements: fewer may all be round by chance
+
+
+class Update:
+    """Copies of a truth and its states, taken before an update. `updates`: made before it."""
+
+    def __init__(
+        self, facts: ParamFacts, truth: Tensor, states: Mapping[str, Tensor], updates: int, lr: float,
+        betas: Sequence[float], decays: bool,
+    ):  # fmt: skip
+        self.facts, self._truth, self._lr, self._decays = facts, truth, lr, decays
+        self._before = truth.detach().clone()
+        # An FP32 state moves whenever it should; a copy of it would be memory for nothing.
+        self._half_states = {name: state.clone() for name, state in states.items() if dtype_name(state.dtype) in HALVES}
+        facts.note_largest(lr=lr, **dict(zip(("beta exp_avg", "beta exp_avg_sq"), betas, strict=False)))
+        if truth.dtype == torch.float32 and updates >= _TRAINED and lr and truth.numel() >= _FEWEST:
+            facts.count(round_masters=only_half_values(truth))
+
+    def after(self, grad: Tensor, states: Mapping[str, Tensor], direction: Tensor | None = None) -> None:
+        """Count what has become of it. `grad`: as the update used it, up to a factor; `direction`: what moves the truth
+        in its place, and in that of a state.
+        """
+        facts, before, truth = self.facts, self._before, self._truth.detach()
+        moments = {name: state for name, state in states.items() if state.shape == truth.shape}
+        facts.moments |= {name: dtype_name(state.dtype) for name, state in moments.items()}
+        facts.dtypes["master"] = dtype_name(truth.dtype)
+        due = grad != 0
+        for name, state in self._half_states.items():
+            facts.count(**{f"due {name}": due.sum(), f"stuck {name}": (due & (moments[name] == state)).sum()})
+        for name in moments.keys() & _MOVES:
+            due = due | (moments[name] != 0)
+        if direction is not None:
+            due = direction != 0
+        if self._decays:
+            due = due | (before != 0)
+        if self._lr:
+            moved, weight = (torch.linalg.vector_norm(x.float()).double() for x in (truth.float() - before, before))
+            facts.count(due=due.sum(), lost=(due & (truth == before)).sum())
+            facts.count(update_squares=moved**2, weight_squares=weight**2)
+
+
+def only_half_values(values: Tensor) -> bool:
+    """Return whether an FP32 tensor has nothing that BF16, or FP16, would not hold, though it is not one number."""
+    whole = any(torch.equal(values.to(half).float(), values) for half in (torch.bfloat16, torch.float16))
+    return whole and bool((values != values.flatten()[0]).any())
+
+
+@contextmanager
+def optimizer_updates(
+    optimizer: torch.optim.Optimizer, truths: Mapping[Tensor, ParamFacts], watch: Watch
+) -> Iterator[None]:
+    """Count what a torch optimizer changes, between the hooks of its step. `truths`: by what it holds, whose truth that
+    is.
+    """
+    under_way: dict[Tensor, Update] = {}
+
+    @torch.no_grad()
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        under_way.clear()
+        # A GradScaler leaves its scale and its finding to a fused update.
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        watch.loss_scale = watch.loss_scale if scale is None else float(scale)
+        if found_inf is not None and bool(found_inf):
+            watch.overflowed = True
+            return
+        watch.steps += 1
+        for group in optimizer.param_groups:
+            states = _states(optimizer, group)
+            for param in (one for one in group["params"] if one in truths and one.grad is not None):
+                facts, state = truths[param], optimizer.state.get(param, {})
+                if facts.dtypes["sum"] == NOWHERE:
+                    facts.dtypes["sum"] = dtype_name(param.grad.dtype)
+                made, lr, decays = int(state.get("step", 0)), float(group["lr"]), bool(group.get("weight_decay"))
+                update = Update(facts, local(param), states[param], made, lr, group.get("betas", ()), decays)
+                under_way[param] = update
+
+    @torch.no_grad()
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        states = {param: held for group in optimizer.param_groups for param, held in _states(optimizer, group).items()}
+        for param, update in under_way.items():
+            assert param.grad is not None
+            update.after(local(param.grad), states[param])
+
+    with optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after):
+        yield
+
+
+def _states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the states of each parameter of a group that have its numbers, in its shape. Some Muons keep one tensor
+    for parameters of one shape, under the first of them or in the group: each has a row of it.
+    """
+    params = group["params"]
+    found: dict[Tensor, dict[str, Tensor]] = {param: {} for param in params}
+    for first, param in enumerate(params):
+        alike, shape = [one for one in params[first:] if one.shape == param.shape], local(param).shape
+        for name, kept in [*optimizer.state.get(param, {}).items(), *(() if first else group.items())]:
+            if isinstance(kept, Tensor) and kept.dim():
+                kept = local(kept)
+                stack = kept.shape[1:] == shape
+                parts = kept if stack else [kept.reshape(shape)] if kept.numel() == shape.numel() else []
+                for other, part in zip(alike, parts, strict=False):
+                    found[other].setdefault(name, part)
+    return found
+
+
+class _Used(StepObserver):
+    """Keeps what a step's update uses of each parameter."""
+
+    def __init__(self, facts: Mapping[str, ParamFacts]):
+        self._facts = facts
+        self.gradients: dict[str, Tensor] = {}
+        self.directions: dict[str, Tensor] = {}
+
+    def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
+        for piece in (one for one in bucket.pieces if one.numel):
+            if what == GRADIENT:
+                self.gradients[piece.spec.name] = values[piece.elements].clone()  # a step may free its sums
+            elif not piece.spec.matrices:
+                continue
+            elif what == DIRECTION:
+                self.directions[piece.spec.name] = values[piece.elements]
+            else:
+                self._facts[piece.spec.name].direction = dtype_name(values.dtype)
+
+
+@contextmanager
+def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch: Watch) -> Iterator[None]:
+    """Count what one `step()` of an engine changes of what this rank owns.
+
+    Raises: RuntimeError if there were several, for the first one's sums are gone.
+    """
+    applied, skipped = int(engine.applied_updates), int(engine.skipped_steps)
+    watch.loss_scale = float(engine.loss_scale.loss_scale)
+    table, betas = engine.optimizer.lr_table(), getattr(engine.optimizer, "betas", ())
+    updates: list[Update] = []
+    for owned in engine.owned_ranges():
+        group = engine.optimizer.group_of(owned.spec.name, owned.spec.full_shape)
+        lr, states = table[min(applied, len(table) - 1)] * group.lr_factor, {**owned.tensors}
+        one, master, decays = facts[owned.spec.name], states.pop(MASTER), bool(group.weight_decay)
+        one.count(by_chance=getattr(engine.optimizer, "takes_chances", False))
+        updates.append(Update(one, master, states, applied, lr, betas, decays))
+    for bucket in engine.buckets:
+        wire = NOWHERE if bucket.owners.axis.size == 1 else dtype_name(bucket.grads.dtype)
+        total = dtype_name(bucket.grad_sum.dtype)
+        for one in (facts[name] for name in bucket.named_params):
+            one.count(held=1)
+            one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # of the masters
+    used = _Used(facts)
+    with engine.observe(used):
+        yield
+    watch.steps = int(engine.applied_updates) - applied
+    watch.overflowed |= int(engine.skipped_steps) > skipped
+    if watch.steps > 1:
+        raise RuntimeError(f"audit: the engine made {watch.steps} updates inside the block; take one step")
+    if watch.steps == 1:
+        for update, owned in zip(updates, engine.owned_ranges(), strict=True):
+            grad = used.gradients[owned.spec.name]
+            states = {name: one for name, one in owned.tensors.items() if name != MASTER}
+            update.after(grad, states, used.directions.get(owned.spec.name))
+            update.facts.note_largest(gradient=grad.abs().amax())

@@ -1,0 +1,159 @@
+"""What a step computes, sends and makes of each gradient: seen operation by operation, below autocast."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from megamix.tools.audit.facts import DTYPES, ESTIMATED, EXACT, ParamFacts, dtype_name, joined, local
+from megamix.tools.verify.tape import tensors_in
+
+_COPIES = {"_to_copy", "clone"}
+# What a parameter passes through without being computed with: views are told by torch.
+_NOT_COMPUTED = {
+    "detach", "alias", "empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "copy_", "set_",
+    "resize_", "_foreach_copy_", "record_stream", "split_with_sizes_copy", "cat", "isfinite", "equal",
+}  # fmt: skip
+_TRAFFIC = {"c10d", "_c10d_functional", "fsdp"}
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+T = TypeVar("T")
+_Weak: Any = StorageWeakRef  # torch has no types for it
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Notes, while it is entered, in which dtypes the parameters given to `follow` are computed with, what becomes of
+    their gradients, what ranks sum, and what a GradScaler finds. Every operation runs as it is; what is compiled runs
+    compiled, unseen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # no types
+        self.computed: defaultdict[str, set[torch.dtype]] = defaultdict(set)
+        self.reduced: set[torch.dtype] = set()  # of what ranks summed behind the forward
+        self.loss_scale: float | None = None
+        self.steps, self.overflowed = 0, False
+        self.inside_forward = False  # of the whole model
+        self.handles: list[RemovableHandle] = []
+        self._followed: set[Tensor] = set()
+        self._places: dict[int, tuple[_Weak, list[tuple[int, str]]]] = {}  # by storage: starts and names
+        # Of casts in backward: from which dtype, and how many elements became zero.
+        self._sources: dict[int, tuple[_Weak, tuple[torch.dtype, Tensor | None]]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch would run eagerly what is compiled, and round otherwise
+
+    def follow(self, facts: ParamFacts, param: nn.Parameter) -> None:
+        """Watch for the use of this parameter, its views and its casts, and look at each gradient that backward makes
+        for it, before it is added to anything.
+        """
+        if param not in self._followed and param.requires_grad:
+            self.handles.append(param.register_hook(lambda grad: self._look(facts, grad)))  # type: ignore[no-untyped-call]  # no types
+        self._followed.add(param)
+        self._place(facts.name, local(param))
+
+    def release(self) -> None:
+        """Remove every hook."""
+        for handle in self.handles:
+            handle.remove()
+
+    def follow_gathered(self, gathered: Sequence[tuple[ParamFacts, Any, Any]], *_: object) -> None:
+        """Watch what FSDP2 has gathered in place of parameters, as `fully_sharded` yields them: a forward's hook."""
+        for facts, param, _policy in gathered:
+            if hasattr(param, "_unsharded_param"):
+                self.follow(facts, param._unsharded_param)
+
+    def _place(self, name: str, tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # where it lies may be asked though its memory comes and goes
+            storage, place = tensor.untyped_storage(), (_start(tensor), name)
+        starts = _alive(self._places, storage._cdata)
+        if starts is None:
+            self._places[storage._cdata] = (_Weak(storage), starts := [])
+        if place not in starts:
+            insort(starts, place)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        room, _, name = func._schema.name.partition("::")
+        if name == _UNSCALE and (scale := 1 / float(args[2])) != 1:  # 1: of an optimizer that unscales by itself
+            self.loss_scale = scale
+        out = func(*args, **(kwargs or {}))
+        if name == _UNSCALE:
+            self.overflowed |= bool(args[1])
+        elif room in _TRAFFIC:
+            if "reduce" in name or "to_all" in name or "toall" in name:
+                floats = [one for one in tensors_in(args[:1]) if one.is_floating_point() and not self.inside_forward]
+                self.reduced.update(one.dtype for one in floats if one.numel() > 1)  # 1: a loss, or a norm
+        elif name in _COPIES and torch._C._current_graph_task_id() != -1:  # in backward
+            storage = local(out).untyped_storage()
+            self._sources[storage._cdata] = (_Weak(storage), (args[0].dtype, flushed(local(args[0]), out.dtype)))
+        elif not func.is_view and name not in _NOT_COMPUTED and (self.inside_forward or torch.is_grad_enabled()):
+            for tensor in map(local, tensors_in(args)):  # else an update, or an average of the weights
+                param = self._name_of(tensor)
+                if param is not None and name in _COPIES:
+                    self._place(param, local(out))
+                elif param is not None:
+                    self.computed[param].add(tensor.dtype)
+        return out
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        if tensor.layout != torch.strided or not tensor.is_floating_point():
+            return None
+        starts = _alive(self._places, tensor.untyped_storage()._cdata)
+        return starts[max(0, bisect_right(starts, (_start(tensor), "\uffff")) - 1)][1] if starts else None
+
+    @torch.no_grad()
+    def _look(self, facts: ParamFacts, grad: Tensor) -> None:
+        grad = local(grad)
+        if grad.layout != torch.strided or not grad.numel():
+            return
+        # Before the cast with which autocast's backward ends.
+        made, lost = _alive(self._sources, grad.untyped_storage()._cdata) or (grad.dtype, None)
+        kept = DTYPES.get(facts.dtypes["wire"]) or DTYPES.get(facts.dtypes["sum"]) or grad.dtype
+        lost = flushed(grad, kept) if lost is None else lost
+        facts.dtypes["gradient"] = joined(facts.dtypes["gradient"], dtype_name(made))
+        facts.note_largest(gradient=grad.abs().amax())
+        counted = {ESTIMATED: zeros_among_subnormals(grad, made)} if lost is None else {EXACT: lost}
+        facts.count(**counted, looked_at=grad.numel())
+
+
+def flushed(values: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return how many elements become zero in that dtype, INT64 (); None if it reaches as far down as their own."""
+    if not (values.is_floating_point() and dtype.is_floating_point):
+        return None
+    narrower = torch.finfo(dtype).smallest_normal > torch.finfo(values.dtype).smallest_normal
+    return ((values != 0) & (values.to(dtype) == 0)).sum() if narrower else None
+
+
+def zeros_among_subnormals(grad: Tensor, made: torch.dtype) -> int:
+    """Return how many elements look as if they had underflowed: zeros in rows and columns that are not all zero, where
+    the tensor reaches down to the subnormal numbers of the dtype it was made in. Others are zero for another reason,
+    such as a token that did not occur.
+
+    Shapes: grad (rows, ...).
+    """
+    there = grad != 0
+    if grad.dim() < 2 or there.all() or not (there & (grad.abs() < torch.finfo(made).smallest_normal)).any():
+        return 0
+    there = there.flatten(1)
+    return int((~there & there.any(1, keepdim=True) & there.any(0, keepdim=True)).sum())
+
+
+def _start(tensor: Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _alive(by_storage: Mapping[int, tuple[_Weak, T]], storage: int) -> T | None:
+    """Return what is known of a storage. While a weak reference lives its address is nobody else's."""
+    ref, known = by_storage.get(storage, (None, None))
+    return None if ref is None or ref.expired() else known

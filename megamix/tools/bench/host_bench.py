@@ -1,0 +1,258 @@
+"""Measures what a step costs its host beside forward and backward, in processor time, and how that grows with tensors,
+units, micro-batches and ranks. On a fast GPU the host's time is the step's, until the products take longer.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from megamix import tuned
+from megamix.config import ModelConfig
+from megamix.tools.bench.ranks import Settings, Side, TrainRank, rotated, start_ranks
+from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, show, spread, table
+from megamix.tools.bench.sides import (
+    Autocast,
+    ByHand,
+    Ddp,
+    ForwardBackward,
+    Fsdp,
+    Ours,
+    Work,
+    how_multiplied,
+    make_model,
+)
+
+BARE, DDP = "forward and backward", "ddp"
+PARTS = 4  # blocks that are one unit where units are few, and micro-batches where they are many
+FIRST_STEPS = 2  # until then all is compiled
+
+
+def small_model(width: int, layers: int) -> ModelConfig:
+    """Return a model of 12 tensors in each layer and 4 beside them, of products that take next to no time."""
+    return ModelConfig(
+        vocab_size=64,
+        seq_len=8,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=2,
+        qkv_bias=True,
+        position="learned",
+        tie_embeddings=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """How much of what is measured."""
+
+    rounds: int = 9
+    steps: int = 5  # of a turn
+    layers: int = 48  # a multiple of PARTS
+    width: int = 32
+    work: Work = field(default_factory=lambda: Work(micro_batch_size=1))
+
+    def of(self, layers: int) -> Work:
+        return replace(self.work, model=small_model(self.width, layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Sitting:
+    """Sides that take turns at each of the cases, each side on ranks of its own."""
+
+    ranks: int
+    sides: Mapping[str, Any]  # subclasses of sides.Engine, or partials of these
+    cases: Mapping[str, Work]
+
+
+ALONE, TWO = "one rank", "two ranks"
+JOINED, SHALLOW = "few units", "few tensors"
+HALF, CUT = "half the layers", "micro-batches"
+UNJOINED = "parameters, no units joined"
+OURS = {shard: partial(Ours, shard=shard) for shard in ("states", "gradients", "parameters")}
+FSDP = {
+    "fsdp2, kept": partial(Fsdp, reshard_after_forward=False),
+    "fsdp2, resharded": partial(Fsdp, reshard_after_forward=True),
+}
+
+
+class Unjoined(Ours):
+    """megamix with each unit gathered by itself, as are those of a large model, however small it is."""
+
+    def __init__(self, work: Work):
+        least = tuned.LEAST_UNIT
+        tuned.LEAST_UNIT = 0
+        try:
+            super().__init__(work, shard="parameters")
+        finally:
+            tuned.LEAST_UNIT = least
+
+
+def sittings(settings: HostSettings) -> list[Sitting]:
+    """Return what is measured. Cases of a sitting differ in one thing each, so that a difference is its cost."""
+    layers, of = settings.layers, settings.of
+    small = {
+        ALONE: of(layers),
+        JOINED: replace(of(layers), blocks_a_unit=PARTS),
+        SHALLOW: of(layers // PARTS),
+        HALF: of(layers // 2),
+        CUT: replace(of(layers), micro_batches=PARTS),
+    }
+    alone = {UNJOINED: Unjoined, "by hand": ByHand, "autocast": Autocast}
+    on_both = {BARE: ForwardBackward, **OURS, DDP: Ddp, **FSDP}
+    return [Sitting(1, on_both | alone, small), Sitting(2, on_both, {TWO: of(layers // 2)})]
+
+
+class First(NamedTuple):
+    """The first steps of one side at one case, on one rank."""
+
+    losses: list[float]
+    graphs: int  # that were compiled for them
+
+
+class HostRank:
+    """One side on one rank, with an engine for each case."""
+
+    def __init__(self, side: Side, cases: Mapping[str, Work]):
+        if not dist.is_initialized():  # torch's ways want a group, of one rank too
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        self._ranks = {name: TrainRank(side, work) for name, work in cases.items()}
+
+    def begin(self, case: str, steps: int) -> First:
+        """Build a case's engine and take its first steps, untimed."""
+        before = _graphs()
+        losses = self._ranks[case].losses(steps)
+        gc.freeze()  # else whoever is measured would walk through the modules of all cases
+        return First(losses, _graphs() - before)
+
+    def cpu_ms(self, case: str) -> float:
+        """Take a turn; return a step's processor time, that of all threads."""
+        turn = self._ranks[case].turn()
+        return 1e3 * turn.busy * turn.seconds
+
+
+def _graphs() -> int:
+    """Return how many graphs this process has compiled."""
+    compiler: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if compiler is None else compiler.counters["stats"]["unique_graphs"]
+
+
+@dataclass(slots=True)
+class HostCase:
+    """A case and its rounds."""
+
+    settings: Settings
+    tensors: int
+    cpu_ms: dict[str, list[float]]  # side -> of a step, the mean over the ranks
+    first: dict[str, First]  # side -> on the first rank
+
+    def over(self, side: str) -> list[float]:
+        """Return what a side's step costs over forward and backward, round by round."""
+        return [ms - bare for ms, bare in zip(self.cpu_ms[side], self.cpu_ms[BARE], strict=True)]
+
+
+def measure(sitting: Sitting, settings: HostSettings) -> dict[str, HostCase]:
+    """Take the turns of all sides at all cases, round by round, in rotated order."""
+    measured = {}
+    for case, work in sitting.cases.items():
+        on_meta = make_model(replace(work, device="meta"))
+        described = Settings(work=work, rounds=settings.rounds, ranks=sitting.ranks)
+        measured[case] = HostCase(described, len([*on_meta.parameters()]), {}, {})
+    with ExitStack() as stack:
+        pools = {}
+        for name, build in sitting.sides.items():
+            progress(f"host: {name}, on {sitting.ranks} rank(s)")
+            actor = partial(HostRank, Side(name, build, settings.steps), sitting.cases)
+            pools[name] = stack.enter_context(start_ranks(name, actor, world_size=sitting.ranks))
+            for case in sitting.cases:
+                measured[case].first[name] = pools[name].call(HostRank.begin, case, FIRST_STEPS)[0]
+        for number in range(settings.rounds):
+            progress(f"host: round {number + 1} of {settings.rounds}")
+            for case, name in product(sitting.cases, rotated([*sitting.sides], number)):
+                of_ranks = pools[name].call(HostRank.cpu_ms, case)
+                measured[case].cpu_ms.setdefault(name, []).append(statistics.mean(of_ranks))
+    return measured
+
+
+def host(settings: HostSettings) -> Result:
+    """Measure ours, torch's ways and a loop by hand beside forward and backward alone."""
+    measured: dict[str, HostCase] = {}
+    for sitting in sittings(settings):
+        measured |= measure(sitting, settings)
+    columns = ("case: side", "CPU ms a step", "ms over bare", "us a tensor", "share of ddp's", "graphs")
+    rows = [row for case in (ALONE, TWO) for row in _rows(case, measured[case])]
+    described = {case: of_case.settings.described() for case, of_case in measured.items()}
+    raw = {case: {"cpu_ms": of_case.cpu_ms, "first": of_case.first} for case, of_case in measured.items()}
+    notes = [*_growth(measured), *how_multiplied(settings.work.device)]
+    return Result("host", {"steps": settings.steps, "cases": described}, raw, columns, rows, _goals(measured), notes)
+
+
+def _rows(case: str, measured: HostCase) -> Iterator[tuple[str, ...]]:
+    for side, cpu_ms in measured.cpu_ms.items():
+        over = measured.over(side)
+        a_tensor = [1e3 * ms / measured.tensors for ms in over]
+        of_ddp = paired_ratio(over, measured.over(DDP)) if DDP in measured.cpu_ms else None
+        yield (
+            f"{case}, {measured.tensors} tensors: {side}",
+            show(spread(cpu_ms), 1),
+            "" if side == BARE else show(spread(over), 1),
+            "" if side == BARE else show(spread(a_tensor), 1),
+            "" if side == BARE or of_ddp is None else show(of_ddp, 2),
+            str(measured.first[side].graphs),
+        )
+
+
+def a_further(measured: Mapping[str, HostCase], side: str) -> dict[str, list[float]]:
+    """Return what one more of each thing costs a side, ms by round: two cases that differ in it alone, divided by how
+    much they differ. What forward and backward take is the same, however many units there are.
+    """
+    layers = measured[ALONE].settings.work.model.num_layers
+    tensors = measured[JOINED].tensors - measured[SHALLOW].tensors
+    over = {case: found.over(side) for case, found in measured.items() if side in found.cpu_ms}
+    whole = {case: found.cpu_ms[side] for case, found in measured.items() if side in found.cpu_ms}
+    things = {
+        "tensor": (over, JOINED, SHALLOW, tensors),
+        "unit": (whole, ALONE, JOINED, layers - layers // PARTS),
+        "micro-batch": (over, CUT, ALONE, PARTS - 1),
+        "rank": (over, TWO, HALF, 1),
+    }
+    return {
+        thing: [(a - b) / count for a, b in zip(ms[more], ms[less], strict=True)]
+        for thing, (ms, more, less, count) in things.items()
+        if more in ms and less in ms
+    }
+
+
+def _growth(measured: Mapping[str, HostCase]) -> list[str]:
+    things = ("tensor", "unit", "micro-batch", "rank")
+    rows = []
+    for side in measured[ALONE].cpu_ms:
+        if side != BARE:
+            costs = a_further(measured, side)
+            rows.append((side, *(show(spread(costs[thing]), 3) if thing in costs else "" for thing in things)))
+    return ["ms for one more of each, over bare", *table(("side", *things), rows)]
+
+
+def _goals(measured: Mapping[str, HostCase]) -> list[Goal]:
+    def of_ddp(case: str, side: str, bound: float) -> Goal:
+        share = paired_ratio(measured[case].over(side), measured[case].over(DDP))
+        return Goal(f"{case}, {side}: over bare, as a share of {DDP}'s", share, bound, at_least=False)
+
+    a_unit = spread(a_further(measured, UNJOINED)["unit"])
+    return [
+        of_ddp(ALONE, "states", 0.4),
+        of_ddp(ALONE, "gradients", 0.5),
+        of_ddp(ALONE, "parameters", 0.9),
+        of_ddp(TWO, "parameters", 1.0),
+        Goal("parameters: ms a unit that is joined with no other", a_unit, 0.4, at_least=False),
+    ]

@@ -1,0 +1,167 @@
+"""Ours and torch alone where ranks divide the model: by tensors, or in a pipeline of stages.
+
+torch's are `parallelize_module` and its pipelines' schedules on the same model, each in mixed precision, once by
+autocast and once by `fully_shard` over a data-parallel axis of one rank, which holds weights in half as well and casts
+them once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megamix.comm.topology import Topology
+from megamix.data.loader import Batch
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.model.decoder import Decoder
+from megamix.parallel.build import build_model, drawn
+from megamix.parallel.passes import MicroBatch
+from megamix.parallel.pipeline_parallel import SCHEDULES, Handover, Pipeline
+from megamix.parallel.stages import Stage, StagePlan, keep_layers, plan_stages
+from megamix.tools.bench.sides import SEED, Autocast, Ours, Work, make_engine, make_model, product_dtype, shard_fully
+
+SCHEDULE = "1f1b"
+
+
+def _make_part(
+    work: Work, dtype: torch.dtype, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
+) -> tuple[Decoder, ShardedEngine]:
+    """Return this rank's part of the model, of the weights that make_model has, and its engine."""
+    cpu = torch.device("cpu")
+    model, placements = build_model(work.model, topology, cpu, stages, sequence_parallel=sequence_parallel)
+    sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
+    return model, make_engine(work, model, Precision(dtype), sharding, drawn(model, SEED))
+
+
+class OursTensorParallel(Ours):
+    """megamix with every rank in one tensor-parallel axis."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sequence_parallel: bool = True):
+        topology = Topology.connect(tp_size=dist.get_world_size())
+        _, self.engine = _make_part(work, dtype, topology, sequence_parallel=sequence_parallel)
+
+
+class OursPipeline(Ours):
+    """megamix with one stage on each rank."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        topology = Topology.connect(pp_size=dist.get_world_size())
+        stages = plan_stages(work.model, topology.pp.size, 1)
+        model, self.engine = _make_part(work, dtype, topology, stages, sequence_parallel=False)
+        own = {topology.pp.rank: stages[topology.pp.rank].layers}
+        border = Handover(topology.pp, len(stages), (work.micro_batch_size, work.model.seq_len))
+        self._pipeline = Pipeline(self.engine, model, own, SCHEDULE, border)
+        self._micro_batches = work.micro_batches
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        parts = zip(tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True)
+        self._pipeline.backward(MicroBatch(Batch(*part, None, part[1].numel())) for part in parts)
+        return self.engine.progress.loss_sum / self._micro_batches
+
+
+class TorchTensorParallel(Autocast):
+    """`parallelize_module` with sequence and loss parallelism, as torch's tutorial divides a Llama; autocast, or
+    `fully_shard` instead.
+    """
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
+        self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
+        mesh = _mesh("tp")
+        # torch's own operations: of ours that sum in FP32, DTensor would dispatch every step by itself.
+        model = self.model = make_model(work, wide=False)
+        _divide(model, mesh["tp"])
+        if sharded:
+            shard_fully(model, model.blocks, mesh["dp"], self._dtype, dtype)
+            self._dtype = torch.float32  # nothing is left for autocast
+        self.optimizer = self._make_optimizer(model, work)
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel():
+            with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+                logits = self.model(tokens)
+            loss: Any = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            loss.backward()
+        whole: Tensor = loss.detach().full_tensor()
+        return whole
+
+
+class TorchPipeline(Autocast):
+    """The schedule of ours, on the same stages; autocast, or `fully_shard` instead, with weights that stay gathered
+    over the micro-batches. Every rank takes part in the norm.
+    """
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
+        self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
+        self._micro_batches = work.micro_batches
+        mesh, rank = _mesh("pp"), dist.get_rank()
+        layers = plan_stages(work.model, dist.get_world_size(), 1)[rank].layers
+        model = make_model(work)
+        keep_layers(model, layers)
+        self.model = Stage(model, layers)
+        if sharded:
+            blocks = [model.blocks[layer] for layer in layers]
+            shard_fully(self.model, blocks, mesh["dp"], dtype, dtype, reshard_after_forward=False)
+            self._dtype = torch.float32  # nothing is left for autocast
+        stage = dist.pipelining.PipelineStage(
+            self.model, rank, dist.get_world_size(), torch.device("cpu"), group=mesh["pp"].get_group()
+        )
+        self._schedule = SCHEDULES[SCHEDULE](stage, work.micro_batches, self._mean, scale_grads=False)
+        self.optimizer = self._make_optimizer(self.model, work)
+
+    def _mean(self, loss: Tensor, targets: Tensor) -> Tensor:
+        return loss / self._micro_batches  # cheaper than dividing the gradients, as the schedule would
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        # Around all micro-batches, so that weights are cast once for all of them.
+        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+            self._schedule.step(tokens, target=targets, targets=targets, losses=losses, return_outputs=False)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros(())
+
+    def optimize(self) -> None:
+        params = [*self.model.parameters()]
+        norm: Any = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        squares = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).square()
+        dist.all_reduce(squares)  # over the stages
+        torch.nn.utils.clip_grads_with_norm_(params, self._clip_grad, squares.sqrt())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def _mesh(name: str) -> Any:
+    """Return a mesh of all ranks in one axis of that name, beside a data-parallel one of one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", name))
+
+
+def _divide(model: Decoder, tp: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, parallel
+
+    positions, columns = Shard(1), parallel.ColwiseParallel
+    whole: Any = parallel.PrepareModuleInput  # of what a divided part is called with, the first is needed whole
+    rows = parallel.RowwiseParallel(output_layouts=positions)
+    plan = {
+        "embedding": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=positions),
+        "blocks.*.attention_norm": parallel.SequenceParallel(),
+        "blocks.*.attention": whole(
+            input_layouts=(positions, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+        ),
+        **{f"blocks.*.attention.{name}": columns() for name in ("query", "key", "value")},
+        "blocks.*.attention.out": rows,
+        "blocks.*.feed_forward_norm": parallel.SequenceParallel(),
+        "blocks.*.feed_forward": whole(input_layouts=(positions,), desired_input_layouts=(Replicate(),)),
+        **{f"blocks.*.feed_forward.{name}": columns() for name in ("gate", "up")},
+        "blocks.*.feed_forward.down": rows,
+        "norm": parallel.SequenceParallel(),
+        "head": columns(input_layouts=positions, output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallel.parallelize_module(model, tp, plan)

@@ -1,0 +1,334 @@
+"""The sides of a comparison behind one small interface: ours, forward and backward alone, and torch's own ways to train
+data-parallel in mixed precision, each as its documentation has it, on the same model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megamix.config import ModelConfig
+from megamix.machine import native_halves
+from megamix.mixed_precision.adamw import AdamW
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.loss_scale import DynamicLossScale
+from megamix.mixed_precision.settings import Precision, ReduceDtype, Shard, Sharding
+from megamix.mixed_precision.weights import Fill
+from megamix.model.decoder import Decoder
+from megamix.model.ops import Ops
+from megamix.model.transformer import Transformer
+from megamix.report.interval_report import gather_precision
+
+GPT_12M = ModelConfig(vocab_size=4096, seq_len=256, hidden_size=384, num_layers=6, num_heads=6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What every side trains, and by which rules."""
+
+    model: ModelConfig = GPT_12M
+    micro_batch_size: int = 4  # sequences on each rank
+    micro_batches: int = 1  # of a step
+    blocks_a_unit: int = 1  # that are called, gathered and freed as one
+    shared: bool = False  # the ranks divide the model and take part in the same sequences
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # of parameters with two dims; norms have none
+    clip_grad: float = 1.0
+    compile_update: bool = True  # ours; a side compiles its model if `model` says so
+    device: str = "cpu"  # of every rank; "cuda" is the one that the rank's pool has given it
+
+
+class Engine(ABC):
+    """One side on one rank."""
+
+    micro_batches = 1  # into which a step's batch is cut
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Run all micro-batches of a step; return their loss, FP32 (), or 0 where another rank knows it.
+
+        Shapes: INT64 (micro_batches * micro_batch_size, seq_len).
+        """
+        parts = zip(tokens.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True)
+        losses = [self._pass(*part, last=number == self.micro_batches) for number, part in enumerate(parts, start=1)]
+        return torch.stack(losses).mean()
+
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        """Run one micro-batch, the step's `last` one or not; return its loss."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def optimize(self) -> None:
+        """Do all that follows backward: what is left of the reduction, clipping, the update, sending weights out."""
+
+    def finish(self) -> None:  # noqa: B027  # most sides leave nothing
+        """Wait for what a step has left under way."""
+
+    def details_ms(self) -> dict[str, float]:
+        """Return parts of the time since the last call, by name, where the side can tell them apart."""
+        return {}
+
+
+SEED = 1234  # of the initial weights
+
+
+def make_model(work: Work, *, wide: bool = True) -> Transformer:
+    """Return a model of the same weights on every side and rank."""
+    torch.manual_seed(SEED)
+    with torch.device(work.device):
+        model = Transformer(work.model, Ops(wide=wide))
+    if work.blocks_a_unit > 1:
+        blocks = range(0, len(model.blocks), work.blocks_a_unit)
+        model.blocks = nn.ModuleList(_Blocks(model.blocks[start : start + work.blocks_a_unit]) for start in blocks)
+        model.config = model.config.model_copy(update={"num_layers": len(model.blocks)})
+    return model
+
+
+class _Blocks(nn.ModuleList):
+    """Several blocks that are called as one."""
+
+    def forward(self, x: Tensor, *context: object) -> Tensor:
+        for block in self:
+            x = block(x, *context)
+        return x
+
+
+def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """Return in which dtype autocast and torch's own operations multiply: `dtype`, or FP32 on a CPU without arithmetic
+    in it, where they would take up to 100 times as long.
+    """
+    return torch.float32 if device == "cpu" and dtype not in native_halves() else dtype
+
+
+def how_multiplied(device: str) -> list[str]:
+    """Say so where products of BF16 are not BF16's."""
+    if product_dtype(torch.bfloat16, device) == torch.bfloat16:
+        return []
+    return ["this CPU has no arithmetic in BF16: every side computes wide, in FP32 on halves; torch's layouts in FP32"]
+
+
+def make_engine(
+    work: Work, model: Decoder, precision: Precision, sharding: Sharding, fill: Fill | None = None,
+    optimizer: Callable[..., AdamW] = AdamW,
+) -> ShardedEngine:  # fmt: skip
+    """Return an engine by the rules of `work`, with a running clock. Every rank must call it."""
+    engine = ShardedEngine(
+        model,
+        optimizer(lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay),
+        precision,
+        sharding,
+        clip_grad=work.clip_grad,
+        grad_accum_steps=work.micro_batches,
+        compile_update=work.compile_update,
+        fill=fill,
+    )
+    engine.clock.enabled = True
+    return engine
+
+
+class Ours(Engine):
+    """megamix. `wide`: half products computed in FP32 on a CPU without arithmetic in halves. `reduce_dtype` "fp32":
+    with FP32 gradients.
+    """
+
+    def __init__(
+        self, work: Work, dtype: torch.dtype = torch.bfloat16, *,
+        wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None, shard: Shard = "states",
+        optimizer: Callable[..., AdamW] = AdamW,
+    ):  # fmt: skip
+        self.micro_batches = work.micro_batches
+        model = make_model(work, wide=wide)
+        reduced = torch.float32 if reduce_dtype == "fp32" else None
+        # 2**16 holds for these steps: the search for the largest scale, from 2**24 down, would be timed otherwise.
+        loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
+        precision = Precision(dtype, reduced, loss_scale, reduce_dtype)
+        sharding = Sharding(model.units, overlap=overlap, shard=shard)
+        self.engine = make_engine(work, model, precision, sharding, optimizer=optimizer)
+
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        loss: Tensor = self.engine(tokens, targets)
+        self.engine.backward(loss)
+        return loss.detach()
+
+    def optimize(self) -> None:
+        self.engine.step()
+
+    def finish(self) -> None:
+        self.engine.wait()
+
+    def details_ms(self) -> dict[str, float]:
+        return {name: 1e3 * seconds for name, seconds in self.engine.clock.read().items()}
+
+
+class Examined(Ours):
+    """megamix with every step examined, and what it says gathered as a run does for its log."""
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.engine.examine_next_step()
+        return super().forward_backward(tokens, targets)
+
+    def optimize(self) -> None:
+        result = self.engine.step()
+        assert result.examination is not None
+        gather_precision(self.engine, result.examination, result.by_piece, float(result.loss_scale))
+
+
+class ForwardBackward(Engine):
+    """Our half model with its gradients dropped: no optimizer and no other rank. The ceiling of ours."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        self.micro_batches = work.micro_batches
+        self.model = make_model(work).to(dtype)
+
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        loss: Tensor = self.model(tokens, targets)
+        (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return loss.detach()
+
+    def optimize(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+
+class ByHand(ForwardBackward):
+    """Trains on one rank as a careful user would by hand: half parameters, FP32 masters that are copied to and fro by
+    torch's _foreach calls, and AdamW(fused=True) on these.
+    """
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        super().__init__(work, dtype)
+        self._clip_grad = work.clip_grad
+        self._params: list[Tensor] = [*self.model.parameters()]
+        self._masters = [param.detach().float() for param in self._params]
+        self._grads = [torch.empty_like(master) for master in self._masters]
+        for master, grad in zip(self._masters, self._grads, strict=True):
+            master.grad = grad
+        self.optimizer = fused_adamw(self._masters, work)
+
+    @torch.no_grad()
+    def optimize(self) -> None:
+        halves: list[Any] = [param.grad for param in self._params]
+        torch._foreach_copy_(self._grads, halves)
+        torch.nn.utils.clip_grad_norm_(self._masters, self._clip_grad)
+        self.optimizer.step()
+        torch._foreach_copy_(self._params, self._masters)
+        super().optimize()
+
+
+class _HalfForward(nn.Module):
+    """Does what autocast does, where a CPU has no arithmetic in halves: forward takes a half copy of the FP32 weights,
+    and the model's own operations compute wide.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.model, self._dtype = model, dtype
+
+    def forward(self, *args: Tensor) -> Tensor:
+        halves = {name: param.to(self._dtype) for name, param in self.model.named_parameters()}
+        loss: Tensor = torch.func.functional_call(self.model, halves, args)
+        return loss
+
+
+def fused_adamw(
+    params: Iterable[Tensor], work: Work, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
+    """Return torch's optimizer by the rules of `work`; norms and biases are without weight decay, as on our side."""
+    params = [*params]
+    matrices, others = ([param for param in params if (param.dim() > 1) is many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": work.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return make(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
+
+
+class Autocast(Engine):
+    """Autocast and AdamW(fused=True) on one rank: weights, gradients and states FP32."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
+        self.micro_batches = work.micro_batches
+        model: nn.Module = make_model(work)
+        if self._dtype != dtype:
+            model = _HalfForward(model, dtype)
+        self.model: nn.Module = self._distributed(model)
+        self.optimizer = self._make_optimizer(self.model, work)
+
+    def _distributed(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _make_optimizer(self, model: nn.Module, work: Work) -> torch.optim.Optimizer:
+        return fused_adamw(model.parameters(), work)
+
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype != torch.float32):
+            loss: Tensor = self.model(tokens, targets)
+        (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return loss.detach()
+
+    def optimize(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class Ddp(Autocast):
+    """DistributedDataParallel, autocast and AdamW(fused=True): weights, gradients and states FP32 on every rank."""
+
+    def _distributed(self, model: nn.Module) -> nn.Module:
+        # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        assert isinstance(self.model, DistributedDataParallel)
+        with nullcontext() if last else self.model.no_sync():
+            return super()._pass(tokens, targets, last=last)
+
+
+class Zero(Ddp):
+    """The same with ZeroRedundancyOptimizer: each rank holds the states of its share of the parameters."""
+
+    def _make_optimizer(self, model: nn.Module, work: Work) -> torch.optim.Optimizer:
+        # Imported here, as FSDP below: a rank of another side would pay for it in its start-up time.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        sharded = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+        return fused_adamw(model.parameters(), work, sharded)
+
+
+class Fsdp(Autocast):
+    """FSDP2: fully_shard on each block and on the root; weights, gradients and states FP32, sharded. `settings`: its
+    own, for all of them.
+    """
+
+    def __init__(
+        self, work: Work, dtype: torch.dtype = torch.bfloat16, reduce_dtype: torch.dtype = torch.bfloat16,
+        **settings: Any,
+    ):  # fmt: skip
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self._clip_grad, self._dtype = work.clip_grad, torch.float32  # nothing is left for autocast
+        self.micro_batches = work.micro_batches
+        model = self.model = make_model(work)
+        mesh = init_device_mesh(work.device, (dist.get_world_size(),))
+        shard_fully(model, model.blocks, mesh, dtype, reduce_dtype, **settings)
+        self.optimizer = self._make_optimizer(model, work)
+
+
+def shard_fully(
+    root: nn.Module, blocks: Iterable[nn.Module], mesh: Any, dtype: torch.dtype, reduce_dtype: torch.dtype,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Apply `fully_shard` to each block and to the root, in mixed precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    for module in (*blocks, root):
+        fully_shard(module, mesh=mesh, mp_policy=policy, **settings)

@@ -1,0 +1,217 @@
+"""Whole training steps, the sides in turns: torch's own ways beside ours, also where two ranks divide the model; FP16,
+overlap off, each way to sum gradients, examined steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from megamix.config.sections import MetricsConfig
+from megamix.machine import native_halves
+from megamix.mixed_precision.settings import ReduceDtype
+from megamix.tools.bench.layout_sides import OursPipeline, OursTensorParallel, TorchPipeline, TorchTensorParallel
+from megamix.tools.bench.ranks import Settings, Side, TrainRank, Turn, ranks_of, take_turns
+from megamix.tools.bench.report import Goal, Result, Spread, paired_ratio, progress, show, spread
+from megamix.tools.bench.sides import GPT_12M, Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied
+
+MEMORY_STEPS = 2  # states exist from the first update on, so the second step has the peak
+
+# Neither parallelize_module nor torch's pipelines keep a tied table one.
+UNTIED = Work(model=GPT_12M.model_copy(update={"tie_embeddings": False}), shared=True)
+
+LAYOUTS = {
+    "tp2": (
+        replace(UNTIED, micro_batch_size=4),
+        Side("ours", OursTensorParallel),
+        [Side("autocast", TorchTensorParallel), Side("fully_shard", partial(TorchTensorParallel, sharded=True))],
+        [Side("ours, whole positions", partial(OursTensorParallel, sequence_parallel=False))],
+    ),
+    "pp2": (
+        replace(UNTIED, micro_batch_size=2, micro_batches=4),
+        Side("ours", OursPipeline),
+        [Side("autocast", TorchPipeline), Side("fully_shard", partial(TorchPipeline, sharded=True))],
+        [],
+    ),
+}
+
+
+class Measured(NamedTuple):
+    """One side's rounds."""
+
+    tokens_per_s: list[float]  # of all ranks
+    optimizer_ms: list[float]  # a step's, on the slowest rank
+    busy: list[float]  # cores that a rank kept busy, the mean over the ranks
+    details_ms: list[dict[str, float]]  # a step's, on the first rank
+    max_rss_bytes: int  # of the largest rank
+    peak_live_bytes: int  # of the largest rank, in a run of its own
+
+
+def train(settings: Settings) -> Result:
+    """Compare ours with torch's three ways, with less kept on each rank, and with forward and backward alone, in BF16.
+    "resharded" is FSDP2 with nothing left of any part between its forward and its backward.
+    """
+    peers = [Side("ddp", Ddp), Side("zero", Zero), Side("fsdp2", Fsdp)]
+    shares = [Side(shard, partial(Ours, shard=shard)) for shard in ("gradients", "parameters")]
+    others = [
+        Side("resharded", partial(Fsdp, reshard_after_forward=True)),
+        Side("forward and backward", ForwardBackward),
+    ]
+    measured = measure([Side("ours", Ours), *shares, *peers, *others], settings)
+    ours = measured["ours"]
+    ratios = {peer.name: speed_up(ours, measured[peer.name]) for peer in peers}
+    best = min(ratios, key=lambda name: ratios[name].median)
+    ceiling = speed_up(ours, measured["forward and backward"])
+    goals = [
+        Goal(f"tokens/s over the best of the three ({best})", ratios[best], 1.05),
+        Goal("tokens/s over forward and backward alone", ceiling, 0.85),
+        *(
+            Goal(f"peak live bytes over {name}'s", _memory(ours, measured[name]), 1.0, at_least=False)
+            for name in ("ddp", "zero")
+        ),
+        Goal("gradients: tokens/s over ours", speed_up(measured["gradients"], ours), 0.98),
+        Goal("parameters: tokens/s over ours", speed_up(measured["parameters"], ours), 0.95),
+        Goal("parameters: tokens/s over resharded", speed_up(measured["parameters"], measured["resharded"]), 1.15),
+        Goal(
+            "parameters: peak live bytes over resharded's",
+            _memory(measured["parameters"], measured["resharded"]),
+            1.0,
+            at_least=False,
+        ),
+    ]
+    return result("train", settings, measured, goals, exposed(measured))
+
+
+def fp16(settings: Settings) -> Result:
+    """Compare FP16 stored narrow and computed wide with native half products and with FP32."""
+    if torch.float16 in native_halves():
+        note = "this CPU has FP16 units: half products are native here, so there is nothing to compare"
+        return Result("fp16", settings.described(), {}, ("side",), [], notes=[note])
+    sides = [
+        Side("fp16", partial(Ours, dtype=torch.float16)),
+        # Some twenty times slower: one step a turn, and none before it.
+        Side("fp16 native", partial(Ours, dtype=torch.float16, wide=False), steps=1, warm_up_steps=0),
+        Side("fp32", partial(Ours, dtype=torch.float32)),
+    ]
+    measured = measure(sides, settings)
+    ours, native = measured["fp16"], measured["fp16 native"]
+    over_native, over_fp32 = speed_up(ours, native), speed_up(ours, measured["fp32"])
+    goals = [
+        Goal("tokens/s over native half products", over_native, 10.0),
+        Goal("tokens/s over FP32", over_fp32, 0.9),
+        Goal("peak live bytes over native's", _memory(ours, native), 1.05, at_least=False),
+    ]
+    return result("fp16", settings, measured, goals, [])
+
+
+def overlap(settings: Settings) -> Result:
+    """Compare ours with collectives hidden behind compute, and with each awaited at once."""
+    sides = [Side("overlap on", Ours), Side("overlap off", partial(Ours, overlap=False))]
+    measured = measure(sides, settings)
+    gain = speed_up(measured["overlap on"], measured["overlap off"])
+    goals = [Goal("tokens/s with overlap over without", gain, 1.03)]
+    return result("overlap", settings, measured, goals, exposed(measured))
+
+
+def wire(settings: Settings) -> Result:
+    """Compare ours with each `reduce_dtype`, in BF16."""
+    modes: tuple[ReduceDtype, ...] = ("half", "half_fp32_sum", "fp32")
+    measured = measure([Side(mode, partial(Ours, reduce_dtype=mode)) for mode in modes], settings)
+    return result("wire", settings, measured, [], exposed(measured))
+
+
+def examine(settings: Settings) -> Result:
+    """Measure what looking closely at one step in `metrics.precision_interval` costs."""
+    measured = measure([Side("ordinary", Ours), Side("examined", Examined)], settings)
+    interval = MetricsConfig().precision_interval
+    slower = speed_up(measured["ordinary"], measured["examined"])  # an examined step's time over an ordinary one's
+    cost = Spread(*(100 * (ratio - 1) / interval for ratio in slower))
+    goal = Goal(f"% of the run's time for one examined step in {interval}", cost, 1.0, False)
+    return result("examine", settings, measured, [goal], [])
+
+
+def layout(name: str, rounds: int) -> Result:
+    """Compare ours with the faster of torch's two on the layout `name` of LAYOUTS, in BF16."""
+    work, ours, peers, others = LAYOUTS[name]
+    settings = Settings(work=work, rounds=rounds, ranks=2)
+    measured = measure([ours, *peers, *others], settings)
+    ratios = {peer.name: speed_up(measured[ours.name], measured[peer.name]) for peer in peers}
+    best = min(ratios, key=lambda peer: ratios[peer].median)
+    goal = Goal(f"tokens/s over torch alone ({best})", ratios[best], 0.97)
+    return result(f"train --layout {name}", settings, measured, [goal], exposed(measured))
+
+
+def measure(sides: Sequence[Side], settings: Settings) -> dict[str, Measured]:
+    """Measure each side's memory in a run of its own, then all sides' turns, round by round in rotated order."""
+    peaks: dict[str, int] = {}
+    for side in sides:
+        progress(f"memory of {side.name}")
+        with ranks_of(side, settings) as alone:
+            peaks[side.name] = max(alone.call(TrainRank.peak_live_bytes, MEMORY_STEPS))
+    with ExitStack() as stack:
+        ranks = {side.name: stack.enter_context(ranks_of(side, settings)) for side in sides}
+        turns = take_turns(ranks, settings.rounds)
+        rss = {side.name: max(ranks[side.name].call(TrainRank.max_rss_bytes)) for side in sides}
+    return {side.name: _measured(turns[side.name], rss[side.name], peaks[side.name], settings) for side in sides}
+
+
+def _measured(rounds: list[list[Turn]], rss: int, peak: int, settings: Settings) -> Measured:
+    work = settings.work
+    copies = 1 if work.shared else settings.ranks  # of the model
+    tokens = copies * work.micro_batches * work.micro_batch_size * work.model.seq_len
+    return Measured(
+        [tokens / max(turn.seconds for turn in turns) for turns in rounds],
+        [max(turn.optimizer_ms for turn in turns) for turns in rounds],
+        [statistics.mean(turn.busy for turn in turns) for turns in rounds],
+        [turns[0].details_ms for turns in rounds],
+        rss,
+        peak,
+    )
+
+
+def speed_up(ours: Measured, other: Measured) -> Spread:
+    return paired_ratio(ours.tokens_per_s, other.tokens_per_s)
+
+
+def _memory(ours: Measured, other: Measured) -> float:
+    return ours.peak_live_bytes / other.peak_live_bytes
+
+
+def exposed(measured: dict[str, Measured]) -> list[str]:
+    """Say where the step of each side spends what is not forward and backward, as far as the side can tell."""
+    lines = []
+    for name, side in measured.items():
+        names = sorted({key for details in side.details_ms for key in details})
+        parts = [f"{key} {show(spread([details.get(key, 0.0) for details in side.details_ms]), 1)}" for key in names]
+        if parts:
+            lines.append(f"{name}, ms a step on rank 0: {', '.join(parts)}")
+    return lines
+
+
+def result(
+    bench: str, settings: Settings, measured: dict[str, Measured], goals: list[Goal], notes: list[str]
+) -> Result:
+    base = next(iter(measured))
+    rows = [
+        (
+            name,
+            show(spread(side.tokens_per_s)),
+            show(speed_up(measured[base], side), 3),
+            show(spread(side.optimizer_ms), 1),
+            show(spread(side.busy), 2),
+            f"{side.peak_live_bytes / 1e6:.1f}",
+            f"{side.max_rss_bytes / 1e6:.0f}",
+        )
+        for name, side in measured.items()
+    ]
+    columns = ("side", "tokens/s", f"{base} / side", "optimizer ms", "cores a rank", "peak live MB", "ru_maxrss MB")
+    raw = {name: side._asdict() for name, side in measured.items()}
+    return Result(
+        bench, settings.described(), raw, columns, rows, goals, [*notes, *how_multiplied(settings.work.device)]
+    )

@@ -1,0 +1,268 @@
+"""The optimizer's step alone: how near it comes to the machine's copy rate, and how far torch's passes are from it.
+
+Each process holds ours and torch's on the same flat tensors, and a plain copy. Without a compiler all that follows
+backward is compared with what is written by hand, each on a model in a process of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megamix.comm.collectives import Collectives
+from megamix.comm.topology import Axis, Topology
+from megamix.config import ModelConfig
+from megamix.mixed_precision.adamw import AdamW
+from megamix.mixed_precision.bucket import make_buckets
+from megamix.mixed_precision.census import take_census
+from megamix.mixed_precision.flat_layout import build_layout
+from megamix.mixed_precision.fused_update import choose_kernels
+from megamix.mixed_precision.grad_stats import stats_by_piece
+from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.mixed_precision.update_slice import Kernel, StepScalars
+from megamix.model.family import parameter_count
+from megamix.model.transformer import Transformer
+from megamix.tools.bench.ranks import Settings, rotated, start_ranks
+from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, show, spread
+from megamix.tools.bench.sides import ByHand, Engine, Ours, Work
+
+GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
+ADAMW = AdamW(lr=1e-4)
+# They have 3.7 M and 63 M parameters, with so few tokens that most of a step is what follows backward.
+SIZES = {
+    "4 M": ModelConfig(vocab_size=2048, seq_len=16, hidden_size=256, num_layers=4, num_heads=4),
+    "64 M": ModelConfig(vocab_size=8192, seq_len=16, hidden_size=768, num_layers=8, num_heads=12),
+}
+KINDS = {
+    "bf16": (torch.bfloat16, ADAMW),
+    "fp16": (torch.float16, ADAMW),
+    "bf16, moments too": (torch.bfloat16, replace(ADAMW, state_dtype=torch.bfloat16)),
+}
+
+COMPILED, LIBRARY, CASTS = "update, compiled", "update, no compiler", "cast + AdamW(fused) + cast"
+AFTER, BY_HAND = "all after backward, no compiler", "all after backward, by hand"
+STATS, LIBRARY_STATS, COPY = "statistics, compiled", "statistics, no compiler", "copy"
+
+STATS_BYTES = 2  # a parameter: its half gradient
+
+
+def update_bytes(optimizer: AdamW) -> int:
+    """Return the bytes a parameter that an update moves: reads of a half gradient, writes of a half parameter, both of
+    the master and of the states.
+    """
+    states = optimizer.states("", ()).values()
+    return 2 + 2 + 2 * (4 + sum(dtype.itemsize for dtype in states))
+
+
+class UpdateRank:
+    """Holds the tensors of a step and every variant that works on them.
+
+    What is updated are the parameters of `model` in the engine's default buckets, on one rank and on torch's default
+    device; `calls`: timed ones of each variant in a round.
+    """
+
+    def __init__(
+        self, model: ModelConfig, dtype: torch.dtype, calls: int = 5, try_compiler: bool = True,
+        optimizer: AdamW = ADAMW,
+    ):  # fmt: skip
+        self._calls, device = calls, torch.get_default_device()
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._optimizer, alone = optimizer, Collectives(Axis())
+        with torch.device("meta"):
+            described = Transformer(model)
+        census = take_census(described, self._optimizer, Topology(), Sharding())
+        self._groups = census.groups
+        self.layout = build_layout(census.specs, [1])
+        self._buckets = make_buckets(self.layout, [alone], self._groups, Precision(dtype), Sharding(), device)
+        # Far from the subnormal numbers, which take a CPU many times as long.
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+        for bucket in self._buckets:
+            bucket.params = torch.zeros(bucket.plan.padded_numel, dtype=dtype)
+            bucket.param_shard = bucket.params
+            bucket.make_grads()
+            bucket.grads.copy_(draw(bucket.plan.padded_numel) * 1e-2)
+        count = torch.tensor(10.0)
+        coefficients = self._optimizer.coefficients(count.double())
+        self._scalars = StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), count, coefficients)
+
+        choose = partial(choose_kernels, self._optimizer, self._groups, self._buckets, alone)
+        self.variants: dict[str, Callable[[], object]] = {}
+        for kernels, update, stats in (
+            (choose(try_compiler), COMPILED, STATS),
+            (choose(False), LIBRARY, LIBRARY_STATS),
+        ):
+            if (kernels.path == "compiled") == (update == COMPILED):
+                self.variants[update] = partial(self._update, kernels.update)
+                self.variants[stats] = partial(stats_by_piece, self._buckets, kernels.row_stats, True)
+        self.variants[CASTS] = self._make_casts()
+        # In FP32, reading and writing as many bytes as the update.
+        source = torch.ones(update_bytes(optimizer) * self.num_params() // 8)
+        target = torch.zeros_like(source)
+        self.variants[COPY] = lambda: target.copy_(source)
+
+    def seconds(self, first: int) -> dict[str, float]:
+        """Return the seconds of one call of every variant, the mean of `calls`. They run in turn from the `first`th."""
+        return {name: self._time(self.variants[name]) for name in rotated([*self.variants], first)}
+
+    def num_params(self) -> int:
+        return self.layout.padded_numel
+
+    def _time(self, variant: Callable[[], object]) -> float:
+        variant()  # not timed: brings in what the other variants have driven out of the caches
+        self._wait()
+        start_s = time.perf_counter()
+        for _ in range(self._calls):
+            variant()
+        self._wait()
+        return (time.perf_counter() - start_s) / self._calls
+
+    def _update(self, kernel: Kernel) -> None:
+        """Update as engine.step() does: bucket by bucket, span by span."""
+        for bucket in self._buckets:
+            for span in bucket.spans:
+                kernel(bucket.part(span), self._scalars)
+
+    def _make_casts(self) -> Callable[[], None]:
+        """Cast the gradients to FP32, torch's fused AdamW, cast the masters to half. It neither unscales nor clips."""
+        grads32 = [bucket.grads.float() for bucket in self._buckets]
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": group.weight_decay} for group in self._groups]
+        for bucket, grad32 in zip(self._buckets, grads32, strict=True):
+            for span in bucket.spans:
+                param = bucket.master[span.start : span.end]
+                param.grad = grad32[span.start : span.end]
+                groups[span.group]["params"].append(param)
+        ours = self._optimizer
+        optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=ours.betas, eps=ours.eps, fused=True)
+
+        def casts() -> None:
+            for bucket, grad32 in zip(self._buckets, grads32, strict=True):
+                grad32.copy_(bucket.grads)
+            optimizer.step()
+            for bucket in self._buckets:
+                bucket.params.copy_(bucket.master)
+
+        return casts
+
+
+class AfterRank:
+    """Takes steps over the same tokens on one rank, and times what follows backward."""
+
+    def __init__(self, build: Callable[[Work], Engine], work: Work):
+        self._side = build(work)
+        model = work.model
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(model.vocab_size, (1, model.seq_len + 1), generator=generator)
+
+    def cpu_s(self, steps: int) -> float:
+        """Return the processor time of one, the mean of so many after one that is not timed."""
+        self._after_backward()
+        return sum(self._after_backward() for _ in range(steps)) / steps
+
+    def _after_backward(self) -> float:
+        self._side.forward_backward(self._tokens[:, :-1], self._tokens[:, 1:])
+        start_s = time.process_time()
+        self._side.optimize()
+        self._side.finish()
+        return time.process_time() - start_s
+
+
+Seconds = dict[str, list[float]]  # variant -> of a call, round by round
+
+
+def after_backward(rounds: int, sizes: Mapping[str, ModelConfig], calls: int) -> dict[str, Seconds]:
+    """Return what both ways take in BF16 on one thread, by the size of the model."""
+    measured: dict[str, Seconds] = {}
+    for size, model in sizes.items():
+        progress(f"update: all after backward, {size} parameters")
+        work = Work(model=model, compile_update=False)
+        seconds: Seconds = {AFTER: [], BY_HAND: []}
+        with ExitStack() as stack:
+            ways = {AFTER: partial(AfterRank, Ours, work), BY_HAND: partial(AfterRank, ByHand, work)}
+            ranks = {way: stack.enter_context(start_ranks(way, actor)) for way, actor in ways.items()}
+            for number in range(rounds):
+                for way in rotated([*ranks], number):
+                    seconds[way] += ranks[way].call(AfterRank.cpu_s, calls)
+        measured[size] = seconds
+    return measured
+
+
+def update(
+    settings: Settings, threads: tuple[int, ...] = (1, 2), calls: int = 5, sizes: Mapping[str, ModelConfig] = SIZES
+) -> Result:
+    """Measure every variant in BF16, in FP16, and with moments in BF16 as well, for each number of threads in a process
+    of its own. `calls`: timed ones of each variant in a round; `sizes`: models on which all after backward is timed.
+    """
+    after = after_backward(settings.rounds, sizes, calls)
+    cases = [(number, name) for number in threads for name in KINDS]
+    work = settings.work
+    measured: dict[tuple[int, str], Seconds] = {case: {} for case in cases}
+    with ExitStack() as stack:
+        ranks = {}
+        for case in cases:
+            progress(f"update: building {case[1]} with {case[0]} thread(s)")
+            dtype, optimizer = KINDS[case[1]]
+            actor = partial(UpdateRank, work.model, dtype, calls, work.compile_update, optimizer)
+            ranks[case] = stack.enter_context(start_ranks(f"update {case[1]}", actor, threads=case[0]))
+            ranks[case].call(UpdateRank.seconds, 0)  # first calls compile and allocate
+        (num_params,) = ranks[cases[0]].call(UpdateRank.num_params)
+        for number in range(settings.rounds):
+            progress(f"update: round {number + 1} of {settings.rounds}")
+            for case in cases:
+                (seconds,) = ranks[case].call(UpdateRank.seconds, number)
+                for variant, value in seconds.items():
+                    measured[case].setdefault(variant, []).append(value)
+    columns = ("variant", "ns/param", "GB/s", "copy time / time")
+    rows = [row for case in cases for row in _rows(case, measured[case], num_params)]
+    goals = [goal for case in cases for goal in _goals(case, measured[case])]
+    raw = {f"{name}, {number} thread(s)": measured[number, name] for number, name in cases}
+    for size, both in after.items():
+        for way, values in both.items():
+            of_one = [1e9 * value / parameter_count(sizes[size]) for value in values]
+            rows.append((f"{size}: {way}", show(spread(of_one), 3), "", ""))
+        text = f"{AFTER}: processor time over by hand's ({size})"
+        goals.append(Goal(text, paired_ratio(both[AFTER], both[BY_HAND]), 1.1, at_least=False))
+        raw[size] = both
+    counted = ", ".join(f"{update_bytes(optimizer)} ({name})" for name, (_, optimizer) in KINDS.items())
+    notes = [
+        f"GB/s of an update count in bytes a parameter {counted}, of statistics {STATS_BYTES}, "
+        "of the copy what it reads and writes"
+    ]
+    described = {
+        "rounds": settings.rounds, "calls": calls, "threads": threads, "parameters": num_params,
+        "model": work.model.model_dump(),
+    }  # fmt: skip
+    return Result("update", described, raw, columns, rows, goals, notes)
+
+
+def _rows(case: tuple[int, str], seconds: Seconds, num_params: int) -> Iterator[tuple[str, ...]]:
+    threads, name = case
+    for variant, values in seconds.items():
+        moved = STATS_BYTES if variant in (STATS, LIBRARY_STATS) else update_bytes(KINDS[name][1])
+        yield (
+            f"{name}, {threads} thread(s): {variant}",
+            show(spread([1e9 * value / num_params for value in values]), 3),
+            show(spread([1e-9 * num_params * moved / value for value in values]), 1),
+            show(paired_ratio(seconds[COPY], values), 3),
+        )
+
+
+def _goals(case: tuple[int, str], seconds: Seconds) -> Iterator[Goal]:
+    threads, name = case
+    where = f"({name}, {threads} thread(s))"
+
+    def goal(text: str, numerator: str, denominator: str, bound: float, at_least: bool = True) -> Goal:
+        ratio = paired_ratio(seconds[numerator], seconds[denominator])
+        return Goal(f"{text} {where}", ratio, bound, at_least)
+
+    # The copy moves as many bytes as the update, so a ratio of times is a ratio of rates.
+    if COMPILED in seconds:
+        yield goal("compiled update's rate over the copy's", COPY, COMPILED, 0.9)
+        yield goal("compiled update's speed over cast + AdamW(fused) + cast", CASTS, COMPILED, 1.2)
+        yield goal("compiled statistics' time over the compiled update's", STATS, COMPILED, 0.3, at_least=False)
+    yield goal("update's rate without a compiler over the copy's", COPY, LIBRARY, 0.8)

@@ -1,0 +1,124 @@
+"""The verb `doctor`: every check in turn, one page of what they say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megamix.arguments import add_verb, print_lines
+from megamix.config import ConfigError
+from megamix.machine import tell_torch
+from megamix.supervise.console import drop_unwritten
+from megamix.tools.doctor import cards, host
+from megamix.tools.doctor.finding import HANGS, Finding, as_json, not_here, run_check, summary
+
+GPU_LIMIT_S, CPU_LIMIT_S = 600.0, 180.0  # of the whole: what may take longer is left out
+_HOST_LIMIT_S = 60.0  # of a check of the machine
+_NODES_LIMIT_S = 240.0
+_MOMENT_S = 15.0  # for ranks that are out of time to be ended
+
+
+def add_doctor(verbs: Any) -> None:
+    """To the subparsers of the command line."""
+    help = "is this machine fit to train? exit status 1 if something must be mended"
+    parser = add_verb(verbs, "doctor", _doctor, help, "--folder runs")
+    where = "where runs will be written (runs)"
+    parser.add_argument("--folder", metavar="DIR", type=Path, default=Path("runs"), help=where)
+    parser.add_argument("--nodes", action="store_true", help="compare and connect the ranks that torchrun has started")
+    parser.add_argument("--json", action="store_true", help="every check with what was looked at, seen and expected")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.nodes and "WORLD_SIZE" not in os.environ:
+        fix = "write on every node torchrun --nnodes=2 --node-rank=0 --master-addr=node0 -m megamix doctor --nodes"
+        raise ConfigError([f"--nodes: no launcher has started ranks; {fix}"], "flags")
+    start_s, findings = time.monotonic(), list[Finding]()
+
+    def lines() -> Iterator[str]:
+        for finding in _nodes() if arguments.nodes else examine(arguments.folder):
+            findings.append(finding)
+            if not arguments.json:
+                yield from finding.lines()
+        if arguments.nodes and not findings:
+            return
+        if arguments.json:
+            yield json.dumps(as_json(findings), indent=2)
+        else:
+            yield f"{summary(findings)}; {time.monotonic() - start_s:.0f} s"
+
+    print_lines(lines())
+    status = int(not as_json(findings)["fit"])
+    if (arguments.nodes and status) or any(thread.name == HANGS for thread in threading.enumerate()):
+        drop_unwritten()
+        os._exit(status)  # an ordinary end would wait for it, or for a broken group, or die of what it does meanwhile
+    return status
+
+
+def _nodes() -> Iterator[Finding]:
+    from megamix.tools.doctor.nodes import examine_nodes
+
+    yield from run_check("--nodes", examine_nodes, _NODES_LIMIT_S)
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Yield what every check says, as it becomes known."""
+    start_s = time.monotonic()
+    seen, facts = list[cards.Card](), dict[str, Any]()
+
+    def about_cards() -> list[Finding]:
+        told, problem = cards.probe_cards()
+        seen.extend(told)
+        return [cards.judge_driver(cards.probe_pci(), seen, problem), *cards.judge_cards(seen)]
+
+    def about_torch() -> list[Finding]:
+        facts.update(cards.probe_torch())
+        return cards.judge_torch(facts, len(seen), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    def about_ports() -> list[Finding]:
+        port = host.meeting_port(os.environ)
+        return host.judge_ports(*host.probe_ports(port), port)
+
+    machine: dict[str, Callable[[], list[Finding]]] = {
+        "cores": lambda: [host.judge_cores(host.probe_quota(), os.getloadavg()[0])],
+        "driver": about_cards,
+        "torch": about_torch,
+        "links": lambda: [cards.judge_links(cards.ask_driver("topo", "-m")[0], facts.get("apart", []))],
+        "memory": lambda: [host.judge_memory(host.probe_memory(), len(seen) or 1)],
+        "open files": lambda: [host.judge_limit("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
+        "processes": lambda: [
+            host.judge_limit("processes", host.probe_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0]))
+        ],
+        "hostname": lambda: [host.judge_hostname(*host.probe_hostname())],
+        "ports": about_ports,
+        "/dev/shm": lambda: [host.judge_shm(shutil.disk_usage("/dev/shm").free, gpus=bool(seen))],
+        "file system": lambda: host.judge_disk(*host.probe_disk(folder)),
+        "compiler": lambda: [host.judge_compiler(host.probe_compiler(os.environ.get("CXX", "g++")))],
+        "environment": lambda: [host.judge_environment(os.environ)],
+    }
+    for name, run in machine.items():
+        yield from run_check(name, run, _HOST_LIMIT_S)
+    if "torch" not in facts:
+        yield not_here("all else", "torch does not load")
+        return
+    tell_torch(len(facts["cards"]) or 2)
+    from megamix.tools.doctor.measured import checks  # and torch, which loads
+
+    end_s = start_s + (GPU_LIMIT_S if facts["cards"] else CPU_LIMIT_S)
+    with ExitStack() as stack:
+        for name, (measure, limit_s) in checks(facts["cards"], stack).items():
+            if measure is None:
+                yield not_here(name, "torch sees no CUDA")
+            elif time.monotonic() + limit_s + _MOMENT_S > end_s:
+                yield not_here(name, f"no time is left: it may take {limit_s:.0f} s of {end_s - start_s:.0f}")
+            else:
+                yield from run_check(name, partial(measure, limit_s), limit_s + _MOMENT_S)

@@ -1,0 +1,194 @@
+"""The machine without its cards: reads of it (`probe_*`), and whether they are as expected (`judge_*`). No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megamix.durable import unwritable
+from megamix.machine import num_cores, numbers_of, of_groups
+from megamix.tools.doctor.finding import Finding, expected, found, not_here
+
+_MIB, _GIB = 2**20, 2**30
+# By a control group's limit, of version 2 and of version 1: its use, and what of that its memory.stat counts for files.
+_GROUP_MEMORY = {
+    "memory.max": ("memory.current", "inactive_file"),
+    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
+}
+_WRITTEN = 64 * _MIB  # bytes, to judge a disk by
+
+
+def judge_limit(name: str, soft: int) -> Finding:
+    """Open files are token files, sockets and a compiler's; each thread of a rank is a process. -1: no limit."""
+    return found(name, "no limit" if soft == -1 else f"{soft:,}", -1 < soft < 1024)
+
+
+def judge_environment(environment: Mapping[str, str]) -> Finding:
+    """Look for settings that somebody left behind while looking for a mistake."""
+    told = [f"{name}={value}" for name, value in expected()["harmful"].items() if environment.get(name) == value]
+    return found("environment", ", ".join(told) or "none", bool(told))
+
+
+def refusal(operation: Callable[[], object]) -> str:
+    """Return why the system does not do it; "" if it does."""
+    try:
+        operation()
+    except (OSError, ValueError) as error:
+        return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    return ""
+
+
+def probe_disk(folder: Path) -> tuple[Path, int, float, dict[str, str]]:
+    """Write, sync, lock, map and rename a file in the folder, or in the one in which that would be made. Return which
+    one it is, the bytes free for this user, the bytes/s written, and the reason of each refusal.
+    """
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    refused, start_s = dict[str, str](), time.perf_counter()
+
+    def try_all() -> None:
+        with TemporaryDirectory(prefix="megamix-doctor-", dir=existing) as place:
+            path = Path(place, "file")
+            file = path.open("w+b", buffering=0)
+            operations: dict[str, Callable[[], object]] = {
+                "write": lambda: [file.write(bytes(_MIB)) for _ in range(_WRITTEN // _MIB)],
+                "fsync": lambda: os.fsync(file.fileno()),
+                "lock": lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                "mmap": lambda: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ).close(),
+                "rename": lambda: path.rename(path.with_name("renamed")),
+            }
+            refused.update({name: why for name, operation in operations.items() if (why := refusal(operation))})
+            file.close()
+
+    if why := refusal(try_all) or unwritable(folder):
+        refused["a new folder"] = why
+    written = _WRITTEN / (time.perf_counter() - start_s)
+    return existing, shutil.disk_usage(existing).free, written, refused
+
+
+def judge_disk(folder: Path, free: int, written: float, refused: Mapping[str, str]) -> list[Finding]:
+    """Check that runs can save there: every operation, its speed, room."""
+    told = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    return [
+        found("file system", f"{folder}: {told or 'nothing refused'}", bool(refused)),
+        found("disk", f"{written / 1e6:,.0f} MB/s", written < 100e6),
+        found("free space", f"{free / _GIB:,.1f} GiB", free < 10 * _GIB),
+    ]
+
+
+def probe_hostname() -> tuple[str, dict[str, bool]]:
+    """Return this machine's name, and whether each address that it resolves to is one of this machine's."""
+    name, own = socket.gethostname(), dict[str, bool]()
+    try:
+        infos = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return name, {}
+    for family, kind, _, _, address in infos:
+        with socket.socket(family, kind) as end:
+            own[str(address[0])] = not refusal(partial(end.bind, address))
+    return name, own
+
+
+def judge_hostname(name: str, own: Mapping[str, bool], *, several: bool = False) -> Finding:
+    """Gloo and NCCL listen on the address of the machine's name. `several`: other machines have to reach it there."""
+    told = ", ".join(f"{address}{'' if here else ' (not of this machine)'}" for address, here in own.items())
+    hidden = several and all(address.startswith(("127.", "::1")) for address in own)
+    where = "an address that the other machines reach" if several else "an address of this machine"
+    wrong = hidden or not any(own.values())
+    return found("hostname", f"{name} is {told or 'not resolved'}", wrong, name=name, expected=where)
+
+
+def meeting_port(environment: Mapping[str, str]) -> int:
+    """Return the port of this machine at which launch/pretrain.sh lets many meet; 0: at none, as one machine alone,
+    whose ranks meet wherever a port is free.
+    """
+    is_first = environment.get("NODE_RANK", "0") == "0" and environment.get("NNODES", "1") != "1"
+    return int(environment.get("MASTER_PORT", "29500")) if is_first else 0
+
+
+def probe_ports(port: int) -> tuple[str, str]:
+    """Return why a connection over loopback fails, and why nobody can listen at `port`; "" where it goes."""
+
+    def connect() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5.0).close()
+
+    return refusal(connect), refusal(lambda: socket.create_server(("", port)).close())
+
+
+def judge_ports(loopback: str, taken: str, port: int) -> list[Finding]:
+    """Ranks of one machine meet on loopback at any port, those of many at `port` of the first one. 0: at none here."""
+    none = not_here("port", "one machine takes any free port, many (NNODES) MASTER_PORT of the first")
+    at = found("port", f"{port}: {taken or 'free'}", bool(taken)) if port else none
+    return [found("loopback", loopback or "connects", bool(loopback)), at]
+
+
+def judge_shm(free: int, *, gpus: bool) -> Finding:
+    """NCCL's ranks of one machine meet there; Gloo's do without. Units: bytes."""
+    return found("/dev/shm", f"{free / _GIB:.2f} GiB free", gpus and free < _GIB)
+
+
+def probe_compiler(compiler: str) -> str:
+    """Return why it cannot build what torch.compile makes; "" if it can."""
+    if shutil.which(compiler) is None:
+        return f"{compiler} is not on PATH"
+    with TemporaryDirectory(prefix="megamix-doctor-") as place:
+        source = Path(place) / "tried.cpp"
+        source.write_text("#include <Python.h>\n#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n")
+        flags = ["-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_paths()['include']}", "-o", f"{source}.so"]
+        run = subprocess.run([compiler, *flags, str(source)], capture_output=True, text=True)
+    errors = [line.partition("error:")[2].strip() for line in run.stderr.splitlines() if "error:" in line]
+    return f"{compiler}: {(errors or ['fails'])[0]}" if run.returncode else ""
+
+
+def judge_compiler(problem: str) -> Finding:
+    """Without one torch's own kernels update, in more passes; on a GPU Triton needs it as well."""
+    return found("compiler", problem or "works", bool(problem))
+
+
+def probe_quota(root: Path = Path("/")) -> float:
+    """Return the cores' worth of time that this process may use; inf where there is no limit."""
+    quotas = [float("inf")]
+    for file in of_groups(root, "cpu.max", "cpu.cfs_quota_us"):
+        limit, *period = file.read_text().split()
+        if limit not in ("max", "-1"):
+            quotas.append(int(limit) / int(*period or file.with_name("cpu.cfs_period_us").read_text().split()))
+    return min(quotas)
+
+
+def probe_processes(soft: int, root: Path = Path("/")) -> int:
+    """Return how many a user's limit `soft` and the control groups allow; -1: as many as there may be."""
+    limits = [str(soft), *(file.read_text().strip() for file in of_groups(root, "pids.max"))]
+    return min((int(limit) for limit in limits if limit not in ("max", "-1")), default=-1)
+
+
+def probe_memory(root: Path = Path("/")) -> float:
+    """Return the bytes that programs may still take, of this machine and of every control group around this process.
+    Pages of files that nobody uses just now are given back on demand.
+    """
+    left = [1024.0 * numbers_of(root / "proc/meminfo")["MemAvailable:"]]
+    for limit in of_groups(root, *_GROUP_MEMORY):
+        used, cached = _GROUP_MEMORY[limit.name]
+        most, now = (float(file.read_text().replace("max", "inf")) for file in (limit, limit.with_name(used)))
+        left.append(most - now + numbers_of(limit.with_name("memory.stat")).get(cached, 0))
+    return min(left)
+
+
+def judge_memory(left: float, ranks: int) -> Finding:
+    return found("memory", f"{left / _GIB:.1f} GiB", left < 2 * ranks * _GIB)
+
+
+def judge_cores(quota: float, load: float) -> Finding:
+    """Other processes' load makes every figure worse, and so does a quota into which threads run."""
+    cores, machine = num_cores(), os.cpu_count() or 1  # a load is the whole machine's
+    of, less = f" of {machine}" if cores < machine else "", f", a quota of {quota:g}" if quota < cores else ""
+    return found("cores", f"{cores}{of}{less}, load {load:.1f}", quota < cores or load > machine / 2)

@@ -1,0 +1,144 @@
+"""What ranks of this machine have measured, beside what is expected of them and of their cards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from megamix.config import ModelConfig, config_from_dict
+from megamix.model.family import flops_per_token
+from megamix.model.sizes import dense_peak
+from megamix.tools.bench.sides import Work, how_multiplied
+from megamix.tools.doctor import ranks
+from megamix.tools.doctor.cards import Card, judge_cards
+from megamix.tools.doctor.finding import Finding, expected, found, not_here
+from megamix.tools.ranks import RankFailure, RankPool
+from megamix.tools.verify.layout_lines import verify_layout
+from megamix.tools.verify.layouts import parse_layout
+
+_OF_PEAK, _OF_MEMORY = 0.65, 0.85  # what products and copies of a healthy card reach of it
+_PINNED, _BETWEEN_CARDS, _LOOPBACK = 20.0, 20.0, 0.1  # GB/s
+_OF_TORCH = 0.97  # tokens/s over the better of torch's own ways; less is more than chance
+
+Case = Mapping[str, Any]  # a model to train beside torch's own ways, as expected.toml has it
+Check = Callable[[float], list[Finding]]  # within so many seconds
+
+
+def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | None, float]]:
+    """Return by name what is measured, on one rank for each card or on two where there are none, and the seconds that
+    it may take; None: what this device has not. The ranks live until the end of `stack`.
+    """
+    on_gpus, size = bool(cards), len(cards) or 2
+    card, device = (cards[0], "cuda") if on_gpus else ("", "cpu")
+    alone, every = (stack.enter_context(RankPool(number, on_gpus=on_gpus)) for number in (1, size))
+    devices = every if on_gpus else alone  # two ranks on one CPU would share what is measured
+    tokens, numel, *sizes = expected()["sizes"][device]
+    cases = [case for case in expected()["trained"] if case["device"] == device]
+
+    def shares(check: str, pool: RankPool, function: Callable[..., dict[str, float]], *args: object) -> Check:
+        return lambda limit_s: [judge_shares(check, pool.call(function, *args, deadline_s=limit_s))]
+
+    def graph(limit_s: float) -> list[Finding]:
+        try:
+            return shares("CUDA graph", alone, ranks.captured_off)(limit_s)
+        except RankFailure as failure:  # no job captures its steps: the machine is fit without
+            return [found("CUDA graph", str(failure).strip().splitlines()[-1], True)]
+
+    def verified(limit_s: float) -> list[Finding]:
+        names, job = layouts_of(size), config_from_dict(expected()["job"], {"optimizer": {"compile": on_gpus}})
+        verdicts = {
+            name: verify_layout(job, parse_layout(name), every, deadline_s=limit_s / len(names)) for name in names
+        }
+        return [judge_shares("verify", [verdict.worst], name) for name, verdict in verdicts.items()]
+
+    def updated(limit_s: float) -> list[Finding]:
+        share = alone.call(ranks.update_share, _work(cases[0]).model, deadline_s=limit_s)[0]
+        return [found("update", f"{share:.2f}", share < 0.9)]
+
+    def trained(case: Case, limit_s: float) -> list[Finding]:
+        measure, share_s = partial(every.call, ranks.train_rate, _work(case)), limit_s / len(ranks.SIDES)
+        rates = {side: min(measure(side, case["steps"], deadline_s=share_s)) for side in ranks.SIDES}
+        return [judge_training(case, rates, card)]
+
+    return {
+        "collectives": (shares("collectives", every, ranks.sums_off), 30.0),
+        "wire": (lambda s: [judge_wire(every.call(ranks.wire_rates, numel, deadline_s=s), on_gpus=on_gpus)], 30.0),
+        "device": (lambda s: judge_rates(devices.call(ranks.device_rates, *sizes, deadline_s=s), card), 30.0),
+        "host waits": (shares("host waits", alone, ranks.waits) if on_gpus else None, 60.0),
+        "CUDA graph": (graph if on_gpus else None, 60.0),
+        "verify": (verified, 60.0),
+        "compiled norms": (shares("compiled norms", alone, ranks.norms_off, tokens), 90.0),
+        "update": (updated, 60.0),
+        **{f"train {case['name']}": (partial(trained, case), case["limit_s"]) for case in cases},
+    }
+
+
+def _work(case: Case) -> Work:
+    """A compiled update takes seconds on every rank, which on a CPU nobody waits for twice."""
+    model, device = ModelConfig(**case["model"]), case["device"]
+    size = case["micro_batch_size"]
+    return Work(model=model, micro_batch_size=size, device=device, compile_update=device == "cuda")
+
+
+def layouts_of(size: int) -> list[str]:
+    """Return the layouts that so many ranks verify."""
+    names = [f"dp{size}", *([f"dp{size // 2}tp2"] if size % 2 == 0 else [])]
+    return [*names, *([f"dp{size // 4}tp2pp2"] if size % 4 == 0 else [])]
+
+
+def judge_shares(check: str, by_rank: Sequence[Mapping[str, float]], of: str = "") -> Finding:
+    """Find what is wrong on any rank. `by_rank`: errors as shares of their bounds, by what they are of."""
+    worst = {name: max(shares[name] for shares in by_rank) for name in by_rank[0]}
+    wrong = [f"{name} is off by {share:.3g} bounds" for name, share in worst.items() if share > 1]
+    right = f"{len(worst)} kinds, errors up to {max(worst.values()):.2f} of their bounds"
+    return found(check, "; ".join(wrong) or right, bool(wrong), of)
+
+
+def judge_wire(by_rank: Sequence[Mapping[str, float]], *, on_gpus: bool) -> Finding:
+    """Take the slowest rank of each collective."""
+    if len(by_rank) == 1:
+        return not_here("wire", "there is one rank")
+    slowest = {name: min(rates[name] for rates in by_rank) / 1e9 for name in by_rank[0]}
+    least = _BETWEEN_CARDS if on_gpus else _LOOPBACK
+    seen = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in slowest.items())
+    return found("wire", seen, min(slowest.values()) < least, least=least)
+
+
+def judge_rates(by_rank: Sequence[tuple[Mapping[str, float], Sequence[Card]]], card: str) -> list[Finding]:
+    """Compare the slowest device with what its name promises, and its clocks under load. `by_rank`: of device_rates."""
+    memory = next((1e12 * most for pattern, most in expected()["memory"].items() if re.fullmatch(pattern, card)), 0.0)
+    peak, flops = dense_peak(card, torch.bfloat16) or 0.0, ("TFLOP/s", 1e12) if card else ("GFLOP/s", 1e9)
+    least = {"products": _OF_PEAK * peak, "copy": _OF_MEMORY * memory, "pinned memory": 1e9 * _PINNED}
+    findings = []
+    for check in by_rank[0][0]:
+        unit, scale = flops if check == "products" else ("GB/s", 1e9)
+        rates, wanted = [rates[check] / scale for rates, _ in by_rank], least[check] / scale
+        slowest = min(range(len(rates)), key=rates.__getitem__)
+        where = f", card {slowest} of {len(rates)}" if len(rates) > 1 else ""
+        told = f"{wanted:,.0f} {unit} or more" if wanted else "no figure is known here"
+        findings.append(found(check, f"{rates[slowest]:,.1f} {unit}{where}", rates[slowest] < wanted, expected=told))
+    if not card:
+        return [*findings, not_here("pinned memory", "there is no card to copy to")]
+    return [*findings, *judge_cards(by_rank[0][1], ["power limit", "throttled"], of="under load")]
+
+
+def judge_training(case: Case, rates: Mapping[str, float], card: str) -> Finding:
+    """Compare ours with torch's own ways and, on a card whose peak is known, its MFU with what such a card reaches.
+    `rates`: tokens/s of the slowest rank, by side.
+    """
+    others = {side: rate for side, rate in rates.items() if side != "ours"}
+    ours, peak = rates["ours"], dense_peak(card, torch.bfloat16)
+    shares = ", ".join(f"{ours / rate:.2f} of {side}" for side, rate in others.items())
+    seen = "; ".join([f"{ours:,.0f} tokens/s a rank", shares, *how_multiplied(case["device"])])
+    wanted, wrong = f"{_OF_TORCH} of the best", ours < _OF_TORCH * max(others.values())
+    if peak is not None:
+        per_token = flops_per_token(_work(case).model) / peak
+        seen = f"{seen}; MFU {ours * per_token:.1%}"
+        wanted = f"{wanted}, MFU {case['mfu']:.0%}: {case['mfu'] / per_token:,.0f} tokens/s"
+        wrong = wrong or ours * per_token < case["mfu"]
+    return found("train", seen, wrong, of=case["name"], expected=wanted)

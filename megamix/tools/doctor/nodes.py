@@ -1,0 +1,124 @@
+"""What the ranks that torchrun has started, on one machine or many, say of each other: `megamix doctor --nodes`. They
+meet in the launcher's store, so that those are named that cannot reach each other in any other way.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]  # not in __all__
+
+from megamix.checkpoint.manifest import printable
+from megamix.comm.topology import local_device, meet_ranks
+from megamix.run.own_code import own_code
+from megamix.run.ranks_agree import RankGroup, differences
+from megamix.supervise.liveness import Board, names
+from megamix.tools.doctor import ranks
+from megamix.tools.doctor.cards import probe_cards
+from megamix.tools.doctor.finding import Finding, found, not_here
+from megamix.tools.doctor.host import judge_hostname, probe_hostname
+from megamix.tools.doctor.measured import judge_shares
+
+_LIMIT_S = 60.0  # until the ranks have met, and again until they have measured
+_SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_")
+_SENT = 1 << 24  # bytes
+# What must be alike; the machine's name, and whether each of its addresses is its own.
+Record = tuple[dict[str, str], str, dict[str, bool]]
+_MEASURED = TypeAdapter(tuple[str, dict[str, float], list[tuple[int, float]]])
+
+
+def examine_nodes() -> list[Finding]:
+    """Examine the ranks that torchrun has started. Every rank must call it; what all say the first one returns."""
+    findings = []
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=_LIMIT_S)))
+        findings += compare_ranks(store, rank, size, own_record(), _LIMIT_S)
+        # NCCL gives up a collective that hangs; else it would end this process, and with it all that is found.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        meet_ranks(local_device(), _LIMIT_S)
+        findings += measure_links(store, rank, size, _LIMIT_S)
+        if size > 1:
+            dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        findings.append(found("reached", str(error).partition("\n")[0], True))
+    return findings
+
+
+def own_record() -> Record:
+    """Return what this rank tells the others."""
+    cards = sorted(f"{card['name']}, driver {card['driver_version']}" for card in probe_cards()[0])
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+    return {"cards": "; ".join(cards), **own_code([]), **settings}, *probe_hostname()
+
+
+def compare_ranks(store: Store, rank: int, size: int, own: Record, limit_s: float) -> list[Finding]:
+    """Say what differs between the ranks: code, settings, cards, time; and whose machine's name is no address.
+
+    Every rank must call it. Raises: RuntimeError naming ranks that do not answer within `limit_s`.
+    """
+    board, told = Board(store, limit_s), [f"record {number}" for number in range(size)]
+    board.put(told[rank], own)
+    if rank == 0:
+        board.put("silent", board.missing(told))
+    start_s = time.time()
+    if not board.wait(["silent"], Board.grace_s):
+        raise RuntimeError("rank 0 does not answer")
+    board.put(f"time {rank}", time.time())
+    if silent := board.read("silent", TypeAdapter(list[int])):
+        raise RuntimeError(f"{names(silent)} of {size} did not answer in {limit_s:.0f} s")
+    if rank > 0:
+        return []
+    board.wait(at := [f"time {number}" for number in range(size)])
+    times, end_s = [board.read(key, TypeAdapter(float)) for key in at], time.time()
+    apart = [max(0.0, start_s - at_s, at_s - end_s) for at_s in times]
+    return judge_records([board.read(key, TypeAdapter(Record)) for key in told], apart)
+
+
+def judge_records(records: Sequence[Record], apart: Sequence[float]) -> list[Finding]:
+    """`apart`: of each rank, the seconds by which its clock cannot agree with the first one's."""
+    nothing = {key: "not set" for alike, _, _ in records for key in alike}
+    unlike = differences([RankGroup([rank], nothing | alike) for rank, (alike, _, _) in enumerate(records)])
+    addresses = {host: own for _, host, own in records}
+    hosts = [host for _, host, _ in records]
+    late = {hosts[rank]: f"{hosts[rank]} by {seconds:.1f} s" for rank, seconds in enumerate(apart) if seconds > 1}
+    named = [judge_hostname(host, own, several=len(addresses) > 1) for host, own in addresses.items()]
+    wrong = [one for one in named if one.verdict != "ok"]
+    return [
+        found("ranks alike", printable("; ".join(unlike), 2000) or "all alike", bool(unlike)),
+        found("clocks", ", ".join(late.values()) or "together", bool(late)),
+        *(wrong or named[:1]),
+    ]
+
+
+def measure_links(store: Store, rank: int, size: int, limit_s: float) -> list[Finding]:
+    """Hold the ranks' sums against those in rank order, and name the slowest link. Every rank must call it."""
+    board, keys = Board(store, limit_s), [f"measured {number}" for number in range(size)]
+    board.put(keys[rank], (probe_hostname()[0], ranks.sums_off(), ranks.seconds_by_source(_SENT)))
+    if rank > 0:
+        return []
+    if silent := board.missing(keys):
+        raise RuntimeError(f"{names(silent)} of {size} measured nothing in {limit_s:.0f} s")
+    hosts, sums, seconds = zip(*(board.read(key, _MEASURED) for key in keys), strict=True)
+    reached = found("reached", f"{size} rank(s) on {len({*hosts})} machine(s)", False)
+    return [reached, judge_shares("collectives", sums), judge_pairs(hosts, seconds)]
+
+
+def judge_pairs(hosts: Sequence[str], seconds: Sequence[Sequence[tuple[int, float]]]) -> Finding:
+    """Name the slowest pair of ranks, of those on two machines if there are several. `seconds`: of each rank, those
+    that the bytes of every other one took.
+    """
+    taken = {(source, to): value for to, row in enumerate(seconds) for source, value in row}
+    apart = {pair: value for pair, value in taken.items() if hosts[pair[0]] != hosts[pair[1]]} or taken
+    if not apart:
+        return not_here("slowest link", "there is one rank")
+    (source, to), slowest = max(apart.items(), key=lambda item: item[1])
+    usual = statistics.median_low(apart.values())
+    rates = f"{_SENT / slowest / 1e9:.2f} GB/s, usual {_SENT / usual / 1e9:.2f}"
+    seen = f"rank {source} on {hosts[source]} to rank {to} on {hosts[to]}: {rates}"
+    return found("slowest link", printable(seen, 200), slowest > 2 * usual)

@@ -1,0 +1,236 @@
+"""What is measured on every rank of a pool, or of the world that torchrun has started. Answers are plain numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamix.comm.collectives import make_collectives, sum_in_rank_order
+from megamix.comm.topology import Topology
+from megamix.config import ModelConfig
+from megamix.model.layers import LayerNorm, RMSNorm
+from megamix.model.ops import Ops
+from megamix.tools.bench.ranks import Side, TrainRank
+from megamix.tools.bench.sides import Ddp, Engine, Fsdp, Ours, Work
+from megamix.tools.bench.update_bench import COMPILED, COPY, LIBRARY, UpdateRank
+from megamix.tools.doctor.cards import Card, probe_cards
+from megamix.tools.verify.observe import rank_device
+from megamix.tools.verify.verdict import NOISE, UNIT
+
+_TINY = ModelConfig(vocab_size=256, seq_len=64, hidden_size=128, num_layers=2, num_heads=2)
+SIDES: dict[str, Callable[[Work], Engine]] = {"ours": Ours, "FSDP2": Fsdp, "plain torch": Ddp}
+
+
+def seconds_of(work: Callable[[], object], times: int) -> float:
+    """Return the seconds of one call, the mean of `times`, after one that is not timed."""
+    cuda = rank_device().type == "cuda"
+    for timed in (1, times):
+        start_s = time.perf_counter()
+        for _ in range(timed):
+            work()
+        if cuda:
+            torch.cuda.synchronize()
+    return (time.perf_counter() - start_s) / times
+
+
+def sums_off(numel: int = 4096) -> dict[str, float]:
+    """Return, by what was asked of the collectives, the largest error as a share of its bound: more than 1 is wrong,
+    and what is bitwise has 0 or inf. `numel`: of a rank's part.
+
+    Bound of a sum in the backend's own order: a rounding of each partial sum, n * u * sum of magnitudes.
+    """
+    device, world = rank_device(), Topology.current().world
+    shares: dict[str, float] = {}
+    for dtype, unit in UNIT.items():
+        seeds = (torch.Generator().manual_seed(rank) for rank in range(world.size))  # every rank draws what all have
+        grads = [torch.randn(numel * world.size, generator=seed).to(device, dtype) for seed in seeds]
+        links = make_collectives(world, device)
+        parts = torch.stack([links.own_part(grad) for grad in grads])
+        name = str(dtype).removeprefix("torch.")
+
+        bucket = grads[world.rank].clone()
+        links.reduce_scatter(bucket, links.own_part(bucket)).wait()
+        bound = world.size * unit * parts.double().abs().sum(0) + 2.0**-24
+        off = (links.own_part(bucket).double() - parts.double().sum(0)).abs() / bound
+        shares[f"sum of {name}"] = float(off.nan_to_num(math.inf).max())
+
+        bucket, (want, wide) = grads[world.rank].clone(), torch.empty(2, numel, device=device)
+        sum_in_rank_order(parts, want)
+        links.reduce_scatter(bucket, links.own_part(bucket), partial(sum_in_rank_order, out=wide)).wait()
+        shares[f"FP32 sum of {name} in rank order"] = 0.0 if torch.equal(wide, want) else math.inf
+
+        flat = torch.zeros_like(bucket)
+        links.own_part(flat).copy_(links.own_part(grads[world.rank]))
+        links.all_gather(flat, links.own_part(flat)).wait()
+        whole = torch.cat([grad.view(world.size, -1)[rank] for rank, grad in enumerate(grads)])
+        shares[f"gather of {name}"] = 0.0 if torch.equal(flat, whole) else math.inf
+    return shares
+
+
+def wire_rates(numel: int) -> dict[str, float]:
+    """Return the bytes/s that each rank sends, by collective, with buckets of `numel` BF16 elements."""
+    device, world = rank_device(), Topology.current().world
+    links = make_collectives(world, device)
+    flat = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    own, sent = links.own_part(flat), 2 * numel * (world.size - 1) / world.size
+    works = {
+        "reduce-scatter": lambda: links.reduce_scatter(flat, own).wait(),
+        "all-gather": lambda: links.all_gather(flat, own).wait(),
+    }
+    return {name: sent / seconds_of(work, 5) for name, work in works.items()}
+
+
+class _Norms(nn.Module):
+    """Every norm of the models, one behind the other. Their weights are slices of one buffer, as the engine's are."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        ops = Ops()
+        kinds = [RMSNorm(width, 1e-5, ops), LayerNorm(width, 1e-5, True, ops), LayerNorm(width, 1e-5, False, ops)]
+        self.norms = nn.ModuleList([*kinds, RMSNorm(width // 4, 1e-5, ops, within_heads=True)])
+        self.widths = [width, width, width, width // 4]
+        numel = sum(param.numel() for param in self.parameters())
+        flat = (1 + 0.1 * torch.randn(numel, generator=torch.Generator().manual_seed(0))).to(device, dtype)
+        nn.utils.vector_to_parameters(flat, self.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, width in zip(self.norms, self.widths, strict=True):
+            x = x + norm(x.view(len(x), -1, width)).view_as(x)
+        return x
+
+
+def norms_off(tokens: int, width: int = 1024) -> dict[str, float]:
+    """Return by parameter how far a compiled norm's gradient is from FP64's, as a share of its bound: NOISE times what
+    rounding does without a compiler, and one rounding of the largest.
+    """
+    device, dtype = rank_device(), torch.bfloat16
+    draw = partial(torch.randn, tokens, width, generator=torch.Generator().manual_seed(1))
+    x, upstream = draw().to(device, dtype), draw().to(device, dtype)
+    norms = _Norms(width, dtype, device)
+
+    def gradients(module: nn.Module, run: Callable[[Tensor], Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        inputs = {"the input": leaf} | dict(module.named_parameters())
+        grads = torch.autograd.grad(run(leaf), [*inputs.values()], upstream.to(dtype))
+        return {name: grad.double() for name, grad in zip(inputs, grads, strict=True)}
+
+    double = copy.deepcopy(norms).double()
+    exact, eager = gradients(double, double, torch.float64), gradients(norms, norms, dtype)
+    compiled = gradients(norms, torch.compile(norms, dynamic=False), dtype)
+    shares = {}
+    for name, want in exact.items():
+        bound = NOISE * (eager[name] - want).abs().max() + UNIT[dtype] * want.abs().max()
+        shares[name] = float(((compiled[name] - want).abs().max() / bound).nan_to_num(math.inf))
+    return shares
+
+
+def _make_step() -> Callable[[], Tensor]:
+    """Return a step of a new engine, which never leaves the device: its loss."""
+    work = Work(model=_TINY, device=rank_device().type)
+    ours = Ours(work)
+    ours.engine.clock.enabled = False  # its events cannot be captured
+    tokens = torch.randint(_TINY.vocab_size, (4, _TINY.seq_len + 1), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(work.device)
+
+    def step() -> Tensor:
+        loss = ours.forward_backward(tokens[:, :-1], tokens[:, 1:])
+        ours.optimize()
+        ours.finish()
+        return loss
+
+    return step
+
+
+def waits() -> dict[str, float]:
+    """Take steps in which torch makes each wait of the host for the device an error. Raises: RuntimeError."""
+    step = _make_step()
+    step(), step()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step(), step()
+    finally:  # the checks behind it wait on this rank, too
+        torch.cuda.set_sync_debug_mode("default")
+    return {"waits in two steps": 0.0}
+
+
+def captured_off() -> dict[str, float]:  # pragma: CUDA only
+    """Return by step 0 where a CUDA graph's replay has the loss of a plain step, else inf."""
+    plain, step, stream = _make_step(), _make_step(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # no types
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # warm-up and capture on one stream: autograd remembers it
+        for _ in range(3):
+            plain(), step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            loss = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    off = {}
+    for number in range(5):
+        graph.replay()
+        off[f"loss {number}"] = 0.0 if torch.equal(plain(), loss) else math.inf
+    return off
+
+
+def device_rates(side: int, numel: int) -> tuple[dict[str, float], list[Card]]:
+    """Measure this rank's device. `side`: of square matrices; `numel`: FP32 elements to copy.
+
+    Returns by check operations/s of BF16 matrix products (FP32 on a CPU), bytes/s read and written by a copy, and those
+    from pinned memory; and what the driver says of the cards while products run.
+    """
+    device = rank_device()
+    a = torch.randn(side, side, device=device).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
+    source, target, out = torch.ones(numel, device=device), torch.zeros(numel, device=device), torch.empty_like(a)
+    rates = {
+        "products": 2 * side**3 / seconds_of(lambda: torch.mm(a, a, out=out), 10),
+        "copy": 8 * numel / seconds_of(lambda: target.copy_(source), 5),
+    }
+    if device.type == "cpu":
+        return rates, []
+    host = torch.ones(numel // 8, pin_memory=True)
+    seconds = seconds_of(lambda: target[: len(host)].copy_(host, non_blocking=True), 5)
+    for _ in range(1000):  # a second and more, in which the driver is asked
+        torch.mm(a, a, out=out)
+    return rates | {"pinned memory": 4 * len(host) / seconds}, probe_cards()[0]
+
+
+def update_share(model: ModelConfig) -> float:
+    """Return the update's rate as a share of a plain copy's, both counted by what they read and write."""
+    with torch.device(rank_device().type):
+        seconds = UpdateRank(model, torch.bfloat16, calls=3).seconds(0)
+    return seconds[COPY] / seconds[COMPILED if COMPILED in seconds else LIBRARY]
+
+
+def train_rate(work: Work, side: str, steps: int) -> float:
+    """Return this rank's tokens/s in whole steps of one of SIDES."""
+    rank = TrainRank(Side(side, SIDES[side], steps=steps, warm_up_steps=3), work)
+    return work.micro_batch_size * work.model.seq_len / rank.turn().seconds
+
+
+def seconds_by_source(numel: int) -> list[tuple[int, float]]:
+    """Return for every other rank the seconds that this one takes to receive its bytes. A rank has one other at a time,
+    and one of the two sends: ranks that wait for a slow link would hold up who waits for them.
+    """
+    world, taken = Topology.current().world, list[tuple[int, float]]()
+    message = torch.zeros(numel, dtype=torch.uint8, device=rank_device())
+
+    def move(operation: Callable[..., object], other: int) -> None:
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, other)]):
+            work.wait()
+
+    for bits in range(1, 1 << (world.size - 1).bit_length()):
+        other = world.rank ^ bits  # whose other one this is
+        for lower_sends in (True, False):
+            dist.barrier()
+            if other >= world.size:
+                continue
+            sends = (world.rank < other) == lower_sends
+            seconds = seconds_of(partial(move, dist.isend if sends else dist.irecv, other), 3)
+            taken += [] if sends else [(other, seconds)]
+    return taken

@@ -1,0 +1,132 @@
+"""What to change where a job does not fit, each change with the peak that it leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+from megamix.config import Config, check_world_size
+from megamix.config.checks import check_config
+from megamix.mixed_precision.settings import Shard
+from megamix.tools.plan.limits import MOST_RANKS
+from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
+
+MOST_TP = 8  # more would cross machines of 8 GPUs in every layer
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change, in the words of the configuration, and what becomes of the peak."""
+
+    change: str
+    peak: int  # bytes
+
+
+def by_shard(config: Config, plan: MemoryPlan) -> Iterator[tuple[Shard, int | str]]:
+    """Yield the peak with each `parallelism.shard`, in bytes, or why it cannot be."""
+    for shard in get_args(Shard):
+        changed = _with(config, "parallelism", dp_size=plan.dp_size, shard=shard)
+        problems = check_config(changed)
+        yield shard, problems[0] if problems else _peak(changed, plan)
+
+
+def advise(config: Config, plan: MemoryPlan, memory: int) -> list[Advice]:
+    """Return the smallest change of each kind that fits, or the largest where none does: `shard` first, which changes
+    no bit; then the others, the smallest peak last.
+    """
+    config = _with(config, "parallelism", dp_size=plan.dp_size)
+    shards = _least(_shards(config), plan, memory)
+    others = [one for changes in _kinds(config, plan) for one in _least(changes, plan, memory)]
+    return [*shards, *sorted(others, key=lambda one: -one.peak)]
+
+
+Changes = Iterator[tuple[str, Config]]
+
+
+def _least(changes: Changes, plan: MemoryPlan, memory: int) -> list[Advice]:
+    """The first of them that fits, or the one with the smallest peak, if that is smaller than the plan's."""
+    best: list[Advice] = []
+    for words, changed in changes:
+        if not _can_be(changed, changed.parallelism.dp_size or 1):
+            continue
+        peak = _peak(changed, plan)
+        if peak < min((one.peak for one in best), default=plan.peak):
+            best = [Advice(words, peak)]
+        if peak <= memory:
+            break
+    return best
+
+
+def _peak(config: Config, plan: MemoryPlan) -> int:
+    return plan_memory(config, config.parallelism.dp_size or 1, plan.machine).peak
+
+
+def _kinds(config: Config, plan: MemoryPlan) -> Iterator[Changes]:
+    if plan.grad_accum_steps > 1 and config.parallelism.accumulate == "local":
+        yield _shards(_with(config, "parallelism", accumulate="owner"), ' and accumulate = "owner"')
+    yield _recompute(config)
+    yield _micro_batches(config)
+    yield _ranks(config)
+    if config.parallelism.shard != "parameters":
+        adds_up = plan.grad_accum_steps > 1
+        shared = _with(config, "parallelism", shard="parameters", **({"accumulate": "owner"} if adds_up else {}))
+        words = 'parallelism.shard = "parameters"' + ', accumulate = "owner"' * adds_up
+        yield ((f"{words} and {ranks}", changed) for ranks, changed in _ranks(shared))
+    full = _with(config, "model", recompute="full")
+    yield ((f'model.recompute = "full" and {words}', changed) for words, changed in _micro_batches(full))
+    tp_size, pp_size = config.parallelism.tp_size, config.parallelism.pp_size
+    larger_tp = [tp_size * 2**doublings for doublings in range(1, 4) if tp_size * 2**doublings <= MOST_TP]
+    larger_pp = [pp_size * 2**doublings for doublings in range(1, 5)]
+    yield _meshes(config, [(size, pp_size) for size in larger_tp])
+    yield _meshes(config, [(tp_size, size) for size in larger_pp])
+    yield _meshes(config, [(larger_tp[-1], size) for size in larger_pp if larger_tp])
+
+
+def _shards(config: Config, beside: str = "") -> Changes:
+    shards = get_args(Shard)
+    for shard in shards[shards.index(config.parallelism.shard) + (not beside) :]:
+        if shard != "states":
+            yield f'parallelism.shard = "{shard}"{beside}', _with(config, "parallelism", shard=shard)
+
+
+def _recompute(config: Config) -> Changes:
+    policies = ("none", "selective", "full")
+    for policy in policies[policies.index(config.model.recompute) + 1 :]:
+        yield f'model.recompute = "{policy}"', _with(config, "model", recompute=policy)
+
+
+def _micro_batches(config: Config) -> Changes:
+    size = config.training.micro_batch_size
+    for smaller in (size // 2**halvings for halvings in range(1, size.bit_length())):
+        yield f"training.micro_batch_size = {smaller}", _with(config, "training", micro_batch_size=smaller)
+
+
+def _ranks(config: Config) -> Changes:
+    section = config.parallelism
+    more = 2 * (section.dp_size or 1)
+    while more * section.tp_size * section.pp_size <= MOST_RANKS:
+        yield f"{more} data-parallel ranks", _with(config, "parallelism", dp_size=more)
+        more *= 2
+
+
+def _meshes(config: Config, sizes: list[tuple[int, int]]) -> Changes:
+    """Yield the same ranks, with these for `tp_size` and `pp_size`."""
+    before = config.parallelism
+    world = (before.dp_size or 1) * before.tp_size * before.pp_size
+    for tp_size, pp_size in sizes:
+        if world % (tp_size * pp_size) == 0:
+            words = [f"tp_size = {tp_size}"] * (tp_size != before.tp_size)
+            words += [f"pp_size = {pp_size}"] * (pp_size != before.pp_size)
+            dp_size = world // (tp_size * pp_size)
+            changed = _with(config, "parallelism", dp_size=dp_size, tp_size=tp_size, pp_size=pp_size)
+            yield f"parallelism.{' and '.join(words)} on the same ranks", changed
+
+
+def _can_be(config: Config, dp_size: int) -> bool:
+    world = dp_size * config.parallelism.tp_size * config.parallelism.pp_size
+    return not check_config(config) and not check_world_size(config, world)
+
+
+def _with(config: Config, section: str, **values: object) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

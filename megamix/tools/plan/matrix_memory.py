@@ -1,0 +1,140 @@
+"""What the update of whole matrices takes beside what is held, and what of them travels, counted without ranks."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from megamix import tuned
+from megamix.comm.topology import Topology
+from megamix.live_storage import LiveStorage
+from megamix.mixed_precision.bucket import BucketBytes
+from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_layout
+from megamix.mixed_precision.matrix_layout import BucketMatrices, Place, buckets_with_matrices, find_homes
+from megamix.mixed_precision.muon import Muon, orthogonalised
+from megamix.tools.plan.engine_memory import FP32, EngineMemory
+from megamix.tools.plan.stand_ins import without_memory
+
+_OF_EQUATION = 3  # FP32 tensors at the most while Muon's runs on torch's own kernels
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """How matrices reach the ranks that compute with them, and the most bytes of their update on any rank."""
+
+    update: int
+    count: int  # of this stage
+    travelling: int  # of these, all or in part
+    sent: float  # bytes an element of a matrix that go to another rank in a step, there and back
+    of_each: int  # bytes that a rank sends of them in a step, in the mean
+    padding: float  # of all parameters, a share
+    whole_from: int | None  # bucket_size with which each would be whole in one rank's shard, if not too large
+
+    def __str__(self) -> str:
+        if not self.travelling:
+            return f"matrices: none of {self.count} travels, each is whole in one shard; padding {self.padding:.1%}"
+        hint = f"; none would with parallelism.bucket_size = {self.whole_from}" if self.whole_from else ""
+        return (
+            f"matrices: {self.travelling} of {self.count} travel, {self.of_each / 2**20:,.1f} MiB from each rank in a "
+            f"step, {self.sent:.2f} bytes an element{hint}; padding {self.padding:.1%}"
+        )
+
+
+def plan_matrices(
+    layout: FlatLayout, specs: Sequence[ParamSpec], axis_sizes: Sequence[int], optimizer: Muon, topology: Topology,
+    engine: EngineMemory,
+) -> MatrixPlan:  # fmt: skip
+    """Count for a rank of this stage. `specs` and `axis_sizes`: what the layout was built for."""
+    blocks = [Place(dp, tp) for dp in range(topology.dp.size) for tp in range(topology.tp.size)]
+    found = list[BucketMatrices]()
+    for axis, numbers in buckets_with_matrices(layout).items():
+        owners = [Place(shard) for shard in range(layout.buckets[numbers[0]].num_shards)]
+        found += find_homes(layout, numbers, blocks if axis is None else owners)
+    numels = [matrix.numel for homes in found for matrix in homes.matrices]
+    moved = 2 * optimizer.ns_dtype.itemsize * sum(part.numel for homes in found for part in homes.sent)
+    numel = sum(spec.numel for spec in specs)
+    by_number = {homes.number: homes for homes in found}
+    of_buckets = [(bucket, by_number.get(number)) for number, bucket in enumerate(engine.passing)]
+    most = engine.update() + max(bucket.params for bucket in engine.passing)
+    for rank in range(max((len(homes.parts) for homes in found), default=0)):
+        updates = [_update_of(bucket, homes, rank, optimizer, engine) for bucket, homes in of_buckets]
+        most = max(most, _most_under_way(updates[::-1]))  # about the order in which forward needs them
+    travelling = sum(len({part.matrix for part in homes.sent}) for homes in found)
+    return MatrixPlan(
+        most, len(numels), travelling, moved / max(sum(numels), 1), moved // len(blocks),
+        layout.padded_numel / numel - 1, _whole_from(specs, axis_sizes) if moved else None,
+    )  # fmt: skip
+
+
+def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | None:
+    """Return a bucket_size that gives each matrix to one rank, with at least four buckets; None: none is known."""
+    size = axis_sizes[0] * max(spec.numel for spec in specs if spec.matrices)
+    buckets = build_layout(specs, axis_sizes, size).buckets
+    placed = [(slot, bucket.shard_numel) for bucket in buckets for slot in bucket.slots if slot.spec.matrices]
+    is_divided = any(slot.spec.shape != slot.spec.full_shape for slot, _ in placed)  # by other ranks than its owners
+    is_across = any(slot.start // shard != (slot.end - 1) // shard for slot, shard in placed)
+    return None if is_divided or is_across or 4 * size > sum(spec.numel for spec in specs) else size
+
+
+@dataclass(slots=True)
+class _Update:
+    """Bytes of one bucket's update."""
+
+    stages: deque[int]  # the most in each that has not begun
+    between: int = 0  # what one leaves for the next
+    left: int = 0  # of that, now
+
+
+def _update_of(
+    bucket: BucketBytes, homes: BucketMatrices | None, rank: int, optimizer: Muon, engine: EngineMemory
+) -> _Update:
+    if homes is None or rank >= len(homes.parts):
+        return _Update(deque([0]))
+    on_gpu, ns_dtype, shard = engine.on_gpu, optimizer.ns_dtype, bucket.plan.shard_numel
+    of_span = engine.update()
+    if not engine.compiled:
+        of_span += _OF_EQUATION * FP32 * tuned.piece(tuned.EQUATION_PIECE, engine.largest_shard, on_gpu=on_gpu)
+    pieces = [part.numel for part in homes.parts[rank]]
+    own = [matrix for matrix, home in zip(homes.matrices, homes.homes, strict=True) if home == rank]
+    shapes = Counter((matrix.rows, matrix.columns) for matrix in own)
+    counts = shapes if optimizer.batched else dict.fromkeys(shapes, 1)
+    turn = max((_turn(count, *shape, ns_dtype, on_gpu) for shape, count in counts.items()), default=0)
+    size = ns_dtype.itemsize
+    sent, arrived = size * sum(pieces), size * sum(matrix.numel for matrix in own)
+    momentum = (FP32 + size) * shard + max(sent, of_span)
+    direction = FP32 * shard + max(of_span, sent + FP32 * max(pieces, default=0) * (size < FP32))
+    if not homes.sent:
+        return _Update(deque([max(momentum, sent + turn, direction)]))
+    both = sent + arrived  # until an exchange has ended
+    stages = deque([max(momentum, both), max(both, arrived + turn), max(both, direction)])
+    return _Update(stages, both)
+
+
+@cache
+def _turn(count: int, rows: int, columns: int, dtype: torch.dtype, on_gpu: bool) -> int:
+    """Trace the bytes while matrices of one shape are made orthogonal."""
+    with without_memory(on_gpu=on_gpu) as device, LiveStorage(counts_meta=True) as tracker:
+        matrices = torch.empty(count, rows, columns, dtype=dtype, device=device)
+        orthogonalised(matrices if count > 1 else matrices[0], Muon(lr=0.0, ns_dtype=dtype))
+        most: int = tracker.peak_bytes
+        return most
+
+
+def _most_under_way(updates: Sequence[_Update]) -> int:
+    """Return the most bytes where each bucket's next stage begins with the next bucket, the newest one first."""
+    most, under_way = 0, deque[_Update]()
+    for newest in (*updates, None, None):  # the last one has two more stages
+        if newest is not None:
+            under_way.append(newest)
+        for update in reversed(under_way):
+            if update.stages:
+                update.left = 0
+                most = max(most, update.stages.popleft() + sum(other.left for other in under_way))
+                update.left = update.between if update.stages else 0
+        while under_way and not under_way[0].stages:
+            under_way.popleft()
+    return most

@@ -1,0 +1,307 @@
+"""The memory that a rank of a job will need, before anything is launched: what it holds, and the most of each phase."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megamix.builders.objects import build_optimizer, build_precision, plan_pipeline
+from megamix.checkpoint.snapshot import pinned_sizes
+from megamix.comm.topology import Topology
+from megamix.config import Config, grad_accum_steps
+from megamix.mixed_precision.bucket import BucketBytes
+from megamix.mixed_precision.census import take_census
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.flat_layout import BucketPlan, build_layout
+from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.settings import Sharding
+from megamix.parallel.build import outline
+from megamix.parallel.stages import StagePlan
+from megamix.tools.plan.activations import Activations, Machine, TracedWork, trace_stage
+from megamix.tools.plan.engine_memory import FP32, EngineMemory
+from megamix.tools.plan.matrix_memory import MatrixPlan, plan_matrices
+from megamix.tools.plan.pipeline_memory import PipelineRank
+
+# Batches that the loader has ready, and the one being read (data/loader.py).
+LOADED_BATCHES = 5
+PIPELINE, EVALUATION = LATER = ("buffers of the pipeline", "buffers of an evaluation")  # not there when a job is built
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of the rank that needs the most: of its device, and of its host beside it.
+
+    Ranks of one pipeline stage hold alike, but for some bytes of tables; those of the one with the most are planned.
+    Peaks are of tensors. What libraries take for themselves (a GPU's context, cuBLAS, NCCL; the interpreter) and
+    what an allocator cannot use come on top.
+    """
+
+    machine: Machine
+    dp_size: int
+    tp_size: int
+    pp_size: int
+    pp_rank: int  # the one that needs the most
+    micro_batch_size: int
+    grad_accum_steps: int
+    parameters: int  # elements that this rank trains, without padding
+    buckets: int
+    matrices: MatrixPlan | None  # where the optimizer takes any whole
+    held: dict[str, int]  # from the first step on, by category
+    in_step: dict[str, int]  # what the peak of forward and backward has beside that, by category
+    phases: dict[str, int]  # the most that lives at once in each, what is held included
+    host: dict[str, int]
+
+    @property
+    def resident(self) -> int:
+        return sum(self.held.values())
+
+    @property
+    def peak(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: self.phases[phase])
+
+
+def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
+    """Plan the job that `config` describes on `dp_size` ranks for each part of the model.
+
+    Raises: ValueError if the global batch does not divide.
+    """
+    stages = plan_pipeline(config)
+    plans = (plan_rank(config, dp_size, pp_rank, machine, stages) for pp_rank in range(config.parallelism.pp_size))
+    return max(plans, key=lambda plan: plan.peak)
+
+
+def plan_rank(
+    config: Config, dp_size: int, pp_rank: int, machine: Machine, stages: list[StagePlan] | None = None
+) -> MemoryPlan:
+    """Plan this one of a pipeline's ranks; see `plan_memory`. `stages`: of all ranks, where they are known."""
+    section = config.parallelism
+    stages = plan_pipeline(config) if stages is None else stages
+    part = _plan_part(config, dp_size, pp_rank * dp_size * section.tp_size, machine, stages)
+    activations = _activations(part)
+    passes = _passes(part, activations)
+    if activations.moved:
+        part.held["copies of buffers that move"] = activations.moved
+    evaluates = config.data.valid is not None or config.data.split is not None
+    if part.pipeline is not None and evaluates:
+        part.held[EVALUATION] = part.pipeline.evaluation_buffers()
+    return MemoryPlan(
+        machine=machine,
+        dp_size=dp_size,
+        tp_size=section.tp_size,
+        pp_size=section.pp_size,
+        pp_rank=pp_rank,
+        micro_batch_size=config.training.micro_batch_size,
+        grad_accum_steps=grad_accum_steps(config, dp_size),
+        parameters=part.weights // FP32,
+        buckets=len(part.engine.buckets),
+        matrices=part.matrices,
+        held=part.held,
+        in_step=_in_step(passes, activations),
+        phases=_phases(part, passes),
+        host=_host(config, part),
+    )
+
+
+def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tuple[dict[str, int], dict[str, int]]:
+    """Return `held` and `host` of one rank of any mesh, before an evaluation; forward and backward are not looked at.
+    Nothing is asked of other ranks: one alone may call it while they train.
+    """
+    part = _plan_part(config, dp_size, rank, machine, plan_pipeline(config), own_states=True)
+    return part.held, _host(config, part)
+
+
+class _RankPart(NamedTuple):
+    """A rank's part of the model, and the engine that will train it."""
+
+    engine: EngineMemory
+    matrices: MatrixPlan | None
+    weights: int  # bytes in FP32, without padding
+    held: dict[str, int]
+    work: TracedWork
+    pipeline: PipelineRank | None
+
+
+def _plan_part(
+    config: Config, dp_size: int, rank: int, machine: Machine, stages: list[StagePlan], *, own_states: bool = False
+) -> _RankPart:
+    section, training = config.parallelism, config.training
+    topology = Topology.place(rank, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
+    plain = config.model.model_copy(update={"compile": False})
+    module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
+    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
+    precision, micro_batches = build_precision(config.precision), grad_accum_steps(config, dp_size)
+    sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
+    census = take_census(module, optimizer, topology, sharding)
+    specs, groups = census.specs, census.groups
+    sizes = [axis.size for axis in census.axes]
+    layout = build_layout(specs, sizes, section.bucket_size)
+    owner_adds = sharding.owner_adds(micro_batches)
+    shards = [axis.rank if own_states else None for axis in census.axes]
+    buckets = [
+        BucketBytes.count(plan, precision, sharding, groups, owner_adds, shards[plan.axis]) for plan in layout.buckets
+    ]
+    on_gpu, compiled = machine == "gpu", config.optimizer.compile
+    engine = EngineMemory(
+        buckets, precision, groups, micro_batches, num_updates=training.steps, on_gpu=on_gpu, compiled=compiled
+    )
+    matrices = None
+    if isinstance(optimizer, Muon):
+        matrices = plan_matrices(layout, specs, sizes, optimizer, topology, engine)
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    held = engine.held() | {"model buffers": buffers, "tables": engine.tables()}
+    work = TracedWork(
+        model=config.model,
+        batch=(training.micro_batch_size, config.model.seq_len),
+        dtype=precision.dtype,
+        machine=machine,
+        packed=config.data.packing == "documents",
+        tp_size=section.tp_size,
+        sequence_parallel=section.sequence_parallel,
+        in_halves=bool(stages) and section.pp_schedule.endswith("zero_bubble"),
+    )
+    pipeline = None
+    if stages:
+        pipeline = PipelineRank(work, stages, topology.pp.rank, section.pp_schedule, micro_batches)
+        held[PIPELINE] = pipeline.held_buffers()
+    return _RankPart(engine, matrices, FP32 * sum(spec.numel for spec in specs), held, work, pipeline)
+
+
+def _activations(part: _RankPart) -> Activations:
+    if part.pipeline is not None:
+        return part.pipeline.activations()
+    whole, batch = trace_stage(part.work, range(part.work.model.num_layers)), part.work.batch_bytes
+    return Activations(
+        whole.blocks, whole.kept - whole.blocks + batch, whole.forward + batch, whole.backward_blocks + batch,
+        whole.backward_end + batch, whole.moved,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Bytes at the most of forward, of backward through the blocks, or of the rest of it."""
+
+    blocks: int  # what they keep for backward
+    work: int  # other activations
+    params: int  # halves that come and go
+    grads: int
+
+    def all(self) -> int:
+        return self.blocks + self.work + self.params + self.grads
+
+
+def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
+    fillings, accumulated = part.engine.fillings(), part.engine.accumulated()
+    blocks = [_blocks(filling.bucket) for filling in fillings]
+    order = [*dict.fromkeys(chain.from_iterable(blocks))]
+    end = max((number for number, own in enumerate(blocks, 1) if own), default=len(blocks))
+    backward, behind = [], []
+    for filling, own in zip(fillings, blocks, strict=True):
+        grads = max(accumulated, filling.grads + filling.waiting + filling.sums)
+        behind.append(_Pass(0, activations.end, filling.params, grads))
+        # What the blocks kept behind its first one is gone by now. A pipeline has other micro-batches' meanwhile.
+        gone = min(map(order.index, own)) / len(order) if own and part.pipeline is None else 0
+        kept = int((1 - gone) * activations.blocks)
+        backward.append(_Pass(kept, activations.backward - activations.blocks, filling.params, grads))
+    two_units = max(filling.params for filling in fillings)  # have memory in forward, too
+    return {
+        "forward": _Pass(activations.blocks, activations.forward - activations.blocks, two_units, accumulated),
+        "backward": max(backward[:end], key=_Pass.all),
+        "end": max(behind[end:] or behind[-1:], key=_Pass.all),
+    }
+
+
+def _blocks(bucket: BucketPlan) -> list[str]:
+    """Return the numbers of the blocks of which it has parameters."""
+    names = [slot.spec.name.split(".") for slot in bucket.slots]
+    return [name[1] for name in names if name[0] == "blocks"]
+
+
+def _in_step(passes: dict[str, _Pass], activations: Activations) -> dict[str, int]:
+    most = max(passes.values(), key=_Pass.all)
+    others = min(activations.others, most.work)
+    return {
+        "activations of the blocks": most.blocks,
+        "of embedding, norm, head and loss": others,
+        "scratch of single operations": most.work - others,
+        "half parameters while units compute": most.params,
+        "half gradients, and their sums": most.grads,
+    }
+
+
+def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
+    engine = part.engine
+    held = sum(part.held.values())
+    later = sum(size for name, size in part.held.items() if name in LATER)
+    return {
+        "build": held - later + engine.building(),
+        "forward": held + passes["forward"].all(),
+        "backward": held + max(passes["backward"].all(), passes["end"].all(), engine.reduce()),
+        "statistics": held + engine.statistics(),
+        "update": held + engine.sums() + (part.matrices.update if part.matrices else engine.update()),
+        "final weights": held + FP32 * max(bucket.plan.padded_numel for bucket in engine.buckets),
+    }
+
+
+def _host(config: Config, part: _RankPart) -> dict[str, int]:
+    """Beside the device; where that is a CPU, in the same memory."""
+    saves = config.checkpoint.async_save and 0 < config.checkpoint.save_interval < config.training.steps
+    states = part.held["FP32 masters"] + part.held["optimizer states"]
+    snapshot = sum(pinned_sizes(states)) if part.work.machine == "gpu" else states
+    return {
+        "checkpoint snapshot": snapshot if saves else 0,
+        "batches read ahead": LOADED_BATCHES * part.work.batch_bytes,
+        "final weights in FP32": part.weights,
+    }
+
+
+def amount(size: int) -> str:
+    """Return the bytes in the unit that leaves them readable."""
+    return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"
+
+
+TOLERANCE = 0.10  # from here on the log line warns
+
+
+def memory_line(config: Config, engine: ShardedEngine) -> str:
+    """Return a line for the log, between two steps: planned beside measured memory.
+
+    On a GPU the peak so far is compared, as its allocator counts it. torch keeps no such count for a CPU: there all
+    tensors that the interpreter knows are counted, and compared with what was planned to be held between steps.
+    """
+    topology, on_gpu, spare = engine.topology, engine.device.type == "cuda", 0
+    if on_gpu:
+        plan = plan_rank(config, topology.dp.size, topology.pp.rank, "gpu")
+        planned = plan.peak - plan.held.get(EVALUATION, 0)  # none has been yet
+        what, measured = f"peak ({plan.peak_phase})", torch.cuda.max_memory_allocated()
+    else:
+        held, host = held_memory(config, topology.dp.size, topology.world.rank, "cpu")
+        what, planned = "held between steps", sum(held.values())
+        measured = _live_bytes()
+        spare = host["batches read ahead"]  # as many as there are by now
+    off = measured - planned
+    line = f"memory | {what}: planned {amount(planned)}, measured {amount(measured)} ({off / planned:+.1%})"
+    if abs(off) > TOLERANCE * planned + spare:
+        line += f" | WARNING: more than {TOLERANCE:.0%} apart; `megamix plan` says what each part should take"
+    return line
+
+
+def _live_bytes() -> int:
+    """Return the bytes of the storages that some tensor on the host refers to."""
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        # By its type and not isinstance(), which asks objects of other libraries what they pretend to be; and no
+        # subclass, for a compiler leaves tensors that have no memory, some of sizes that are symbols.
+        if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            if isinstance(size := storage.nbytes(), int):
+                found[storage._cdata] = size
+    return sum(found.values())

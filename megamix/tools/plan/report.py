@@ -1,0 +1,133 @@
+"""What `plan` prints: a table of what a rank will hold, whether it fits, and what to change if it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import torch
+
+from megamix.arguments import Failed
+from megamix.comm.topology import Topology
+from megamix.config import Config, ConfigError
+from megamix.machine import has_gpu
+from megamix.mixed_precision.settings import Shard
+from megamix.tools.plan.activations import Machine
+from megamix.tools.plan.advice import Advice, advise, by_shard
+from megamix.tools.plan.memory_plan import MemoryPlan, amount, plan_memory
+
+# Of a GPU's memory, for its context, the workspaces of cuBLAS and cuDNN, and NCCL. Not measured.
+RESERVED = 2 * 2**30
+
+
+def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | None, as_json: bool) -> Iterator[str]:
+    """Yield what to print. `limit`: bytes that tensors may take; None: what this machine's GPU has, if it has one."""
+    if limit is None and machine == "gpu" and torch.cuda.is_available():
+        limit = torch.cuda.get_device_properties(0).total_memory - RESERVED
+    plan = plan_memory(config, dp_size, machine)
+    if not as_json:
+        yield from _table(plan)  # before the changes, which take longer to count
+    shards = dict(by_shard(config, plan))
+    if not as_json:
+        yield from _shard_rows(config, plan, shards, limit)
+    advice = advise(config, plan, limit) if limit is not None and plan.peak > limit else []
+    if as_json:
+        record = _record(plan, limit, shards, advice)
+        yield (str if record["fits"] is not False else Failed)(json.dumps(record, indent=2))
+    else:
+        yield from _verdict(plan, limit, advice)
+
+
+def require_fit(config: Config, dp_size: int, limit: int) -> str:
+    """Return what a rank will need, beside `limit` bytes that it may hold on this kind of machine.
+
+    Raises: ConfigError with the first setting of `parallelism.shard` that fits, or another change, if it is more.
+    """
+    plan = plan_memory(config, dp_size, "gpu" if has_gpu() else "cpu")
+    peak = f"a rank needs {amount(plan.peak)} at its peak ({plan.peak_phase})"
+    if plan.peak <= limit:
+        return f"{peak}, which fits {amount(limit)}"
+    changes = [Advice(f'parallelism.shard = "{shard}"', at) for shard, at in by_shard(config, plan) if type(at) is int]
+    fitting = [one for one in changes if one.peak <= limit] or [
+        one for one in advise(config, plan, limit) if one.peak <= limit
+    ]
+    if fitting:
+        fix = f"write {fitting[0].change}, which needs {amount(fitting[0].peak)}"
+    else:
+        fix = f"no change here is enough: {_what_else(plan, limit)}"
+    raise ConfigError([f"--memory: got {amount(limit)}, but {peak}; {fix}"], "job")
+
+
+def _record(
+    plan: MemoryPlan, limit: int | None, shards: dict[Shard, int | str], advice: list[Advice]
+) -> dict[str, object]:
+    fits = None if limit is None else plan.peak <= limit
+    return {
+        **dataclasses.asdict(plan), "resident": plan.resident, "peak": plan.peak, "peak_phase": plan.peak_phase,
+        "memory": limit, "fits": fits, "shards": shards, "advice": [dataclasses.asdict(one) for one in advice],
+    }  # fmt: skip
+
+
+def _table(plan: MemoryPlan) -> Iterator[str]:
+    kind = "a GPU" if plan.machine == "gpu" else "a CPU"
+    mesh = Topology.place(0, pp_size=plan.pp_size, dp_size=plan.dp_size, tp_size=plan.tp_size)
+    of_stage = f"; those of pp rank {plan.pp_rank}, which need the most" if plan.pp_size > 1 else ""
+    yield (
+        f"{mesh}, each on {kind}: {plan.parameters:,} parameters in {plan.buckets} bucket(s), "
+        f"micro_batch_size {plan.micro_batch_size}, accumulation {plan.grad_accum_steps}{of_stage}"
+    )
+    if plan.matrices is not None:
+        yield str(plan.matrices)
+    yield from _rows("held between steps", plan.held, plan.resident)
+    yield from _rows("beside it in forward and backward", plan.in_step, sum(plan.in_step.values()))
+    yield "the most at once"
+    for phase, size in plan.phases.items():
+        yield _row(phase, size) + (" <- peak" if phase == plan.peak_phase else "")
+    beside = "beside it in the same memory" if plan.machine == "cpu" else "on the host"
+    yield from _rows(beside, plan.host, sum(plan.host.values()))
+
+
+def _shard_rows(config: Config, plan: MemoryPlan, shards: dict[Shard, int | str], limit: int | None) -> Iterator[str]:
+    own, count = config.parallelism.shard, plan.grad_accum_steps
+    stay = count > 1 and config.parallelism.accumulate == "local"
+    yield "the peak by parallelism.shard" + f'; gradients stay for {count} micro-batches (accumulate = "local")' * stay
+    fits = [shard for shard, peak in shards.items() if isinstance(peak, int) and peak <= (limit or 0)]
+    for shard, peak in shards.items():
+        marks = [" <- this job"] * (shard == own) + [" <- the first that fits"] * ([shard] == fits[:1])
+        yield (_row(shard, peak) if isinstance(peak, int) else f"  {shard:<36} left out: {peak}") + "".join(marks)
+
+
+def _rows(title: str, sizes: dict[str, int], total: int) -> Iterator[str]:
+    yield title
+    yield from (_row(name, size) for name, size in sizes.items() if size)
+    yield _row("in all", total)
+
+
+def _row(name: str, size: int) -> str:
+    return f"  {name:<36} {amount(size):>12}"
+
+
+def _verdict(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> Iterator[str]:
+    if limit is None:
+        return
+    if plan.peak <= limit:
+        yield f"fits: {amount(limit - plan.peak)} of {amount(limit)} are left at the peak"
+        return
+    yield Failed(f"does NOT fit: the peak ({plan.peak_phase}) is {amount(plan.peak - limit)} more than {amount(limit)}")
+    for one in advice:
+        left = limit - one.peak
+        verdict = f"fits, {amount(left)} left" if left >= 0 else f"{amount(-left)} too much"
+        yield f"  {one.change}: {amount(one.peak)}, {verdict}"
+    if all(one.peak > limit for one in advice):
+        yield f"  none of these is enough: {_what_else(plan, limit)}"
+
+
+def _what_else(plan: MemoryPlan, limit: int) -> str:
+    whole = plan.held["half parameters"] + plan.held["half gradients"]
+    if whole > limit:
+        return (
+            f"half parameters and gradients, {amount(whole)}, are more by themselves; the model must be cut into more "
+            "parts (parallelism.shard, tp_size, pp_size, and ranks for them) or be smaller"
+        )
+    return "a smaller model, or a shorter model.seq_len"

@@ -1,0 +1,107 @@
+"""The verb `verify` and its arguments. Imports no torch, so that wrong ones are answered at once."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megamix.arguments import add_config, add_verb, check_plugins, print_lines
+from megamix.config import load_config
+from megamix.tools.verify.layouts import at_own_size, parse_layouts
+
+MOST_PARTS = 3  # of a job that is interrupted twice
+
+
+def add_verify(verbs: Any) -> None:
+    help_text = "does training on several ranks do what one rank does? exit status 1 if not"
+    verify = add_verb(verbs, "verify", _verify, help_text, "job.toml --layouts dp2,tp2")
+    add_config(verify, "TOML file; its token files are not read", nargs="?")
+    verify.add_argument("--layouts", metavar="NAMES", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
+    verify.add_argument("--bisect", action="store_true", help="name the first module that is wrong (compiles none)")
+    kind = verify.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--runs", action="store_true", help="a job that is interrupted twice, on one layout after the other"
+    )
+    kind.add_argument("--twice", action="store_true", help="the same job in two programs, bit for bit")
+    kind.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
+    verify.add_argument("--ranks", metavar="N", type=_worlds, help="of a trainer, as 1,2,4 (1,2)")
+    verify.add_argument("--steps", metavar="N", type=_steps, help="of a trainer (4)")
+
+
+def _worlds(text: str) -> list[int]:
+    worlds = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if 0 in worlds:
+        raise argparse.ArgumentTypeError(f"got {text}, must be numbers of ranks; write --ranks 1,2")
+    return worlds
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, must be a number of steps, 1 or more; write --steps 4")
+    return int(text)
+
+
+@contextmanager
+def _ranks_end_first() -> Iterator[None]:
+    """Until the end of the block, have a SIGTERM end the ranks, too, so that they leave nothing behind."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_ranks_end_first()
+def _verify(arguments: argparse.Namespace) -> int:
+    _refuse_idle(arguments)
+    lines = _trainer_lines(arguments) if arguments.trainer else _config_lines(arguments)
+    return 0 if print_lines(lines) else 1
+
+
+def _refuse_idle(arguments: argparse.Namespace) -> None:
+    """End with status 2 for what would have no effect beside the rest."""
+    kind = next((kind for kind in ("trainer", "runs", "twice") if getattr(arguments, kind)), "layouts")
+    idle = {
+        "trainer": ("config", "layouts"), "runs": ("ranks", "steps", "bisect"), "twice": ("ranks", "steps", "bisect"),
+        "layouts": ("ranks", "steps"),
+    }[kind]  # fmt: skip
+    for name in idle:
+        if getattr(arguments, name):
+            flag = "CONFIG" if name == "config" else f"--{name}"
+            beside = "a configuration's layouts" if kind == "layouts" else f"--{kind}"
+            arguments.parser.error(f"{flag} has no effect beside {beside}", "leave one of them out")
+
+
+def _trainer_lines(arguments: argparse.Namespace) -> Iterator[str]:
+    from megamix.tools.verify.layout_lines import trainer_lines  # and torch, which takes seconds
+    from megamix.tools.verify.trainer import WrongTrainer
+
+    try:
+        yield from trainer_lines(arguments.trainer, arguments.ranks or [1, 2], arguments.steps or 4, arguments.bisect)
+    except WrongTrainer as error:
+        arguments.parser.exit(2, f"megamix verify: {error}\n")
+
+
+def _config_lines(arguments: argparse.Namespace) -> Iterator[str]:
+    if arguments.config is None:
+        arguments.parser.error("the config file is missing", "write megamix verify job.toml --layouts dp2")
+    if (script := str(arguments.config).partition(":")[0]).endswith(".py"):
+        arguments.parser.error(f"CONFIG: got {arguments.config}, no TOML file", f"write --trainer {script}:MyTrainer")
+    config = load_config(arguments.config, arguments.overrides)
+    check_plugins(arguments, config)
+    config = at_own_size(config, arguments.overrides)
+    layouts = parse_layouts(config, (arguments.layouts or "dp1,dp2").split(","))
+    if arguments.runs and len(layouts) > MOST_PARTS:
+        problem = f"--layouts: got {len(layouts)} names, but a job with two resumes has {MOST_PARTS} parts"
+        arguments.parser.error(problem, f"write up to {MOST_PARTS}, as --layouts dp2,dp1,dp4")
+    if arguments.runs or arguments.twice:
+        from megamix.tools.verify.run_lines import runs_lines, twice_lines
+
+        return (runs_lines if arguments.runs else twice_lines)(config, layouts)
+    from megamix.tools.verify.layout_lines import verify_lines
+
+    return verify_lines(config, layouts, arguments.bisect)

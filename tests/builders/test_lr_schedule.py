@@ -1,0 +1,80 @@
+"""The learning rate follows its equation."""
+
+import math
+import re
+
+import pytest
+
+from megamix.builders.objects import lr_table
+from megamix.config.optimizers import OptimizerConfig
+from megamix.config.sections import LrScheduleConfig
+
+STYLES = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
+
+
+def table(
+    decay_style: str, warmup_steps: int, decay_steps: int | None, steps: int, min_lr: float, lr: float = 1.0
+) -> list[float]:
+    schedule = {"decay_style": decay_style, "warmup_steps": warmup_steps, "decay_steps": decay_steps}
+    section = OptimizerConfig.model_construct(lr=lr, min_lr=min_lr)  # unchecked, so that it may be wrong
+    return lr_table(section, LrScheduleConfig.model_construct(**schedule), steps)
+
+
+HALF_ROOT = math.sqrt(0.5)
+
+
+@pytest.mark.parametrize(
+    ("decay_style", "warmup_steps", "decay_steps", "min_lr", "want"),
+    [
+        ("constant", 0, None, 0.0, [1, 1, 1, 1]),
+        ("constant", 4, None, 0.5, [0.25, 0.5, 0.75, 1, 1]),
+        ("linear", 0, None, 0.0, [1, 0.75, 0.5, 0.25]),
+        ("linear", 2, None, 0.0, [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("linear", 2, None, 0.5, [0.5, 1, 1, 0.875, 0.75, 0.625]),
+        ("linear", 0, 2, 0.5, [1, 0.75, 0.5, 0.5, 0.5]),  # past the decay: min_lr
+        ("cosine", 0, None, 0.0, [1, 0.5 + HALF_ROOT / 2, 0.5, 0.5 - HALF_ROOT / 2]),
+        ("cosine", 1, 2, 0.5, [1, 1, 0.75, 0.5, 0.5]),
+        ("wsd", 2, 2, 0.0, [0.5, 1, 1, 1, 1, 1, 0.5]),
+        ("wsd", 0, 4, 0.5, [1, 1, 1, 0.875, 0.75, 0.625]),
+        ("wsd", 2, None, 0.0, [0.5, 1, 1, 0.5]),
+        ("inverse_sqrt", 0, None, 0.0, [1, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5]),
+        ("inverse_sqrt", 2, None, 0.0, [0.5, 1, math.sqrt(2 / 3), math.sqrt(2 / 4)]),
+        ("inverse_sqrt", 1, 2, 0.6, [1, math.sqrt(1 / 2), 0.6, 0.6]),  # min_lr is the floor
+    ],
+)
+def test_lr_follows_the_equation(
+    decay_style: str, warmup_steps: int, decay_steps: int | None, min_lr: float, want: list[float]
+) -> None:
+    assert table(decay_style, warmup_steps, decay_steps, len(want), min_lr) == pytest.approx(want, rel=1e-15)
+
+
+@pytest.mark.parametrize("decay_style", STYLES)
+@pytest.mark.parametrize("warmup_steps", [0, 1, 7, 50, 100])
+def test_no_update_is_spent_on_nothing_and_none_exceeds_the_peak(decay_style: str, warmup_steps: int) -> None:
+    lrs = table(decay_style, warmup_steps, None, 100, 0.0)
+    assert len(lrs) == 100
+    assert all(0 < lr <= 1 for lr in lrs)
+    assert lrs[0] == 1 / max(1, warmup_steps)
+    assert max(lrs) == 1
+
+
+@pytest.mark.parametrize("decay_style", STYLES)
+def test_lr_rises_through_the_warm_up_and_never_after_it(decay_style: str) -> None:
+    lrs = table(decay_style, 10, 40, 100, 0.1)
+    assert lrs[:10] == sorted(lrs[:10])
+    assert lrs[9:] == sorted(lrs[9:], reverse=True)
+    assert min(lrs[10:]) >= 0.1
+
+
+@pytest.mark.parametrize("decay_style", STYLES)
+def test_lr_scales_with_the_peak(decay_style: str) -> None:
+    unit = table(decay_style, 3, 5, 20, 0.125)
+    scaled = table(decay_style, 3, 5, 20, 2**-13, lr=2**-10)
+    assert scaled == [lr * 2**-10 for lr in unit]
+
+
+@pytest.mark.parametrize(("warmup_steps", "decay_steps", "min_lr"), [(5, 6, 0.0), (0, 0, 0.0), (0, None, 2.0)])
+def test_what_cannot_be_is_refused_with_every_number(warmup_steps: int, decay_steps: int | None, min_lr: float) -> None:
+    numbers = f"lr 1.0, steps 10, warmup_steps {warmup_steps}, decay_steps {decay_steps}, min_lr {min_lr}: give 0 <="
+    with pytest.raises(ValueError, match=re.escape(numbers)):
+        table("linear", warmup_steps, decay_steps, 10, min_lr)

@@ -1,0 +1,152 @@
+"""Every setting reaches the object it is for."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from megamix import (
+    NAG,
+    AdamW,
+    DeepSpeedLossScale,
+    DynamicLossScale,
+    HeadroomLossScale,
+    MegatronLossScale,
+    Muon,
+    Optimizer,
+    ParamGroup,
+    StaticLossScale,
+    TorchLossScale,
+)
+from megamix.builders.objects import build_engine, build_loss_scale, build_optimizer
+from megamix.config import ModelConfig, PrecisionConfig
+from megamix.model.decoder import Decoder
+from megamix.model.layers import Embedding
+from megamix.model.transformer import Block, Transformer
+from megamix.plugins import LOSS_SCALES
+from tests.train.jobs import tiny_job
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ({"dtype": "fp16"}, DynamicLossScale),
+        ({"dtype": "bf16"}, None),
+        ({"dtype": "fp32"}, None),
+        ({"dtype": "bf16", "loss_scale": {"rule": "dynamic"}}, DynamicLossScale),
+        ({"dtype": "bf16", "loss_scale": {"rule": "off"}}, None),
+        ({"dtype": "fp16", "loss_scale": {"rule": "headroom"}}, HeadroomLossScale),
+        ({"dtype": "fp16", "loss_scale": {"rule": "torch"}}, TorchLossScale),
+        ({"dtype": "fp16", "loss_scale": {"rule": "megatron"}}, MegatronLossScale),
+        ({"dtype": "fp16", "loss_scale": {"rule": "deepspeed"}}, DeepSpeedLossScale),
+        ({"dtype": "fp16", "loss_scale": {"rule": "static", "init_scale": 1024.0}}, StaticLossScale),
+    ],
+)
+def test_the_loss_scale_of_a_precision_section(section, kind) -> None:
+    scale = build_loss_scale(PrecisionConfig(**section))
+    assert (None if scale is None else type(scale)) == kind
+
+
+SETTINGS = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7, "hysteresis": 3}
+SETTINGS |= {"consecutive_hysteresis": True, "margin": 8.0, "min_scale": 2.0, "max_scale": 2.0**20}
+
+
+RULES = [rule for rule in LOSS_SCALES.registered if rule != "static"]
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_every_setting_of_a_loss_scale_arrives(kind: str) -> None:
+    keys = LOSS_SCALES.sections[kind].model_fields.keys() - {"rule", "init_scale"}
+    reads = inspect.signature(LOSS_SCALES.registered[kind]).parameters.keys() - {"init_scale", "window"}
+    assert reads == keys  # window, of headroom, is no key
+    given = {name: SETTINGS[name] for name in keys}
+    scale = build_loss_scale(PrecisionConfig(loss_scale={"rule": kind, "init_scale": 2.0**10, **given}))
+    assert float(scale.loss_scale) == 2.0**10
+    assert {name: getattr(scale, name) for name in reads} == {name: SETTINGS[name] for name in reads}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_a_loss_scale_without_settings_is_as_the_engine_s_own(kind: str) -> None:
+    built, own = build_loss_scale(PrecisionConfig(loss_scale={"rule": kind})), LOSS_SCALES.registered[kind]()
+    plain = {name: value for name, value in vars(own).items() if not isinstance(value, torch.Tensor)}
+    assert {name: getattr(built, name) for name in plain} == plain
+    assert torch.equal(built.loss_scale, own.loss_scale)
+
+
+def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
+    groups = [{"pattern": "*.bias", "lr_factor": 2.0, "weight_decay": 0.5}]
+    keys = {"weight_decay": 0.2, "groups": groups}
+    group = (ParamGroup(pattern="*.bias", lr_factor=2.0, weight_decay=0.5),)
+
+    def built(**table: object) -> Optimizer:
+        config = tiny_job(tmp_path, optimizer=keys | table)
+        return build_optimizer(config.optimizer, [0.1], config.model)
+
+    assert built(adamw={"betas": [0.8, 0.9], "eps": 1e-6}) == AdamW(
+        lr=[0.1], betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, groups=group
+    )
+    forms = {"momentum": 0.7, "momentum_form": "velocity", "decoupled_weight_decay": True}
+    assert built(name="nag", nag=forms) == NAG(
+        lr=[0.1], momentum=0.7, weight_decay=0.2, groups=group, momentum_form="velocity", decoupled_weight_decay=True
+    )
+    numbers = {"momentum": 0.9, "nesterov": False, "ns_steps": 6, "ns_coefficients": (3.0, -3.2, 1.2)}
+    others = {"adjust_lr": "original", "adamw_lr_factor": 0.5, "batched": True, "matrix": ("a",), "adamw": ("b",)}
+    moments = {"betas": (0.8, 0.9), "eps": 1e-6}
+    dtypes = {"ns_dtype": "fp32", "state_dtype": "bf16"}
+    assert built(name="muon", muon=numbers | others | moments | dtypes) == Muon(
+        lr=[0.1], weight_decay=0.2, groups=group, ns_dtype=torch.float32, state_dtype=torch.bfloat16,
+        tables=Decoder.tables, **numbers, **others, **moments,
+    )  # fmt: skip
+
+
+class _Salted(Transformer):
+    """A family with a table in each block that it has not named."""
+
+    def block(self, config: ModelConfig, layer: int) -> Block:
+        block = super().block(config, layer)
+        block.salt = Embedding(8, config.hidden_size, self.ops, std=0.02)
+        return block
+
+
+def test_a_family_s_tables_are_known_by_their_type(tmp_path, monkeypatch) -> None:
+    """Without an engine, too: `plan`, `verify` and the check of a checkpoint ask this one."""
+    monkeypatch.setattr("megamix.builders.objects.family_of", lambda model: _Salted)
+    config = tiny_job(tmp_path, optimizer={"name": "muon"})
+    optimizer = build_optimizer(config.optimizer, [0.1], config.model)
+    names = [name for name, shape in _Salted.shapes(config.model).items() if optimizer.matrices(name, shape)]
+    assert "blocks.1.attention.query.weight" in names
+    assert not any("salt" in name for name in names)
+
+
+def test_every_setting_of_the_precision_arrives(tmp_path, monkeypatch) -> None:
+    given = []
+    monkeypatch.setattr(
+        "megamix.builders.objects.ShardedEngine", lambda model, optimizer, precision, *_, **__: given.append(precision)
+    )
+    for keys in ({"reduce_dtype": "half_fp32_sum"}, {"grad_dtype": "fp32"}):
+        build_engine(tiny_job(tmp_path, precision=keys), nn.Linear(4, 4), [], grad_accum_steps=1)
+    wide, fp32 = given
+    assert (wide.dtype, wide.grad_dtype, wide.reduce_dtype) == (torch.float16, torch.float16, "half_fp32_sum")
+    assert (fp32.dtype, fp32.grad_dtype, fp32.reduce_dtype) == (torch.float16, torch.float32, None)
+    assert [wide.sum_dtype(dp_size) for dp_size in (1, 2)] == [torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize(("grad_dtype", "want"), [("half", torch.float16), ("fp32", torch.float32)])
+def test_the_engine_gets_its_sections(tmp_path, grad_dtype: str, want: torch.dtype) -> None:
+    config = tiny_job(
+        tmp_path,
+        precision={"grad_dtype": grad_dtype},
+        optimizer={"clip_grad": 0.5},
+        parallelism={"bucket_size": 10, "overlap": False},
+    )
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = build_engine(config, model, [*model], grad_accum_steps=3)
+    assert (engine.plan.precision.dtype, engine.buckets[0].grads.dtype) == (torch.float16, want)
+    assert (engine.clip_grad, engine.grad_accum_steps, engine.update_path) == (0.5, 3, "library")
+    assert len(engine.plan.layout.buckets) == 2  # a bias of 4 and a weight of 16 close one
+    assert not engine.plan.sharding.overlap
+    assert len(lrs := engine.optimizer.lr_table()) == config.training.steps
+    assert lrs[1] == pytest.approx(config.optimizer.lr)

@@ -1,0 +1,155 @@
+"""An overflow has a name: the parameter always, and in an examined step the rank and the micro-batch, inf apart from
+NaN; what is finite is never named.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale, StepResult
+from megamix.inspect.culprits import (
+    Origin,
+    Origins,
+    ParamPeak,
+    gather_origins,
+    gather_peaks,
+    headroom,
+    merge_peaks,
+    origins_of,
+)
+from tests.conftest import FULL
+from tests.distributed.models import loss_of, make_batch, make_model
+from tests.distributed.test_overflow import Injector
+
+ACCUM, TRIALS = 2, 20
+INF, NAN = math.inf, math.nan
+
+
+def _build(dtype: torch.dtype = torch.float16) -> tuple[ShardedEngine, Injector]:
+    model = make_model()
+    injector = Injector(model)
+    engine = ShardedEngine(
+        model,
+        AdamW(lr=0.01),
+        Precision(dtype, loss_scale=StaticLossScale(2.0**8)),
+        Sharding(units=[*model.blocks], bucket_size=1500),
+        grad_accum_steps=ACCUM,
+        compile_update=False,
+    )
+    return engine, injector
+
+
+def _attempt(engine: ShardedEngine, injector: Injector, step: int) -> StepResult:
+    for micro_batch in range(ACCUM):
+        injector.micro_batch = micro_batch
+        engine.backward(loss_of(engine.module, make_batch(step, dist.get_rank(), micro_batch)))
+    return engine.step()
+
+
+def _faults(engine: ShardedEngine, result: StepResult) -> list[tuple[str, str | None]]:
+    return [(peak.name, peak.fault) for peak in gather_peaks(engine, result.by_piece) if peak.fault]
+
+
+def _random_injections(trials: int) -> list[str]:
+    """What went wrong: each trial injects once, and both ways of naming must say exactly that."""
+    engine, injector = _build()
+    wrong = []
+    for trial in range(trials):
+        draw = random.Random(trial)
+        name, rank, micro_batch = draw.choice(engine.plan.param_names), draw.randrange(2), draw.randrange(ACCUM)
+        value = draw.choice([INF, -INF, NAN])
+        injector.target = (name, micro_batch, value) if dist.get_rank() == rank else None
+        engine.examine_next_step()
+        result = _attempt(engine, injector, trial)
+        fault = "NaN" if math.isnan(value) else "inf"
+        origins = gather_origins(engine, result.examination)
+        if not result.found_inf or _faults(engine, result) != [(name, fault)]:
+            wrong.append(f"trial {trial}: {_faults(engine, result)} instead of {name} ({fault})")
+        if origins != Origins([Origin(name, rank, micro_batch, fault)], 0):
+            wrong.append(f"trial {trial}: {origins} instead of rank {rank}, micro-batch {micro_batch}")
+    return wrong
+
+
+@pytest.mark.uncounted
+def test_random_injections_are_named_by_parameter_rank_and_micro_batch(run_ranks) -> None:
+    assert run_ranks(_random_injections, 2, 200 if FULL else TRIALS) == [[], []]
+
+
+def _clean_runs(runs: int) -> list[str]:
+    wrong = []
+    for run in range(runs):
+        engine, injector = _build()
+        for step in range(3):
+            engine.examine_next_step()
+            result = _attempt(engine, injector, 100 * run + step)
+            if _faults(engine, result) or gather_origins(engine, result.examination) != Origins([], 0):
+                wrong.append(f"run {run}, step {step}")
+    return wrong
+
+
+@pytest.mark.uncounted
+def test_clean_runs_name_nobody(run_ranks) -> None:
+    assert run_ranks(_clean_runs, 2, TRIALS) == [[], []]
+
+
+def _named(dtype: torch.dtype, name: str, micro_batch: int, values: list[float]) -> tuple[object, Origins]:
+    """(faults, origins) where each rank injects its own value."""
+    engine, injector = _build(dtype)
+    injector.target = (name, micro_batch, values[dist.get_rank()])
+    engine.examine_next_step()
+    result = _attempt(engine, injector, 0)
+    return _faults(engine, result), gather_origins(engine, result.examination)
+
+
+def test_a_sum_that_overflows_alone_names_the_parameter_and_no_rank(run_ranks) -> None:
+    answer = ([("blocks.1.up.weight", "inf")], Origins([], 0))
+    assert run_ranks(_named, 2, torch.float16, "blocks.1.up.weight", 0, [40_000.0, 40_000.0]) == [answer, answer]
+
+
+def test_finite_but_too_large_to_square_is_told_apart(run_ranks) -> None:
+    origin = Origin("norm.weight", 1, 1, "too large to square")
+    answer = ([("norm.weight", "too large to square")], Origins([origin], 0))
+    assert run_ranks(_named, 2, torch.bfloat16, "norm.weight", 1, [1.0, 2.0**64]) == [answer, answer]
+    answer = ([], Origins([], 0))
+    assert run_ranks(_named, 2, torch.bfloat16, "norm.weight", 1, [1.0, 2.0**63]) == [answer, answer]
+
+
+def test_a_parameter_in_pieces_is_one_whose_worst_piece_counts() -> None:
+    table = torch.tensor([[[1.0, 1.0], [4.0, 2.0]], [[2.0, 3.0], [INF, 2.0**70]], [[NAN, NAN], [INF, INF]]])
+    first, second = merge_peaks(table[:2], ["a", "b"])
+    assert (first, first.fault) == (ParamPeak("a", 3.0, 3.0), None)
+    assert (second, second.fault) == (ParamPeak("b", INF, 2.0**70), "too large to square")
+    assert [peak.fault for peak in merge_peaks(table, ["a", "b"])] == ["NaN", "inf"]
+
+
+def test_origins_come_in_the_order_of_backward_and_the_surplus_is_counted() -> None:
+    local = torch.zeros(3, 40, 3, dtype=torch.float64)
+    local[1, 5] = torch.tensor([2.0, 1.0, NAN])
+    local[1, 9, 0] = 1
+    local[0, 7] = torch.tensor([0.0, 3.0, NAN])
+    names = [str(number) for number in range(40)]
+    found, left_out = origins_of(local, names, 1)
+    assert [(origin.micro_batch, origin.param, origin.fault) for origin in found] == [
+        (0, "7", "NaN"),
+        (1, "9", "inf"),
+        (1, "5", "inf and NaN"),
+    ]
+    assert {origin.rank for origin in found} == {1}
+    assert left_out == 0
+    local[..., 0] = 1
+    found, left_out = origins_of(local, names, 0)
+    assert len(found) + left_out == 3 * 40
+    assert [origin.param for origin in found[:41]] == [*reversed(names), "39"]
+
+
+@pytest.mark.parametrize(
+    ("max_abs", "want"), [(65504.0, 0.0), (65504 / 4, 2.0), (INF, -INF), (0.0, INF), (131008.0, -1)]
+)
+def test_headroom_is_octaves_to_the_end_of_fp16(max_abs: float, want: float) -> None:
+    assert headroom(max_abs) == want
+    assert math.isnan(headroom(NAN))

@@ -1,0 +1,235 @@
+"""What a forward or loss records counts once, compiled or recomputed, without a host read; evaluation, probes and what
+is discarded do not count; over ranks it is combined as it says, and other names are an error.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import megamix
+from megamix import AdamW, HeadroomLossScale, Precision, ShardedEngine, record
+from megamix.comm.topology import Topology
+from megamix.config import ModelConfig
+from megamix.inspect.records import FromRank, combine, gather_recorded
+from megamix.model.transformer import Transformer
+from tests.distributed.models import loss_of, make_batch, make_model
+from tests.mixed_precision.test_no_host_read import no_host_read
+
+FP32 = Precision(torch.float32)
+
+
+def _engine(model: nn.Module, **settings) -> ShardedEngine:
+    return ShardedEngine(model, AdamW(lr=0.01), FP32, compile_update=False, **settings)
+
+
+def _record_all(name: str, value: Tensor) -> None:
+    for reduce in ("mean", "sum", "max", "min"):
+        record(f"{name}/{reduce}", value, reduce)
+
+
+def _record_output(module: nn.Module, args: object, out: Tensor) -> None:
+    _record_all("out", out.abs().amax())
+
+
+def _values(result: megamix.StepResult) -> dict[str, float]:
+    return {name: float(value) for name, value in result.recorded.values().items()}
+
+
+def _expected(name: str, values: list[float]) -> dict[str, float]:
+    numbers = torch.tensor(values, dtype=torch.float32)
+    by_reduce = {"mean": numbers.mean(), "sum": numbers.sum(), "max": numbers.amax(), "min": numbers.amin()}
+    return {f"{name}/{reduce}": float(value) for reduce, value in by_reduce.items()}
+
+
+def test_values_of_all_calls_and_micro_batches_of_a_step_are_combined_as_they_say() -> None:
+    model, seen = make_model(), []
+    engine = _engine(model, grad_accum_steps=2)
+    for block in model.blocks:
+        block.register_forward_hook(_record_output)
+        block.register_forward_hook(lambda module, args, out: seen.append(float(out.detach().abs().amax())))
+    for step in range(3):
+        seen.clear()
+        _record_all("between", torch.tensor(step, dtype=torch.float64))
+        with no_host_read():
+            record("read", torch.ones((), dtype=torch.float16), "max")
+        for micro_batch in range(2):
+            loss = loss_of(engine, make_batch(step, 0, micro_batch))
+            record("loss", loss)
+            engine.backward(loss)
+        with no_host_read():
+            result = engine.step()
+        values = _values(result)
+        assert values.pop("loss") == pytest.approx(float(result.loss))
+        assert values.pop("read") == 1.0
+        assert values == pytest.approx(_expected("out", seen) | _expected("between", [step]))
+        assert len(seen) == 6
+        assert float(result.recorded.num_values) == 24 + 4 + 2 + 1
+
+
+def test_nan_and_inf_are_told() -> None:
+    engine = _engine(make_model())
+    for value in (1.0, torch.nan, 2.0):
+        _record_all("odd", torch.tensor(value))
+    engine.backward(loss_of(engine, make_batch(0, 0, 0)))
+    assert all(torch.isnan(value) for value in engine.step().recorded.values().values())
+
+
+def test_what_is_no_part_of_a_step_does_not_count() -> None:
+    model = make_model()
+    record("alone", torch.ones(()))  # no engine: nothing
+    scale = HeadroomLossScale(window=4)
+    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.float16, loss_scale=scale), compile_update=False)
+
+    def forward(value: float) -> Tensor:
+        record("value", torch.tensor(value), "sum")
+        return loss_of(engine, make_batch(0, 0, 0))
+
+    engine.backward(forward(1.0))
+    engine.probe_loss_scale()
+    engine.backward(forward(10.0))
+    engine.discard_step()
+    model.eval()
+    with torch.no_grad():
+        forward(100.0)
+    model.train()
+    engine.backward(forward(1000.0))
+    result = engine.step()
+    assert _values(result) == {"value": 1000.0}
+    engine.backward(loss_of(engine, make_batch(0, 0, 0)))
+    result = engine.step()
+    assert not result.recorded.num_values
+    assert gather_recorded(result.recorded, engine.topology, engine.world) == {}
+
+
+def test_each_engine_has_what_its_own_forward_recorded() -> None:
+    engines = [_engine(make_model()) for _ in range(2)]
+    losses = []
+    for number, engine in enumerate(engines):
+        losses.append(loss_of(engine, make_batch(0, 0, 0)))
+        record("number", torch.tensor(float(number)))
+    for engine, loss in zip(engines, losses, strict=True):
+        engine.backward(loss)
+    assert [_values(engine.step()) for engine in engines] == [{"number": 0.0}, {"number": 1.0}]
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_backward_computes_again_counts_once(recompute: str) -> None:
+    def recorded(recompute: str) -> dict[str, float]:
+        torch.manual_seed(5)
+        sizes = {"vocab_size": 32, "seq_len": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
+        model = Transformer(ModelConfig(**sizes, qk_norm=True, recompute=recompute))
+        for name, module in model.named_modules():
+            if name.endswith(("norm", "feed_forward")):
+                module.register_forward_hook(_record_output)
+        engine = _engine(model)
+        tokens = torch.randint(32, (2, 8))
+        engine.backward(engine(tokens, tokens))
+        result = engine.step()
+        return _values(result) | {"count": float(result.recorded.num_values)}
+
+    assert recorded(recompute) == recorded("none")
+
+
+@pytest.mark.uncounted
+def test_compiled_blocks_record_in_a_graph_that_new_names_do_not_change() -> None:
+    graphs = []
+
+    def note(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def recorded(compiled: bool) -> list[dict[str, float]]:
+        torch._dynamo.reset()
+        model = make_model(recompute=True)
+        for block in model.blocks:
+            block.register_forward_hook(_record_output)
+            if compiled:
+                block.compile(dynamic=False, backend=note)
+        engine = _engine(model, grad_accum_steps=2)
+        values = []
+        for step in range(5):
+            record(f"another/{step}", torch.ones(()))
+            for micro_batch in range(2):
+                engine.backward(loss_of(engine, make_batch(step, 0, micro_batch)))
+            values.append(_values(engine.step()))
+        return values
+
+    for plain, compiled in zip(recorded(False), recorded(True), strict=True):
+        assert plain == pytest.approx(compiled, nan_ok=True)
+    # Of the block one; of its hook one that makes the tensors, one that goes on with them, and backward's.
+    assert len(graphs) <= 4
+
+
+BAD = [
+    (
+        partial(record, "loss", torch.ones(2, 3)),
+        r"record\('loss'\): must be of shape \(\), got \(2, 3\); pass its mean",
+    ),
+    (partial(record, "a b", torch.ones(())), r"record\('a b'\): a name is letters, digits"),
+    (partial(record, "/a", torch.ones(())), r"record\('/a'\): a name is letters, digits"),
+    (partial(record, "x", torch.ones(()), "median"), r"record\('x'\): reduce must be one of mean, sum, max, min, got"),
+    (
+        partial(record, "good", torch.ones(()), "max"),
+        r"record\('good'\): reduce was 'mean' before, got 'max'; use anot",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_what_cannot_be_recorded_is_refused_by_name(call, message: str) -> None:
+    engine = _engine(make_model())
+    record("good", torch.ones(()))
+    with pytest.raises(ValueError, match=message):
+        call()
+    engine.discard_step()
+
+
+def _on_ranks(others: bool) -> dict[str, float] | str:
+    rank = dist.get_rank()
+    engine = _engine(make_model(), grad_accum_steps=2)
+    for micro_batch in range(2):
+        _record_all("rank", torch.tensor(10.0 * rank + micro_batch))
+        if others:
+            record(f"of/{rank}", torch.ones(()))
+        engine.backward(loss_of(engine, make_batch(0, rank, micro_batch)))
+    result = engine.step()
+    try:
+        return gather_recorded(result.recorded, engine.topology, engine.world)
+    except ValueError as error:
+        return str(error)
+
+
+def test_data_parallel_ranks_agree_on_every_value(run_ranks) -> None:
+    first, second = run_ranks(_on_ranks, 2, False)
+    assert first == second == _expected("rank", [0, 1, 10, 11])
+
+
+def test_other_names_on_another_rank_are_an_error_on_all(run_ranks) -> None:
+    first, second = run_ranks(_on_ranks, 2, True)
+    assert first == second
+    assert first == (
+        "record: rank 0 recorded 'of/0' (mean) where rank 1 recorded 'of/1' (mean); record the same names, with the "
+        "same reduce, on every rank"
+    )
+
+
+def test_stages_have_names_of_their_own_and_tensor_parallel_ranks_one_sum() -> None:
+    first = [("in", "mean", 6.0, 2), ("all", "max", 3.0, 1), ("tokens", "sum", 5.0, 1)]
+    last = [("out", "min", 1.0, 1), ("all", "max", 4.0, 1)]
+
+    def of(sizes: dict[str, int], reads: tuple[str, ...] = ("dp",)) -> dict[str, float]:
+        ranks = (Topology(sizes, place, reads=reads) for place in range(4))
+        return combine([FromRank(here.pp.rank, here.counts_sums, [first, last][here.pp.rank]) for here in ranks])
+
+    want = {"in": 3.0, "all": 4.0, "tokens": 5.0, "out": 1.0}
+    assert of({"pp": 2, "dp": 1, "tp": 2}) == of({"pp": 2, "cp": 2}) == of({"tp": 2, "pp": 2}) == want
+    assert of({"pp": 2, "dp": 2}) == of({"x": 2, "pp": 2}, ("x", "dp")) == want | {"tokens": 10.0}
+    with pytest.raises(
+        ValueError, match=r"rank 0 recorded 'in' \(mean\), 'tokens' \(sum\) where rank 2 recorded 'out'"
+    ):
+        combine([FromRank(0, True, rows) for rows in (first, first, last, last)])

@@ -1,0 +1,244 @@
+"""The lines, the JSON and the event file say the same; a line fits into 100 columns, a row has its time and tokens."""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+from megamix.report.metrics import TAGS, LayerPrecision, MetricsWriter, StepMetrics, cut_logs, format_lines
+from megamix.run.run_record import Progress
+from megamix.supervise.console import COLUMNS
+from tests.train.broken_disk import FULL, broken_disk
+
+METRICS = StepMetrics(
+    loss=5.43215,
+    lr=3e-4,
+    grad_norm=0.8125,
+    loss_scale=65536.0,
+    skipped_steps=2,
+    tokens_per_s=12345.6,
+    mfu=0.4123,
+    memory_gib=1.5,
+    data_share=0.01,
+    forward_backward_share=0.8,
+    reduce_scatter_share=0.03,
+    update_share=0.1,
+    all_gather_share=0.02,
+    eta_s=3723.4,
+)
+
+
+def rows(folder: Path, tokens: int = 0) -> list[dict[str, float | None]]:
+    """Each without its time, which is now, and its tokens, which are as said."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in found:
+        assert abs(row.pop(TAGS["time"]) - time.time()) < 600
+        assert row.pop(TAGS["tokens"]) == tokens
+    return found
+
+
+def test_the_console_line_says_what_moves_and_two_more_the_rest() -> None:
+    line = "step   20/1000 | loss 5.4322 | lr 3.00e-04 | grad_norm 0.812 | scale 2^16 | 12,346 tokens/s"
+    assert format_lines(20, 1000, METRICS, detailed=False) == line
+    assert format_lines(20, 1000, METRICS, detailed=True).splitlines() == [
+        line,
+        "step   20/1000 | eta 1:02:03 | skipped 2 | mfu 41.2% | memory 1.50 GiB",
+        "step   20/1000 | time: data 1%, fwd+bwd 80%, reduce-scatter 3%, update 10%, all-gather 2%",
+    ]
+
+
+def test_the_lines_of_a_large_run_fit_into_100_columns() -> None:
+    large = dataclasses.replace(
+        METRICS, loss=11.76234, grad_norm=99.9994, loss_scale=2.0**24, skipped_steps=1234, tokens_per_s=1_234_567.8,
+        memory_gib=79.123, eta_s=3e6, data_share=0.2, forward_backward_share=0.2, reduce_scatter_share=0.2,
+        update_share=0.2, all_gather_share=0.2, mfu=1.0,
+    )  # fmt: skip
+    assert max(map(len, format_lines(999_000, 999_999, large, detailed=True).splitlines())) <= COLUMNS == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mfu": None}, "| mfu n/a |"),
+        ({"loss_scale": None}, "| scale off |"),
+        ({"loss_scale": 1.0}, "| scale 2^0 |"),
+        ({"loss_scale": 0.5}, "| scale 2^-1 |"),
+        ({"loss_scale": 1000.0}, "| scale 1000 |"),
+        ({"grad_norm": math.inf}, "| grad_norm inf |"),
+        ({"loss": math.nan}, "| loss nan |"),
+        ({"eta_s": 59.7}, "| eta 0:01:00"),
+    ],
+)
+def test_the_console_line_says_what_is_absent_or_not_finite(change: dict[str, float | None], words: str) -> None:
+    assert words in format_lines(1, 10, dataclasses.replace(METRICS, **change), detailed=True)  # type: ignore[arg-type]  # of any field
+
+
+def test_every_metric_has_a_tag_of_its_own() -> None:
+    assert METRICS.values().keys() <= TAGS.keys()
+    assert len(set(TAGS.values())) == len(TAGS)
+    assert all("/" in tag for tag in TAGS.values())
+
+
+def test_each_write_is_one_json_object_that_is_on_disk_at_once(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as writer:
+        writer.write(10, METRICS.values())
+        assert rows(tmp_path / "run")[0]["train/loss"] == 5.43215  # read while the writer is open
+        writer.write(20, {"valid_loss": 4.5})
+    first, second = rows(tmp_path / "run")
+    assert first["step"] == 10
+    assert first["optim/loss_scale"] == 65536.0
+    assert first["time_share/exposed_reduce_scatter"] == 0.03
+    assert len(first) == 1 + len(METRICS.values())
+    assert second == {"step": 20, "valid/loss": 4.5}
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("value", [None, math.inf, -math.inf, math.nan])
+def test_what_json_has_no_word_for_is_null(tmp_path: Path, value: float | None) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(1, {"grad_norm": value})
+    assert rows(tmp_path) == [{"step": 1, "optim/grad_norm": None}]
+
+
+def test_what_a_full_disk_has_held_back_is_on_disk_when_the_writer_ends(tmp_path: Path) -> None:
+    with broken_disk(tmp_path) as disk:
+        with MetricsWriter(tmp_path, tensorboard=False) as writer:
+            writer.write(1, {"valid_loss": 4.5})
+            disk.fault = FULL
+            writer.write(2, {"valid_loss": 4.0})
+            disk.fault = None
+        assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_a_second_writer_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with MetricsWriter(tmp_path, tensorboard=False) as writer:
+            writer.write(step, {"loss": 1.0})
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_tensorboard_gets_the_same_tags_and_values(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        for step in (10, 20):
+            writer.write(step, dataclasses.replace(METRICS, loss=1.0 / step, mfu=None).values())
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    named = {TAGS[name] for name in METRICS.values()} | {TAGS["tokens"]}
+    assert set(events.Tags()["scalars"]) == named - {"throughput/mfu"}
+    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert points == [(10, pytest.approx(0.1, rel=1e-6)), (20, pytest.approx(0.05, rel=1e-6))]
+
+
+LAYER = LayerPrecision(
+    zero_share=0.25,
+    subnormal_share=0.5,
+    below_share=0.0,
+    unscaled_subnormal_share=0.75,
+    unscaled_below_share=0.125,
+    headroom=-math.inf,
+    hidden_update_share=None,
+    exponents=(0, 2, *[0] * 54, 1, 0),
+)
+
+
+def test_an_examined_step_is_one_row_of_json(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write_precision(100, {"embedding": LAYER, "blocks.0": dataclasses.replace(LAYER, headroom=3.5)})
+    (row,) = rows(tmp_path)
+    assert row.pop("step") == 100
+    fields = [field.name for field in dataclasses.fields(LayerPrecision)]
+    assert list(row) == [f"precision/{field}/{layer}" for layer in ("embedding", "blocks.0") for field in fields]
+    assert row["precision/unscaled_below_share/embedding"] == 0.125
+    assert row["precision/headroom/embedding"] is None
+    assert row["precision/headroom/blocks.0"] == 3.5
+    assert row["precision/exponents/embedding"] == list(LAYER.exponents)
+
+
+def test_tensorboard_gets_an_examined_step_s_scalars_and_a_histogram_of_exponents(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write_precision(100, {"blocks.0": LAYER})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("precision/subnormal_share/blocks.0")] == [0.5]
+    assert "precision/hidden_update_share/blocks.0" not in events.Tags()["scalars"]
+    (event,) = events.Histograms("precision/exponents/blocks.0")
+    found = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
+    # Limits are upper ones: two gradients from 2^-40 to 2^-39, one from 2^15 to 2^16.
+    assert {limit: count for limit, count in found.items() if count} == {-39: 2, 16: 1}
+    assert (event.step, event.histogram_value.num) == (100, 3)
+
+
+def test_tensorboard_missing_is_answered_with_the_pip_line_and_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # makes the import fail
+    with pytest.raises(
+        ValueError, match=r"metrics.tensorboard = true, .*pip install -e '\.\[tensorboard\]' in .*, or set"
+    ):
+        MetricsWriter(tmp_path / "run", tensorboard=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_lines_that_no_run_has_written_are_kept_and_not_told_again(tmp_path: Path) -> None:
+    noted = b'# a note of mine\n\n[3]\n{"train/loss": 1.0}\n' + b"[" * 100_000 + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(noted)
+    cut_logs(tmp_path, Progress(log_sizes={"metrics.jsonl": len(noted)}))
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write(1, {"loss": 2.0})
+    content = (tmp_path / "metrics.jsonl").read_bytes()
+    assert content.startswith(noted)
+    row = json.loads(content[len(noted) :])
+    assert (row["step"], row["train/loss"]) == (1, 2.0)
+
+
+def test_every_row_says_the_tokens_so_far(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=True, tokens=lambda: 4096) as writer:
+        writer.write(1, {"loss_scale": 8.0, "skipped_steps": 1})
+        writer.write(1, METRICS.values())
+        writer.write(1, {"valid_loss": 4.5})
+        writer.write_precision(1, {"embedding": LAYER})
+    assert len(rows(tmp_path, tokens=4096)) == 4
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {event.value for event in events.Scalars("train/tokens")} == {4096.0}
+    assert TAGS["time"] not in events.Tags()["scalars"]
+
+
+def test_rows_of_a_run_that_was_saved_before_they_had_times_are_told_again(tmp_path: Path) -> None:
+    old, new = {"step": 3, "optim/loss_scale": 8.0}, {"step": 3, "time/unix_s": 1e9, "optim/loss_scale": 4.0}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(new)}\n")
+    MetricsWriter(tmp_path, tensorboard=True, applied=2).close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["optim/loss_scale"]
+    assert [event.value for event in events.Scalars("optim/loss_scale")] == [8.0, 4.0]
+
+
+def test_tensorboard_shows_the_configuration_and_the_sample_letter_by_letter(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=True, applied=7, config="[model]\nseq_len = 8\n") as writer:
+        writer.text(9, "sample", "def f(*args):\n\n    return `x`")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    said = {tag: events.Tensors(f"{tag}/text_summary")[0] for tag in ("config", "sample")}
+    texts = {tag: event.tensor_proto.string_val[0].decode() for tag, event in said.items()}
+    assert {tag: event.step for tag, event in said.items()} == {"config": 7, "sample": 9}
+    assert texts["config"] == "    [model]\n    seq_len = 8\n    "  # Markdown's way to show text as it is
+    assert texts["sample"] == "    def f(*args):\n    \n        return `x`"
+
+
+def test_rows_of_buckets_are_cut_by_their_attempt_and_are_no_curves(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for attempt in (3, 4, 5):
+            writer.append(4, {"communication/attempt": attempt, "communication/bucket": 0})
+    whole = (tmp_path / "metrics.jsonl").stat().st_size
+    cut_logs(tmp_path, Progress(applied=4, attempts=5, log_sizes={"metrics.jsonl": whole}))
+    assert [row["communication/attempt"] for row in rows(tmp_path)] == [3, 4]
+    MetricsWriter(tmp_path, tensorboard=True, applied=2).close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == []

@@ -1,0 +1,250 @@
+"""`megamix plot` draws what metrics.jsonl says, of one run or of several in one picture, with names and units; what is
+missing is named with its fix.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from megamix.cli import main
+from megamix.config import load_config
+from megamix.report.metrics import LayerPrecision, MetricsWriter
+from megamix.report.plot import HeatMap, Series, figures, read_history
+
+NUMBERS = ["zero_share", "subnormal_share", "below_share", "unscaled_subnormal_share", "unscaled_below_share"]
+NUMBERS += ["headroom", "hidden_update_share"]
+
+
+def layer(number: float, headroom: float = 3.0) -> LayerPrecision:
+    return LayerPrecision(
+        zero_share=0.0,
+        subnormal_share=0.5,
+        below_share=0.0,
+        unscaled_subnormal_share=0.75,
+        unscaled_below_share=number,
+        headroom=headroom,
+        hidden_update_share=2 * number,
+        exponents=(1,) * 58,
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """An FP16 run with two overflows, two validations and two examined steps, the second of them an overflow."""
+    return _write_run(tmp_path / "mine")
+
+
+def _write_run(folder: Path) -> Path:
+    with MetricsWriter(folder, tensorboard=False) as writer:
+        writer.write(1, {"loss_scale": 2.0**24, "skipped_steps": 1})
+        rates = {"lr": 0.25, "grad_norm": 2.0, "tokens_per_s": 1000.0}
+        writer.write(10, {"loss": 7.0, "loss_scale": 2.0**23, "skipped_steps": 1, **rates})
+        writer.write_precision(10, {"embedding": layer(0.01), "blocks.0": layer(0.02)})
+        writer.write(10, {"valid_loss": 6.5})
+        writer.write(13, {"loss_scale": 2.0**23, "skipped_steps": 2})
+        writer.write(20, {"loss": math.nan, "loss_scale": 2.0**22, "skipped_steps": 2})
+        writer.write_precision(20, {"embedding": layer(0.03), "blocks.0": layer(0.04, headroom=-math.inf)})
+        writer.write(30, {"loss": 5.0, "loss_scale": 2.0**22, "skipped_steps": 2})
+        writer.write(30, {"valid_loss": 5.5})
+    return folder
+
+
+def test_every_row_finds_its_place(run: Path) -> None:
+    history = read_history(run)
+    assert history.loss == Series([10, 30], [7.0, 5.0])
+    assert history.valid_loss == Series([10, 30], [6.5, 5.5])
+    assert history.lr == Series([10], [0.25])
+    assert history.grad_norm == Series([10], [2.0])
+    assert history.tokens_per_s == Series([10], [1000.0])
+    assert history.loss_scale == Series([1, 10, 13, 20, 30], [2.0**24, *[2.0**23] * 2, *[2.0**22] * 2])
+    assert history.overflows == Series([1, 13], [2.0**24, 2.0**23])
+    assert [*history.precision] == NUMBERS
+    assert history.precision["unscaled_below_share"] == HeatMap(
+        ["embedding", "blocks.0"], [10, 20], [[0.01, 0.03], [0.02, 0.04]]
+    )
+    headroom = history.precision["headroom"].values
+    assert (headroom[0], headroom[1][0]) == ([3.0, 3.0], 3.0)
+    assert math.isnan(headroom[1][1])
+
+
+def test_a_foreign_name_that_looks_like_one_of_ours_is_left_out(run: Path, capsys) -> None:
+    for row in ('{"step": 1, "precision/mine": 1.0}', '{"step": 30, "precision/mine/embedding": 1.0}'):
+        with (run / "metrics.jsonl").open("r+") as file:
+            rest = file.read()
+            file.seek(0)
+            file.write(f"{row}\n{rest}")
+    assert read_history(run).precision["headroom"].layers == ["embedding", "blocks.0"]
+    assert main(["plot", str(run)]) == 0
+    (run / "metrics.jsonl").write_text('{"step": 1, "precision/mine": 1.0}\n{"step": 2, "train/loss": 7.0}\n')
+    assert main(["plot", str(run)]) == 0, capsys.readouterr().err
+
+
+def test_what_is_drawn_is_what_was_read(run: Path) -> None:
+    history = read_history(run)
+    drawn = figures("mine", history)
+    assert [axes.get_ylabel() for axes in drawn["loss"].axes] == ["nats per token", "lr", "grad_norm", "tokens/s"]
+    assert [len(axes.lines) for axes in drawn["loss"].axes] == [2, 1, 1, 1]
+    training, validation = drawn["loss"].axes[0].lines
+    assert training.get_xydata().tolist() == [[10, 7.0], [30, 5.0]]
+    assert validation.get_xydata().tolist() == [[10, 6.5], [30, 5.5]]
+    scale, overflows = drawn["loss_scale"].axes[0].lines
+    fall = [[13, 2.0**23], [13, 2.0**22], [20, 2.0**22]]  # at the overflow, not at the next line of the log
+    assert scale.get_xydata().tolist()[:3] == [[1, 2.0**24], [1, 2.0**23], [10, 2.0**23]]
+    assert scale.get_xydata().tolist()[3:6] == fall
+    assert overflows.get_xydata().tolist() == [[1, 2.0**24], [13, 2.0**23]]
+    for figure in drawn.values():
+        assert "mine" in figure.axes[0].get_title() + figure.get_suptitle()
+    maps = (
+        ("unscaled_below_share", 100, "% of the layer's elements"),
+        ("headroom", 1, "octaves"),
+        ("hidden_update_share", 100, "% of updated elements"),
+    )
+    for name, factor, unit in maps:
+        axes, bar = drawn[name].axes
+        assert bar.get_ylabel() == unit
+        (mesh,) = axes.collections
+        flat = [factor * value for values in history.precision[name].values for value in values]
+        assert mesh.get_array().filled(math.nan).flatten().tolist() == pytest.approx(flat, nan_ok=True)
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["embedding", "blocks.0"]
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["10", "20"]
+
+
+def test_communication_is_drawn_of_a_profiled_attempt_whose_gathers_are_beside_the_next(run: Path) -> None:
+    assert "communication" not in figures("mine", read_history(run))
+    kinds = ("reduce_scatter", "all_gather")
+    with MetricsWriter(run, tensorboard=False) as writer:
+        for attempt, bucket in ((3, 0), (4, 0), (4, 1), (5, 0)):
+            row: dict[str, float] = {"communication/attempt": attempt, "communication/bucket": bucket}
+            for kind in kinds:
+                times = {"launched_s": 0.5, "landed_s": 0.75 + bucket, "needed_s": 0.625, "waited_s": 0.125}
+                row |= {f"communication/{kind}/{name}": s for name, s in times.items()}
+            writer.append(4, row)
+    drawn = figures("mine", read_history(run))["communication"]
+    (axes,) = drawn.axes
+    assert axes.get_title() == "mine: communication of attempt 4"
+    assert len(axes.patches) == 2 * 2 * 2
+    bars = {(bar.get_x(), bar.get_width()) for bar in axes.patches}
+    assert bars == {(500.0, 250.0), (500.0, 1250.0), (625.0, 125.0)}
+    assert "waited for all-gather: 250.0 ms" in [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def _png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:24])
+
+
+def test_the_command_leaves_pngs_in_the_run_s_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(run)]) == 0
+    *written, hint = capsys.readouterr().out.splitlines()
+    assert hint == (
+        "heat maps of 2 examined step(s) of 30; metrics.precision_interval = 6 gives a run as short as this one more"
+    )
+    assert [*map(Path, written)] == [
+        run / f"{name}.png"
+        for name in ("loss", "loss_scale", "unscaled_below_share", "headroom", "hidden_update_share")
+    ]
+    assert _png_size(run / "loss.png") == (1320, 780)
+    assert _png_size(run / "loss_scale.png") == (1080, 540)
+    assert _png_size(run / "headroom.png") == (1080, 300)
+
+
+def test_several_runs_are_drawn_in_one_picture(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    other, alike = _write_run(tmp_path / "other"), _write_run(tmp_path / "elsewhere/mine")
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **keys: drawn.append(figure))
+    for runs, names in (((run, other), ["mine", "other"]), ((run, alike), [str(run), str(alike)])):
+        assert main(["plot", *map(str, runs)]) == 0
+        assert capsys.readouterr().out == f"{run / 'compared.png'}\n"
+        for axes in drawn.pop().axes:
+            lines = [line for line in axes.lines if line.get_linestyle() != "None"]
+            assert [line.get_label() for line in lines] == names
+            assert len({line.get_color() for line in lines}) == 2
+
+
+def test_a_run_that_is_given_twice_is_drawn_once_and_told(run: Path, capsys) -> None:
+    assert main(["plot", str(run), f"{run}/../{run.name}"]) == 0
+    told, *written = capsys.readouterr().out.splitlines()
+    assert told == "RUN: a run that is given twice is drawn once"
+    assert written[0] == str(run / "loss.png")
+
+
+def test_names_that_matplotlib_reads_otherwise_are_shown(tmp_path: Path, monkeypatch) -> None:
+    runs = [_write_run(tmp_path / name) for name in ("$a_$", "_b")]
+    assert main(["plot", *map(str, runs)]) == 0
+    assert main(["plot", str(runs[0])]) == 0
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **keys: drawn.append(figure))
+    assert main(["plot", *map(str, runs)]) == 0
+    texts = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert texts == [r"\$a_\$", "validation", "\u200b_b"]
+
+
+def test_the_quickstart_s_heat_maps_have_many_columns() -> None:
+    config = load_config(Path(__file__).parents[2] / "configs/quickstart.toml")
+    assert config.training.steps // config.metrics.precision_interval >= 10
+
+
+def test_a_run_without_scale_and_examined_steps_is_drawn_as_far_as_it_goes(tmp_path: Path, capsys) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(3, {"loss_scale": 1.0, "skipped_steps": 1})  # an overflow in BF16
+        writer.write(10, {"loss": 7.0, "loss_scale": None, "skipped_steps": 1})
+    assert main(["plot", str(tmp_path)]) == 0
+    loss, scale, maps = capsys.readouterr().out.splitlines()
+    assert loss == str(tmp_path / "loss.png")
+    assert scale == "no loss_scale.png: this run has no loss scale"
+    assert maps.startswith("no heat maps: none of the 10 steps was examined; with metrics.precision_interval = 2 a run")
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["loss.png"]
+
+
+def test_a_last_line_that_is_still_being_written_is_left_out(run: Path) -> None:
+    whole = read_history(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "train/lo')
+    assert str(read_history(run)) == str(whole)  # a NaN in it is not equal to itself
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "has no metrics.jsonl; give the folder of a run"),
+        ("", "holds no complete line yet"),
+        ('{"step"', "holds no complete line yet"),
+        ("[" * 100_000 + "\n", "line 1 of .* is damaged, no object with a step; delete that line"),
+        ('{"step": 1}\n{"st\n{"step": 3}\n', "line 2 of .* is damaged, no object with a step; delete that line"),
+        ('{"step": 1}\n[2]\n', "line 2 of .* is damaged"),
+        ('{"loss": 1}\n', "line 1 of .* is damaged"),
+        (f'{{"step": {10**400}}}\n', "line 1 of .* is damaged, no object with a step; delete that line"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, capsys, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert main(["plot", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(words, error)
+    assert error.startswith("megamix plot: RUN: ")
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_matplotlib_that_is_not_installed_is_answered_with_the_pip_line(run: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plot", str(run)]) == 2
+    assert (
+        "package 'matplotlib' is not installed; run pip install -e '.[plot]' in the checkout" in capsys.readouterr().err
+    )
+
+
+def test_plotting_needs_no_torch_and_no_screen(run: Path) -> None:
+    code = f"import sys; from megamix.cli import main; status = main(['plot', {str(run)!r}]); "
+    code += "print(status, 'torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-3:] == ["0", "False", "False"]

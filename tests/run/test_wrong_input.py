@@ -1,0 +1,350 @@
+"""Wrong input is answered before any time is spent: one message with field, value and fix, nothing written, no torch
+imported.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megamix.builders.data import data_fingerprints
+from megamix.checkpoint.manifest import UNTRAINED, FileRecord, LayoutRecord, Manifest, ParamRecord, manifest_text
+from megamix.cli import main
+from megamix.config import config_to_toml, load_config
+from megamix.run.resume_rules import record_of
+from megamix.run.run_folder import checkpoint_folder
+from megamix.supervise.run_lock import LOCK, run_lock
+from megamix.tools.plan.advice import by_shard
+from megamix.tools.plan.memory_plan import amount, plan_memory
+from tests.train.jobs import tiny_job, write_data
+
+
+@pytest.fixture
+def job(tmp_path) -> tuple[Path, Path]:
+    """(folder, a configuration file for a job in it that would run)."""
+    write_data(tmp_path / "data")
+    config = tmp_path / "job.toml"
+    config.write_text(config_to_toml(tiny_job(tmp_path)))
+    return tmp_path, config
+
+
+def _truncate(folder: Path) -> None:
+    with (folder / "data/train.bin").open("r+b") as file:
+        file.truncate(100)
+
+
+def _remove(folder: Path) -> None:
+    (folder / "data/valid.idx").unlink()
+
+
+def _leave_a_run(folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run/metrics.jsonl").touch()
+
+
+def _put_a_file_in_the_way(folder: Path) -> None:
+    (folder / "run").touch()
+
+
+def _nothing(folder: Path) -> None:
+    pass
+
+
+# What is wrong, on how many ranks, what is done to the files, and what the message must name.
+MISTAKES: dict[str, tuple[list[str], int, Callable[[Path], None], str]] = {
+    "unknown key": (["optimizer.weight_decy=0.1"], 1, _nothing, "optimizer.weight_decy.*weight_decay"),
+    "wrong type": (['training.steps="many"'], 1, _nothing, 'training.steps: got "many", must be a whole number; write'),
+    "heads do not divide": (["model.num_heads=3"], 1, _nothing, "hidden_size.*32.*num_heads.*3.*write"),
+    "batch does not divide": (
+        ["training.global_batch_size=7"],
+        1,
+        _nothing,
+        "training.global_batch_size: got 7.*write",
+    ),
+    "world size does not divide the batch": ([], 3, _nothing, "global_batch_size: got 8.*3.*write"),
+    "world size is not dp_size": (
+        ["parallelism.dp_size=2"],
+        4,
+        _nothing,
+        "parallelism.dp_size: got 2.*4.*write dp_size = 4",
+    ),
+    "missing token file": ([], 1, _remove, "data.valid.*valid.idx.*"),
+    "truncated token file": ([], 1, _truncate, "data.train.*100 bytes.*"),
+    "vocabulary larger than the model's": (["model.vocab_size=60"], 1, _nothing, "model.vocab_size.*60.*"),
+    "fp16 without loss scale": (
+        ['precision.loss_scale.rule="off"'],
+        1,
+        _nothing,
+        "precision.loss_scale.rule: got .*off.*fp16.*write",
+    ),
+    "negative lr": (["optimizer.lr=-1.0"], 1, _nothing, "optimizer.lr: got -1.0, must be greater than 0; write"),
+    "folder of another run": (
+        [],
+        1,
+        _leave_a_run,
+        r"checkpoint.folder: .*run holds another run \(metrics.jsonl\); write",
+    ),
+    "checkpoint that is none": (
+        ["checkpoint.resume=runs"],
+        1,
+        _nothing,
+        "checkpoint.resume: runs is no checkpoint; write auto, never or a path",
+    ),
+    "folder that cannot be made": (
+        [],
+        1,
+        _put_a_file_in_the_way,
+        "checkpoint.folder: .*run cannot be made.*write another",
+    ),
+    "missing tokenizer": (
+        ['data.tokenizer="no.json"'],
+        1,
+        _nothing,
+        "data.tokenizer: tokenizer 'no.json' is missing; name",
+    ),
+    "tokenizer larger than the model": (
+        ['data.tokenizer="{folder}/data/tokenizer.json"'],
+        1,
+        lambda folder: write_data(folder / "data", tokenizer=True),
+        "data.tokenizer: .*tokenizer.json knows 271 tokens, more than model.vocab_size 64; write vocab_size = 271",
+    ),
+    "checkpoint of the run itself": (
+        ["checkpoint.resume={folder}/run/checkpoints/step_00000003"],
+        1,
+        _nothing,
+        "checkpoint.resume: .*step_00000003 is this run's own; write auto",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_and_nothing_is_written(job, monkeypatch, capsys, name: str) -> None:
+    folder, config = job
+    overrides, world_size, damage, message = MISTAKES[name]
+    damage(folder)
+    overrides = [text.format(folder=folder) for text in overrides]
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    assert main(["train", str(config), *overrides]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert ("2 problems" if "vocabulary" in name else "1 problem\n") in error  # the vocabulary's: train and valid
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+def _save(folder: Path, run: str, update: int, **overrides: object) -> Path:
+    """A checkpoint as a run leaves it, as far as a check reads it."""
+    config = tiny_job(folder, checkpoint={"folder": str(folder / run)}, **overrides)
+    record = record_of(config, data_fingerprints(config)).model_copy(update={"progress": {"cursor": 8 * update}})
+    manifest = Manifest(
+        applied_updates=update, skipped_steps=0, loss_scale={}, run=record, layout=LayoutRecord(dp_size=1, buckets=()),
+        states=(UNTRAINED,), params=(ParamRecord(name="weight", shape=(1,), aliases=()),),
+        files=(FileRecord(name="rank_00000.safetensors", size=4, crc32=0),),
+    )  # fmt: skip
+    path = checkpoint_folder(config) / f"step_{update:08d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_bytes(manifest_text(manifest))
+    (path / "rank_00000.safetensors").write_bytes(bytes(4))
+    return path
+
+
+def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
+    folder, config = job
+    run = folder / "run"
+
+    def told(*overrides: str) -> str:
+        assert main(["train", str(config), "--check", *overrides]) == 0
+        return capsys.readouterr().out
+
+    assert told() == f"no problems; 1 rank; would start a new run in {run}\n"
+    newest = _save(folder, "run", 7)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert told() == f"no problems; 2 ranks; would go on from step 7 of {run} to step 12\n"
+    assert told("training.steps=7") == (
+        f"no problems; 2 ranks; {run} is after step 7 already, so no step is left; "
+        "training.steps = 8 or more has some\n  changed since: training.steps: 12 -> 7\n"
+    )
+    begun = _save(folder, "other", 3)
+    resume, new = f"checkpoint.resume={begun}", f"checkpoint.folder={folder / 'new'}"
+    first, *changes = told(resume, new).splitlines()
+    assert first == f"no problems; 2 ranks; would start a new run in {folder / 'new'} from {begun}"
+    assert len(changes) == 2  # of resume and folder
+    goes_on = told(resume)  # a run that has saved goes on from its own
+    assert "go on from step 7" in goes_on
+    assert f"checkpoint.resume: {begun} is not read, for {run} has checkpoints of its own" in goes_on
+    _save(folder, "run", 5)
+    goes_on = f"go on from step 5 of {run} to step 12\n  damaged: {newest}: "
+    for file, harmed in (("rank_00000.safetensors", b""), ("manifest.json", b"{")):
+        whole = (newest / file).read_bytes()
+        (newest / file).write_bytes(harmed)
+        assert goes_on in told()
+        (newest / file).write_bytes(whole)
+    monkeypatch.setenv("RANK", "1")
+    assert told() == ""
+
+
+def test_a_run_goes_on_without_the_checkpoint_that_it_began_from_however_its_path_is_written(job, monkeypatch) -> None:
+    folder, config = job
+    begun, own = _save(folder, "other", 3), _save(folder, "run", 7)
+    loaded = load_config(config, [f"checkpoint.resume={begun}"])
+    (own.parents[1] / "config.toml").write_text(config_to_toml(loaded))
+    shutil.rmtree(begun)
+    monkeypatch.chdir(folder)
+    resume = f"checkpoint.resume=./{begun.relative_to(folder)}"
+    assert main(["train", str(config), "--check", resume]) == 0
+
+
+# What a start refuses to go on with, and what --check must say of it.
+CHANGES = {
+    "model.hidden_size=48 training.seed=3": (
+        "job.toml: 2 problems", "model.hidden_size: the checkpoint has 32, the configuration 48", "training.seed: the",
+    ),
+    "data.train={folder}/data/valid": ("job.toml: 1 problem", "data.train: holds other data than when"),
+    "training.steps=5": ("training.steps: got 5, but {folder}/run/checkpoints/step_00000007 is after update 7; write",),
+    "checkpoint.resume={folder}/nowhere": ("checkpoint.resume: {folder}/nowhere is no checkpoint; write auto",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_a_check_refuses_to_go_on_where_the_start_does(job, capsys, changed: str) -> None:
+    folder, config = job
+    _save(folder, "run", 7)
+    assert main(["train", str(config), "--check", *changed.format(folder=folder).split()]) == 2
+    said = capsys.readouterr().err
+    for part in CHANGES[changed]:
+        assert part.format(folder=folder) in said
+
+
+def test_a_check_refuses_a_folder_that_a_job_holds_and_leaves_a_dead_one_s_lock(job, capsys) -> None:
+    folder, config = job
+    (folder / "run").mkdir()
+    lock, check = folder / "run" / LOCK, ["train", str(config), "--check"]
+    with run_lock(folder / "run", say=print):
+        held = lock.read_text()
+        assert main(check) == 2
+        assert lock.read_text() == held
+    assert re.search(r"run is in use by pid \d+ on .*; end that job first", capsys.readouterr().err)
+    lock.write_text(held.replace('"start": "', '"start": "9'))
+    assert main(check) == 0
+    assert lock.exists()
+
+
+def test_a_check_of_a_run_imports_no_torch(job) -> None:
+    folder, config = job
+    _save(folder, "run", 7)
+    code = (
+        "import sys; from megamix.cli import main; "
+        f"print(main(['train', {str(config)!r}, '--check', 'training.steps=20']), 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split()[-2:] == ["0", "False"]
+
+
+def test_a_check_of_memory_names_the_setting_that_would_fit(job, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    large = [
+        "model.hidden_size=256",
+        "model.num_layers=8",
+        "optimizer.compile=false",
+        "training.micro_batch_size=1",
+        "training.global_batch_size=2",
+    ]
+    config = load_config(job[1], large)
+    peaks = dict(by_shard(config, plan_memory(config, 2, "cpu")))
+    assert peaks["states"] > peaks["gradients"] > peaks["parameters"]
+
+    def check(limit: int) -> int:
+        return main(["train", str(job[1]), *large, "--check", "--memory", f"{limit / 2**20!r}MiB"])
+
+    assert check(peaks["states"]) == 0
+    assert capsys.readouterr().out.endswith(f", which fits {amount(peaks['states'])}\n")
+    for limit, fits in ((peaks["states"] - 1, "gradients"), (peaks["gradients"] - 1, "parameters")):
+        assert check(limit) == 2
+        said = capsys.readouterr().err
+        assert (
+            f"job.toml: 1 problem\n  --memory: got {amount(limit)}, but a rank needs {amount(peaks['states'])}" in said
+        )
+        assert f'; write parallelism.shard = "{fits}", which needs {amount(peaks[fits])}' in said
+    assert check(2**16) == 2
+    assert "no change here is enough: half parameters and gradients, " in capsys.readouterr().err
+
+
+def test_two_mistakes_are_shown_at_once(job, monkeypatch, capsys) -> None:
+    folder, config = job
+    assert main(["train", str(config), "optimizer.lr=-1.0", "model.hiden_size=3"]) == 2
+    error = capsys.readouterr().err
+    assert "2 problems" in error
+    assert "optimizer.lr" in error
+    assert "model.hiden_size" in error
+    _remove(folder)
+    _leave_a_run(folder)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(["train", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert "3 problems" in error
+    assert all(field in error for field in ("training.global_batch_size", "data.valid", "checkpoint.folder"))
+
+
+def test_only_the_first_rank_speaks(job, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", str(job[1]), "optimizer.lr=-1.0"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_an_empty_corpus_is_refused(tmp_path, capsys) -> None:
+    (tmp_path / "texts").mkdir()
+    args = ["prepare", "--input", str(tmp_path / "texts"), "--output", str(tmp_path / "out")]
+    assert main(args) == 2
+    assert re.search("input.*texts.*", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_trackers_that_are_not_installed_are_reported_before_the_run(job, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["train", str(job[1]), 'metrics.wandb.project="mine"']) == 2
+    said = capsys.readouterr().err
+    assert "metrics.tensorboard: is set, but the package tensorboard is not installed; run pip" in said
+    assert "metrics.wandb: is set, but the package wandb is not installed; run pip" in said
+
+
+def test_tokenizers_that_are_not_installed_are_reported_before_the_run(job, monkeypatch, capsys) -> None:
+    folder, config = job
+    for name, package in (("tokenizer.json", "tokenizers"), ("t.model", "sentencepiece")):
+        (folder / name).write_text("no JSON")
+        monkeypatch.setitem(sys.modules, package, None)
+        assert main(["train", str(config), f'data.tokenizer="{folder / name}"']) == 2
+        want = f"data.tokenizer: the Python package '{package}' is not installed; run pip"
+        assert want in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_tokenizer_is_reported_before_the_run(job, capsys) -> None:
+    folder, config = job
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(["train", str(config), f'data.tokenizer="{folder / "tokenizer.json"}"']) == 2
+    assert "is no tokenizer.json" in capsys.readouterr().err
+
+
+def test_mistakes_are_found_without_importing_torch(job) -> None:
+    _, config = job
+    code = (
+        "import sys; from megamix.cli import main; "
+        f"status = main(['train', {str(config)!r}, 'data.tokenizer=\"no.json\"']); "
+        "print(status, 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["2", "False"]
+
+
+def test_a_cublas_that_is_not_deterministic_is_refused_where_the_run_is_to_be(job, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    assert main(["train", str(job[1]), "--check"]) == 0
+    assert main(["train", str(job[1]), "--check", "training.deterministic=true"]) == 2
+    said = capsys.readouterr().err
+    assert 'training.deterministic: is true, but CUBLAS_WORKSPACE_CONFIG is ":0:0"' in said
+    assert "set it to :4096:8 or :16:8" in said

@@ -1,0 +1,477 @@
+"""`megamix.audit` says in which dtype every number of a step is kept, counts what is lost to within a point of an exact
+count, names planted mistakes, is silent where all is well, and changes no bit of what is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import megamix
+from megamix.mixed_precision.muon import MOMENTUM
+from megamix.tools.audit.report import WIDTH, AuditReport
+from megamix.tools.audit.watch import zeros_among_subnormals
+from tests.conftest import FULL
+from tests.tools.audit.loops import (
+    ALONE,
+    BF16,
+    FP16,
+    FP32,
+    TOGETHER,
+    Loop,
+    adamw,
+    engine,
+    fsdp,
+    new_model,
+    plain,
+    same_with_and_without,
+    scaled,
+    scaled_fp16,
+)
+
+TINY_LR = 6e-6
+QUICK = ("ddp, fp16 on the wire, zero", "fsdp2 bf16, fp32 sums", "engine, gradients", "engine, muon, parameters")
+
+
+def after(loop: Loop, steps: int) -> AuditReport:
+    """The report of a loop's last step."""
+    for number in range(steps - 1):
+        loop.step(number)
+    return loop.audited(steps - 1)
+
+
+def said(report: AuditReport, harms: bool = True) -> str:
+    return "\n".join(str(one) for one in report.warnings if one.harms == harms)
+
+
+def dtypes(report: AuditReport, name: str) -> str:
+    """The cells of the row that has this parameter."""
+    (row,) = (row for row in report.rows if name in row.parameters)
+    return " ".join(row.dtypes.values())
+
+
+# storage compute gradient wire sum master moments checkpoint
+@pytest.mark.parametrize(
+    ("name", "norm", "up"),
+    [
+        ("fp32", "fp32 fp32 fp32 - fp32 fp32 fp32 fp32", "fp32 fp32 fp32 - fp32 fp32 fp32 fp32"),
+        ("autocast bf16", "fp32 fp32 fp32 - fp32 fp32 fp32 fp32", "fp32 bf16 bf16 - fp32 fp32 fp32 fp32"),
+        ("autocast fp16, scaler", "fp32 fp32 fp32 - fp32 fp32 fp32 fp32", "fp32 fp16 fp16 - fp32 fp32 fp32 fp32"),
+        ("engine bf16", "bf16 bf16 bf16 - bf16 fp32 fp32 fp32", "bf16 bf16 bf16 - bf16 fp32 fp32 fp32"),
+        ("bf16", "bf16 bf16 bf16 - bf16 bf16 bf16 bf16", "bf16 bf16 bf16 - bf16 bf16 bf16 bf16"),
+    ],
+)
+def test_every_number_s_dtype_is_told(name: str, norm: str, up: str) -> None:
+    report = after(ALONE[name](), 3)
+    assert dtypes(report, "layers.1.norm.weight") == norm
+    assert dtypes(report, "layers.1.up.weight") == up
+    assert report.harms == (name == "bf16")
+
+
+def _cells(name: str) -> tuple[str, str]:
+    report = after(TOGETHER[name](), 2)
+    return dtypes(report, "layers.1.up.weight"), said(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "up"),
+    [
+        ("ddp, autocast", "fp32 bf16 bf16 fp32 fp32 fp32 fp32 fp32"),
+        ("ddp, fp16 on the wire, zero", "fp32 fp32 fp32 fp16 fp16 fp32 fp32 fp32"),
+        ("fsdp2 bf16, fp32 sums", "fp32 bf16 bf16 fp32 fp32 fp32 fp32 fp32"),
+        ("fsdp2 bf16", "fp32 bf16 bf16 bf16 bf16 fp32 fp32 fp32"),
+        ("engine", "bf16 bf16 bf16 bf16 fp32 fp32 fp32 fp32"),
+        ("engine, gradients", "bf16 bf16 bf16 bf16 fp32 fp32 fp32 fp32"),
+        ("engine, parameters", "bf16 bf16 bf16 bf16 fp32 fp32 fp32 fp32"),
+        ("engine, muon, parameters", "bf16 bf16 bf16 bf16 bf16 fp32 fp32 fp32"),
+    ],
+)
+def test_so_is_that_of_what_ranks_send_and_sum(name: str, up: str, run_ranks: Callable[..., Any]) -> None:
+    assert run_ranks(_cells, 2, name) == [(up, "")] * 2
+
+
+@pytest.mark.parametrize("name", list(ALONE) if FULL else ["bf16", "autocast fp16, scaler, fused", "engine fp16"])
+def test_a_run_with_audits_is_bitwise_the_run_without(name: str) -> None:
+    same, page = same_with_and_without(name)
+    assert same
+    assert max(map(len, page.split("\nlost: ")[0].splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize("name", list(TOGETHER) if FULL else QUICK)
+def test_so_it_is_on_ranks_and_each_reports_the_same(name: str, run_ranks: Callable[..., Any]) -> None:
+    (same, page), (also, other) = run_ranks(same_with_and_without, 2, name)
+    assert same
+    assert also
+    assert page == other
+
+
+def exact_lost(before: dict[str, Tensor], optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Of each parameter: how many elements have an AdamW update, of the states after it, in FP64, that is not zero, and
+    how many of these have the value of before.
+    """
+    counts, group = {}, optimizer.param_groups[0]
+    beta1, beta2 = group["betas"]
+    for name, param in model.named_parameters():
+        state = {key: getattr(value, "_local_tensor", value).double() for key, value in optimizer.state[param].items()}
+        step, old = float(state["step"]), before[name].double()
+        denominator = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt() + group["eps"]
+        update = group["lr"] * (state["exp_avg"] / (1 - beta1**step) / denominator + group["weight_decay"] * old)
+        now = getattr(param, "_local_tensor", param).detach()
+        counts[name] = (int((update != 0).sum()), int(((update != 0) & (now == before[name])).sum()))
+    return counts
+
+
+def _audit_and_count(loop: Loop) -> tuple[AuditReport, dict[str, tuple[int, int]]]:
+    for number in range(3):
+        loop.step(number)
+    before = {
+        name: getattr(param, "_local_tensor", param).detach().clone() for name, param in loop.model.named_parameters()
+    }
+    return loop.audited(3), exact_lost(before, loop.optimizer, loop.model)
+
+
+def require_close(reports: list[AuditReport], counts: list[dict[str, tuple[int, int]]]) -> None:
+    for row in reports[0].rows:
+        parts = [rank[name] for rank in counts for name in row.parameters]
+        due, lost = (sum(column) for column in zip(*parts, strict=True))
+        assert row.lost == pytest.approx(lost / due, abs=0.01)
+
+
+def test_lost_updates_are_counted_within_a_point_and_the_missing_masters_named() -> None:
+    model = new_model(BF16)
+    report, exact = _audit_and_count(Loop(model, adamw(model, TINY_LR)))
+    require_close([report], [exact])
+    (first, *_) = report.warnings
+    assert first.harms
+    assert "no FP32 master; " in first.what
+    assert f"of this step's updates round to nothing at lr {TINY_LR}" in first.what
+    assert "autocast" in first.fix
+    weights = [row for row in report.rows if row.name == "layers.*.up.weight"]
+    assert weights[0].lost is not None
+    assert weights[0].lost > 0.5
+
+
+def _sharded_without_masters() -> tuple[AuditReport, dict[str, tuple[int, int]]]:
+    return _audit_and_count(fsdp(0, MixedPrecisionPolicy(reduce_dtype=FP32), BF16, TINY_LR))
+
+
+def test_so_are_those_of_a_sharded_model(run_ranks: Callable[..., Any]) -> None:
+    reports, counts = zip(*run_ranks(_sharded_without_masters, 2), strict=True)
+    require_close([*reports], [*counts])
+    assert "no FP32 master; 100% of this step's updates" in said(reports[0])
+    assert dtypes(reports[0], "layers.0.up.weight") == "bf16 bf16 bf16 fp32 fp32 bf16 bf16 bf16"
+
+
+class CopiedMasters(torch.optim.AdamW):
+    """Updates FP32 copies of half parameters. `saves`: whether its state dict has them."""
+
+    def __init__(self, model: nn.Module, saves: bool):
+        self.halves, self.saves = list(model.parameters()), saves
+        self.masters = [half.detach().float().requires_grad_() for half in self.halves]
+        super().__init__(self.masters, lr=1e-3)
+
+    def backward_done(self) -> None:
+        for half, master in zip(self.halves, self.masters, strict=True):
+            master.grad = half.grad.float()
+
+    def publish(self) -> None:
+        for half, master in zip(self.halves, self.masters, strict=True):
+            half.data.copy_(master.data)
+            half.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | ({"masters": self.masters} if self.saves else {})
+
+
+class CopyLoop(Loop):
+    def step(self, number: int) -> None:
+        tokens = torch.randint(32, (16, 4), generator=torch.Generator().manual_seed(number))
+        nn.functional.cross_entropy(self.model(tokens).float().flatten(0, 1), tokens.flatten()).backward()
+        self.optimizer.backward_done()
+        self.optimizer.step()
+        self.optimizer.publish()
+
+
+def test_copies_are_found_in_any_order() -> None:
+    model = new_model(BF16)
+    optimizer = CopiedMasters(model, True)
+    optimizer.param_groups[0]["params"].reverse()
+    assert dtypes(after(CopyLoop(model, optimizer), 2), "layers.0.up.weight").split()[5] == "fp32"
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_separate_masters_are_found_and_those_that_no_checkpoint_has(saves: bool) -> None:
+    model = new_model(BF16)
+    report = after(CopyLoop(model, CopiedMasters(model, saves)), 2)
+    assert dtypes(report, "layers.0.up.weight") == "bf16 bf16 bf16 - fp32 fp32 fp32 bf16"
+    assert ("no state dict has the FP32 masters" in said(report)) != saves
+    assert report.harms != saves
+
+
+def test_masters_that_were_rebuilt_from_half_are_found() -> None:
+    loop = plain(seed=1)
+    assert not after(loop, 5).harms
+    with torch.no_grad():
+        for param in loop.model.parameters():
+            param.copy_(param.bfloat16())
+    assert "rebuilt from a half copy" in said(loop.audited(5))
+    assert not loop.audited(6).harms  # the next update has filled them again
+
+
+def test_a_model_that_begins_from_half_weights_is_no_mistake() -> None:
+    model = new_model(BF16).float()
+    assert not after(Loop(model, adamw(model)), 1).harms
+
+
+def test_second_moments_that_bf16_cannot_move_are_found() -> None:
+    model = new_model()
+    loop = Loop(model, adamw(model))
+    loop.step(0)
+    for state in loop.optimizer.state.values():
+        state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16()
+    loop.optimizer.param_groups[0]["foreach"] = False
+    assert "moments in fp32/bf16; " in said(loop.audited(1))
+
+
+@pytest.mark.parametrize(("rest", "odd"), [(FP32, BF16), (BF16, FP32)])
+def test_one_module_in_another_dtype_is_named(rest: torch.dtype, odd: torch.dtype) -> None:
+    model = new_model(rest)
+    up = model.layers[1].up.to(odd)
+    up.register_forward_pre_hook(lambda module, inputs: inputs[0].to(odd))
+    up.register_forward_hook(lambda module, inputs, output: output.to(rest))
+    report = after(Loop(model, adamw(model)), 2)
+    names = [one.where for one in report.warnings if "others like it" in one.what]
+    assert names == ["layers.1.up.weight", "layers.1.up.bias"]
+    assert [row.name for row in report.rows if "up.weight" in row.name] == [
+        "layers.*.up.weight (2 of 3)", "layers.1.up.weight",
+    ]  # fmt: skip
+
+
+def test_what_the_optimizer_does_not_hold_and_what_got_no_gradient_is_named() -> None:
+    model = new_model()
+    model.unused = nn.Linear(4, 4)
+    names = [param for name, param in model.named_parameters() if name != "head.bias"]
+    report = after(Loop(model, torch.optim.SGD(names, lr=0.1)), 1)
+    assert said(report).startswith("head.bias: requires a gradient, and the optimizer does not hold it")
+    assert "unused.weight, unused.bias: got no gradient in this step" in said(report, harms=False)
+
+
+def test_gradients_that_underflow_are_counted() -> None:
+    loop = plain(seed=1, amp=FP16)
+    right_step = loop.step
+
+    def small(number: int) -> None:
+        hook = loop.model.head.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2.0**-16,))
+        right_step(number)
+        hook.remove()
+
+    assert "underflow" not in said(loop.audited(0))
+    loop.step = small
+    report = loop.audited(1)
+    (row,) = (row for row in report.rows if row.name == "layers.*.up.weight")
+    assert not row.zeroed_is_exact
+    assert row.zeroed is not None
+    assert row.zeroed > 0.05
+    assert "of the gradient's elements underflow" in said(report)
+
+
+def test_the_estimate_counts_what_a_cast_has_flushed_and_no_other_zero() -> None:
+    exact = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    exact[3], exact[:, 5] = 0.0, 0.0  # a token that did not occur, a unit that was off
+    for power in (0, 12, 20, 24):
+        half = (exact * 2.0**-power).half()
+        flushed = int(((exact != 0) & (half == 0)).sum())
+        assert zeros_among_subnormals(half, FP16) == flushed
+        assert zeros_among_subnormals(half.float(), FP16) == flushed
+    assert flushed > 1000
+    assert zeros_among_subnormals(torch.eye(8), FP16) == 0
+
+
+class Gain(nn.Module):
+    """Half weights that are computed with in FP32, so that backward ends with a cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(64, 32, dtype=FP16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.gain.float()).sum()
+
+
+def test_what_a_cast_flushes_is_counted_exactly() -> None:
+    model, x = Gain(), torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * 2.0**-25
+    x[0] = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with megamix.audit(model, optimizer) as report:
+        model(x).backward()
+        optimizer.step()
+    (row,) = report.rows
+    assert row.zeroed_is_exact
+    assert row.zeroed == int(((x != 0) & (x.half() == 0)).sum()) / x.numel()
+    assert dtypes(report, "gain") == "fp16 fp32 fp32 - fp16 fp16 - fp16"
+
+
+def test_a_step_that_the_scaler_skips_is_told_and_harms_nothing() -> None:
+    loop = scaled(seed=1)
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    report = loop.audited(0)
+    assert not report.harms
+    assert "this step was skipped" in said(report, harms=False)
+    assert report.loss_scale == 2.0**30
+    assert report.rows[0].lost is None
+
+
+def test_headroom_follows_the_loss_scale() -> None:
+    rooms = []
+    for power in (10, 13):
+        loop = scaled(seed=1)
+        loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**power)
+        report = loop.audited(0)
+        (row,) = (row for row in report.rows if row.name == "head.weight")
+        rooms.append(row.headroom)
+        assert report.loss_scale == 2.0**power
+    assert rooms[0] - rooms[1] == pytest.approx(3, abs=0.1)
+
+
+def test_no_step_in_the_block_is_an_error_with_what_to_do() -> None:
+    loop = plain(seed=1)
+    loop.optimizer.step = lambda: None
+    with pytest.raises(RuntimeError, match=r"no step was made inside the block: call optimizer.step\(\) there"):
+        loop.audited(0)
+    assert not loop.model.head.weight._backward_hooks
+    assert not loop.optimizer._optimizer_step_pre_hooks
+
+
+def test_an_error_of_the_loop_passes_and_what_is_no_optimizer_is_refused() -> None:
+    loop = plain(seed=1)
+    with pytest.raises(ZeroDivisionError), megamix.audit(loop.model, loop.optimizer):
+        raise ZeroDivisionError
+    loop.optimizer = {}
+    with pytest.raises(TypeError, match=r"takes a torch.optim.Optimizer or a megamix.ShardedEngine, got dict"):
+        loop.audited(0)
+
+
+class _StackedMuon(torch.optim.Optimizer):
+    """Momentum of its matrices as others keep it: stacked under the first one, in the group, or flattened."""
+
+    def __init__(self, params, keep: str):
+        super().__init__(params, {"lr": 1e-2})
+        self.keep = keep
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = group["params"]
+            stacked = torch.stack([param.grad for param in params]).bfloat16()
+            if self.keep == "stacked":
+                self.state[params[0]]["momentum_buffer"] = stacked
+            elif self.keep == "group":
+                group["momentum_buffer"] = stacked
+            else:
+                for param, grad in zip(params, stacked, strict=True):
+                    self.state[param]["momentum_buffer"] = grad.view(-1)
+            for param, grad in zip(params, stacked, strict=True):
+                param.sub_(group["lr"] * grad)
+
+
+@pytest.mark.parametrize("keep", ["stacked", "group", "flat"])
+def test_momentum_that_is_kept_in_another_shape_is_each_parameters_own(keep: str) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+    optimizer = _StackedMuon(model.parameters(), keep)
+    for _ in range(2):  # the second has it before the step as well
+        with megamix.audit(model, optimizer) as report:
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [(row.moments, row.dtypes["moments"]) for row in report.rows] == [({"momentum_buffer": "bf16"}, "bf16")]
+
+
+def test_of_muon_s_matrices_a_direction_is_what_moves_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)).requires_grad_()
+    optimizer = megamix.Muon(lr=1e-12, weight_decay=0.0, ns_dtype=FP32)
+    trained = megamix.ShardedEngine(model, optimizer, megamix.Precision(FP32), compile_update=False)
+    with megamix.audit(model, trained) as report:
+        model.zero_grad()
+        out = model[0](torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
+        trained.backward(out.diagonal().sum() + 0 * model(out).sum())  # of four elements one has no gradient
+        trained.step()
+    weight, *norm = report.rows
+    assert (weight.direction, weight.moments, {row.direction for row in norm}) == ("fp32", {MOMENTUM: "fp32"}, {"-"})
+    assert (weight.counts["due"], weight.lost) == (4, 1.0)
+    assert "\ndirect: " in str(report)
+    assert "\ndirect: " not in str(after(ALONE["engine bf16"](), 1))
+
+
+def test_within_the_block_nothing_is_called_right() -> None:
+    loop = plain(seed=1)
+    with megamix.audit(loop.model, loop.optimizer) as report:
+        loop.step(0)
+        assert str(report).startswith("audit: nothing is known, no step is over; read the report behind the block")
+        with pytest.raises(RuntimeError, match="nothing is known"):
+            assert report.harms
+    assert str(report).endswith("no number is lost that should be kept")
+    assert not report.harms
+
+
+def test_a_model_and_an_optimizer_that_are_swapped_are_told() -> None:
+    loop = plain(seed=1)
+    told = r"got a model of type AdamW; write megamix.audit\(model, optimizer\)"
+    with pytest.raises(TypeError, match=told), megamix.audit(loop.optimizer, loop.model):
+        pass
+
+
+def test_two_updates_of_an_engine_are_refused() -> None:
+    loop = engine(1, megamix.Precision(BF16))
+    step = loop.step
+    loop.step = lambda number: (step(number), step(number + 1))[1]
+    with pytest.raises(RuntimeError, match=r"made 2 updates inside the block; take one step"):
+        loop.audited(0)
+
+
+def test_an_engine_s_rebuilt_masters_are_found_and_its_skipped_step_told() -> None:
+    loop = engine(1, scaled_fp16())
+    loop.optimizer.loss_scale.loss_scale.fill_(2.0**40)
+    assert "this step was skipped" in said(loop.audited(0), harms=False)
+    loop.optimizer.loss_scale.loss_scale.fill_(2.0**10)
+    assert not after(loop, 5).harms
+    for owned in loop.optimizer.owned_ranges():
+        owned.tensors["master"].copy_(owned.tensors["master"].half())
+    assert "rebuilt from a half copy" in said(loop.audited(6))
+
+
+def test_the_json_has_every_number() -> None:
+    report = after(plain(BF16, seed=1), 2)
+    told = json.loads(report.to_json())
+    assert [row["name"] for row in told["rows"]] == [row.name for row in report.rows]
+    assert told["rows"][0]["moments"] == {"exp_avg": "bf16", "exp_avg_sq": "bf16"}
+    assert told["warnings"][0]["harms"]
+
+
+def test_compiled_code_runs_compiled_and_its_cells_say_so() -> None:
+    ran: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            ran.append("compiled")
+            with torch.utils._python_dispatch._disable_current_modes():  # as a kernel does
+                return graph.forward(*args)
+
+        return run
+
+    model = new_model()
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    loop = Loop(model, adamw(model))
+    loop.step(0)
+    calls = len(ran)
+    report = loop.audited(1)
+    assert len(ran) == 2 * calls
+    assert "compute ? torch.compile runs it unseen (6 row(s))" in str(report)
+    assert "gradient ? torch.compile ends it with casts unseen (6 row(s))" in str(report)
+    assert not report.harms

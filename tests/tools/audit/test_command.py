@@ -1,0 +1,89 @@
+"""`megamix audit` prints the page of a job, or JSON, and ends with 1 if numbers are lost: alone, and on ranks that
+divide the model. What docs/verify.md shows of it runs.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megamix.cli import main
+from megamix.config import load_config
+from megamix.machine import native_halves
+from megamix.tools.audit import command
+from megamix.tools.audit.judgement import AuditWarning
+from megamix.tools.audit.report import AuditReport
+from megamix.tools.verify.layouts import at_own_size, parse_layout
+
+CONFIG = Path(__file__).parents[3] / "configs/quickstart.toml"
+SMALL = ["model.vocab_size=64", "model.seq_len=8", "model.hidden_size=24", "model.num_layers=2"]
+
+
+def test_it_prints_the_page_of_the_quickstart_and_finds_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(CONFIG), *SMALL]) == 0
+    size, head, *rows = capsys.readouterr().out.splitlines()
+    assert size.startswith("update 3 on 1 rank(s), synthetic text, at training.micro_batch_size=2 model.seq_len=8 ")
+    assert head.split()[:4] == ["parameters", "store", "compute", "grad"]
+    (query,) = (row for row in rows if row.startswith("blocks.*.attention.query.weight"))
+    computed = "fp16" if torch.float16 in native_halves() else "fp32"
+    assert query.split()[1:10] == ["fp16", computed, "fp16", "-", "fp16", "fp32", "fp32", "fp32", "0.0%"]
+    assert rows[-1] == "no number is lost that should be kept"
+
+
+def test_ranks_that_divide_the_model_are_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(CONFIG), *SMALL, "parallelism.tp_size=2", "--json", "--updates", "1"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["warnings"] == [one for one in told["warnings"] if not one["harms"]]
+    assert {row["dtypes"]["master"] for row in told["rows"]} == {"fp32"}
+
+
+def _page(*settings: str) -> dict[str, str]:
+    config = at_own_size(load_config(CONFIG, settings), settings)
+    report = command.audit_job(parse_layout("dp2").apply(config), 1)
+    (query,) = (row for row in report.rows if row.name == "blocks.*.attention.query.weight")
+    return query.dtypes
+
+
+@pytest.mark.parametrize(("reduce_dtype", "sum_dtype"), [("half", "fp16"), ("half_fp32_sum", "fp32")])
+def test_on_ranks_it_says_what_travels(reduce_dtype: str, sum_dtype: str, run_ranks: Callable[..., Any]) -> None:
+    settings = [*SMALL, "optimizer.compile=false", f"precision.reduce_dtype={reduce_dtype}"]
+    first, other = run_ranks(_page, 2, *settings)
+    assert first == other
+    assert (first["wire"], first["sum"]) == ("fp16", sum_dtype)
+
+
+def test_moments_in_bf16_that_chance_rounds_are_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
+    moments = ["optimizer.adamw.state_dtype=bf16", "optimizer.adamw.betas=[0.9, 0.999]", "optimizer.compile=false"]
+    assert main(["audit", str(CONFIG), *SMALL, *moments]) == 0
+    assert "moments in bf16" in capsys.readouterr().out  # a look
+
+
+def test_harm_is_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    report = AuditReport(warnings=[AuditWarning("head.weight", "no FP32 master", "Keep it", True)])
+    with mock.patch.object(command, "audit_job", lambda config, updates: report):
+        assert main(["audit", str(CONFIG), *SMALL]) == 1
+        assert "WRONG: head.weight: no FP32 master. Keep it" in capsys.readouterr().out
+        assert main(["audit", str(CONFIG), *SMALL, "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["warnings"][0]["harms"]
+
+
+def test_a_wrong_number_of_updates_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(CONFIG), "--updates", "0"]) == 2
+    assert "--updates: got 0, must be at least 1" in capsys.readouterr().err
+
+
+def test_what_the_page_shows_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (CONFIG.parents[1] / "docs/verify.md").read_text(encoding="utf-8")
+    section = page.split("\n## audit\n")[1].partition("\n## ")[0]
+    commands = re.findall(r"^megamix (.*)$", section, flags=re.MULTILINE)
+    assert commands == ["audit configs/quickstart.toml"]  # run above, small
+    (block,) = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    exec(block, {})
+    (shown,) = re.findall(r"^WRONG: .*no FP32 master;.*$", section, flags=re.MULTILINE)
+    said = capsys.readouterr().out
+    assert re.search(re.sub(r"\d+%", r"\\d+%", re.escape(shown)), said)

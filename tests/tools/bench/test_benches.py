@@ -1,0 +1,287 @@
+"""The benches compare equals and report what they measured: goals by made-up figures, and each from end to end at a
+tiny size.
+"""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megamix.cli import main
+from megamix.tools.bench import benches, muon_bench, startup_bench, train_bench, update_bench
+from megamix.tools.bench.muon_bench import muon
+from megamix.tools.bench.ranks import Settings, Side, Turn
+from megamix.tools.bench.report import Goal, Result, machine_line
+from megamix.tools.bench.sides import Work
+from megamix.tools.bench.startup_bench import startup
+from megamix.tools.bench.train_bench import Measured, examine, fp16, overlap, train, wire
+from megamix.tools.bench.update_bench import (
+    AFTER,
+    BY_HAND,
+    CASTS,
+    COMPILED,
+    COPY,
+    LIBRARY,
+    STATS,
+    UpdateRank,
+    update,
+)
+from tests.conftest import FULL
+from tests.tools.bench.tiny import MODEL, WORK, fork_ranks
+
+TINY = Settings(work=WORK, rounds=1, ranks=1)
+
+
+def _measured(tokens_per_s: list[float], peak_live_bytes: int = 100) -> Measured:
+    return Measured(
+        tokens_per_s,
+        [1.0] * len(tokens_per_s),
+        [1.0] * len(tokens_per_s),
+        [{}] * len(tokens_per_s),
+        10**8,
+        peak_live_bytes,
+    )
+
+
+def _figures(goals: list[Goal]) -> list[tuple[str, float, bool]]:
+    return [(goal.text, round(goal.value, 4), goal.met) for goal in goals]
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    rounds = [[Turn(0.5, 3.0, 0.5, {"update": 1.0}), Turn(0.25, 4.0, 1.0, {"update": 2.0})]]
+    settings = replace(TINY, ranks=2)
+    measured = train_bench._measured(rounds, 7, 8, settings)
+    # 2 ranks x 2 sequences x 16 tokens in half a second
+    assert measured == Measured([128.0], [4.0], [0.75], [{"update": 1.0}], 7, 8)
+
+
+def test_train_compares_with_the_peer_that_comes_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = {
+        "ours": _measured([110.0, 100.0, 120.0], 90),
+        "gradients": _measured([110.0, 99.0, 120.0], 80),
+        "parameters": _measured([99.0, 90.0, 108.0], 60),
+        "resharded": _measured([66.0, 75.0, 60.0], 50),
+        "ddp": _measured([100.0, 100.0, 100.0], 180),
+        "zero": _measured([100.0, 200.0, 60.0], 80),  # by its own median as fast as DDP
+        "fsdp2": _measured([50.0, 50.0, 50.0], 60),
+        "forward and backward": _measured([125.0, 125.0, 150.0], 50),
+    }
+    monkeypatch.setattr(
+        train_bench, "measure", lambda sides, settings: {side.name: rounds[side.name] for side in sides}
+    )
+    assert _figures(train(TINY).goals) == [
+        ("tokens/s over the best of the three (ddp)", 1.1, True),
+        ("tokens/s over forward and backward alone", 0.8, False),
+        ("peak live bytes over ddp's", 0.5, True),
+        ("peak live bytes over zero's", 1.125, False),
+        ("gradients: tokens/s over ours", 1.0, True),
+        ("parameters: tokens/s over ours", 0.9, False),
+        ("parameters: tokens/s over resharded", 1.5, True),
+        ("parameters: peak live bytes over resharded's", 1.2, False),
+    ]
+
+
+def test_fp16_and_overlap_judge_their_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = {
+        "fp16": _measured([95.0, 95.0], 105),
+        "fp16 native": _measured([5.0, 5.0], 100),
+        "fp32": _measured([100.0, 100.0], 150),
+        "overlap on": _measured([102.0, 102.0]),
+        "overlap off": _measured([100.0, 100.0]),
+    }
+    monkeypatch.setattr(
+        train_bench, "measure", lambda sides, settings: {side.name: rounds[side.name] for side in sides}
+    )
+    monkeypatch.setattr(train_bench, "native_halves", frozenset)
+    assert _figures(fp16(TINY).goals) == [
+        ("tokens/s over native half products", 19.0, True),
+        ("tokens/s over FP32", 0.95, True),
+        ("peak live bytes over native's", 1.05, True),
+    ]
+    assert _figures(overlap(TINY).goals) == [("tokens/s with overlap over without", 1.02, False)]
+
+
+def test_muon_is_judged_at_two_batches_on_two_ranks_and_by_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(sides: list[Side], settings: Settings) -> dict[str, Measured]:
+        rates = {"adamw": 100.0, "muon": 80.0 if settings.work.micro_batch_size == TINY.work.micro_batch_size else 90.0}
+        of_all = {side.name: _measured([rates.get(side.name, 85.0)] * settings.rounds) for side in sides}
+        each = 60.0 if settings.ranks == 2 else 100.0
+        return {name: one._replace(optimizer_ms=[each] * settings.rounds) for name, one in of_all.items()}
+
+    monkeypatch.setattr(muon_bench, "measure", measure)
+    *judged, (name, share, _) = _figures(muon(replace(TINY, ranks=2)).goals)
+    assert judged == [
+        (f"tokens/s over AdamW's, {TINY.work.micro_batch_size} sequences", 0.8, True),
+        ("tokens/s over AdamW's, 16 sequences", 0.9, True),
+        ("optimizer's part on 2 ranks over one's", 0.6, True),
+    ]
+    assert name == "time of the iteration's products over its own"
+    assert 0 < share < 10
+
+
+def test_wire_shows_every_way_to_sum_beside_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = {"half": _measured([100.0]), "half_fp32_sum": _measured([80.0]), "fp32": _measured([50.0])}
+    built = {}
+
+    def measure(sides: list[Side], settings: Settings) -> dict[str, Measured]:
+        built.update({side.name: side.build(settings.work).engine for side in sides})
+        return rounds
+
+    monkeypatch.setattr(train_bench, "measure", measure)
+    rows = [row[:3] for row in wire(TINY).rows]
+    assert rows == [
+        ("half", "100 [100, 100]", "1.000 [1.000, 1.000]"),
+        ("half_fp32_sum", "80 [80, 80]", "1.250 [1.250, 1.250]"),
+        ("fp32", "50 [50, 50]", "2.000 [2.000, 2.000]"),
+    ]
+    grad_dtypes = {name: engine.buckets[0].grads.dtype for name, engine in built.items()}
+    assert grad_dtypes == {"half": torch.bfloat16, "half_fp32_sum": torch.bfloat16, "fp32": torch.float32}
+
+
+def test_examine_judges_one_examined_step_among_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = {"ordinary": _measured([150.0, 140.0]), "examined": _measured([100.0, 100.0])}
+    monkeypatch.setattr(train_bench, "measure", lambda sides, settings: rounds)
+    (goal,) = examine(TINY).goals
+    assert goal.line() == "met    0.450 [0.425, 0.475] <= 1  % of the run's time for one examined step in 100"
+
+
+def test_fp16_does_not_apply_where_half_products_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_bench, "native_halves", lambda: {torch.float16})
+    result = fp16(TINY)
+    assert (result.raw, result.goals) == ({}, [])
+    assert "this CPU has FP16 units" in result.text()
+
+
+def test_benches_run_from_end_to_end_and_leave_lines_of_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "bench.jsonl"
+    if not FULL:
+        fork_ranks(monkeypatch)
+        monkeypatch.setattr(update_bench, "KINDS", {"fp16": update_bench.KINDS["fp16"]})  # each in a process of its own
+    benches.report([lambda: update(TINY, threads=(1,), calls=1, sizes={"tiny": MODEL}), lambda: overlap(TINY)], output)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["bench"] for line in lines] == ["update", "overlap"]
+    assert set(lines[0]["raw"]["fp16, 1 thread(s)"]) == {LIBRARY, "statistics, no compiler", CASTS, COPY}
+    after = lines[0]["raw"]["tiny"]
+    assert [len(after[way]) for way in (AFTER, BY_HAND)] == [1, 1]
+    (goal,) = [goal for goal in lines[0]["goals"] if goal["text"] == f"{AFTER}: processor time over by hand's (tiny)"]
+    assert (goal["value"], goal["bound"], goal["at_least"]) == (after[AFTER][0] / after[BY_HAND][0], 1.1, False)
+    turns = lines[1]["raw"]["overlap off"]
+    assert [len(turns[name]) for name in ("tokens_per_s", "optimizer_ms", "details_ms")] == [1, 1, 1]
+    assert turns["peak_live_bytes"] > 0
+    printed = capsys.readouterr().out
+    assert "megamix bench update" in printed
+    assert "overlap on, ms a step on rank 0: exposed_all_gather" in printed
+    assert machine_line(lines[1]["machine"]) in printed
+
+
+def test_a_reader_that_has_seen_enough_ends_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result: Any = SimpleNamespace(json_line=lambda machine: "{}", text=lambda: "one")
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open(theirs, "w") as nobody_reads:
+        monkeypatch.setattr("sys.stdout", nobody_reads)
+        benches.report([lambda: result] * 2, tmp_path / "bench.jsonl")
+    assert (tmp_path / "bench.jsonl").read_text() == "{}\n"
+
+
+def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, starts = startup_bench._seconds_to_first_step, []
+
+    def seconds(side: Side, work: Work, environment: dict[str, str], world_size: int) -> float:
+        starts.append((side.build, work, environment))
+        return real(side, work, environment, world_size) if side.name == "ddp" else 10.0
+
+    monkeypatch.setattr(startup_bench, "_seconds_to_first_step", seconds)
+    monkeypatch.setattr(startup_bench, "MAX_ROUNDS", 1)
+    result = startup(Settings(work=replace(WORK, compile_update=True), rounds=9))
+    assert [*result.raw] == ["ours, compile cache cold", "ours, compile cache warm", "ours, no compiler", "ddp"]
+    assert [len(values) for values in result.raw.values()] == [1, 1, 1, 1]
+    assert 0.5 < result.raw["ddp"][0] < 120
+    cold, warm, uncompiled, _ = starts
+    assert cold == warm
+    assert (cold[1].compile_update, uncompiled[1].compile_update) == (True, False)
+    assert not Path(cold[2]["TORCHINDUCTOR_CACHE_DIR"]).exists()  # it was the bench's own
+
+
+def test_update_goals_are_ratios_of_rates() -> None:
+    seconds = {COPY: [9.0, 9.0], COMPILED: [10.0, 10.0], CASTS: [13.0, 13.0], STATS: [4.0, 4.0], LIBRARY: [12.0, 12.0]}
+    assert _figures([*update_bench._goals((1, "bf16"), seconds)]) == [
+        ("compiled update's rate over the copy's (bf16, 1 thread(s))", 0.9, True),
+        ("compiled update's speed over cast + AdamW(fused) + cast (bf16, 1 thread(s))", 1.3, True),
+        ("compiled statistics' time over the compiled update's (bf16, 1 thread(s))", 0.4, False),
+        ("update's rate without a compiler over the copy's (bf16, 1 thread(s))", 0.75, False),
+    ]
+
+
+def test_the_bytes_of_an_update_are_those_of_its_tensors() -> None:
+    for name, (dtype, optimizer) in update_bench.KINDS.items():
+        rank = UpdateRank(MODEL, dtype, try_compiler=False, optimizer=optimizer)
+        once, twice = [], []  # read or written, and both
+        for bucket in rank._buckets:
+            once += [bucket.grads, bucket.params]
+            twice += [bucket.master, *(state for states in bucket.states for state in states.values())]
+        moved = sum(tensor.nbytes for tensor in once) + 2 * sum(tensor.nbytes for tensor in twice)
+        bytes_a_param = update_bench.update_bytes(optimizer)
+        assert moved == bytes_a_param * rank.num_params()
+        assert bytes_a_param == (20 if "moments" in name else 28)
+        seconds = {LIBRARY: [1e-9 * rank.num_params()], COPY: [1.0]}
+        (row, _) = update_bench._rows((1, name), seconds, rank.num_params())
+        assert row[1:3] == ("1.000 [1.000, 1.000]", f"{bytes_a_param}.0 [{bytes_a_param}.0, {bytes_a_param}.0]")
+
+
+def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its timing is at stake here, not its speed
+    rank = UpdateRank(MODEL, torch.bfloat16, calls=1)
+    before = [bucket.master.clone() for bucket in rank._buckets]
+    seconds = rank.seconds(3)
+    assert [*seconds] == [*rank.variants][3:] + [*rank.variants][:3]
+    assert {COMPILED, STATS, LIBRARY, CASTS, COPY} <= set(seconds)
+    assert rank.num_params() == sum(master.numel() for master in before)
+    for name in (COMPILED, LIBRARY, CASTS):
+        before = [bucket.master.clone() for bucket in rank._buckets]
+        rank.variants[name]()
+        masters = [bucket.master for bucket in rank._buckets]
+        assert not all(map(torch.equal, before, masters)), name
+        assert all(torch.equal(bucket.params, bucket.master.bfloat16()) for bucket in rank._buckets), name
+
+
+@pytest.mark.parametrize(("what", "flags"), [("fp16", ["--json"]), ("all", [])])
+def test_the_verb_runs_what_it_names(
+    what: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, int]] = []
+    names = ["update", "train", "step", "host", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"]
+    for name in names:
+
+        def bench(settings: Any, name: str = name) -> Result:
+            ran.append((name, settings.rounds))
+            return Result(name, {}, {}, ("side",), [])
+
+        monkeypatch.setattr(benches, name, bench)
+    monkeypatch.setattr(benches, "layout", lambda name, rounds: bench(Settings(rounds=rounds), name))
+    output = tmp_path / "lines.jsonl"
+    assert main(["bench", what, "--rounds", "3", "--output", str(output), *flags]) == 0
+    want = [*names[:4], "tp2", "pp2", *names[4:]] if what == "all" else ["fp16"]
+    assert ran == [(name, 3) for name in want]
+    assert [json.loads(line)["bench"] for line in output.read_text().splitlines()] == want
+    printed = capsys.readouterr().out
+    assert (printed == output.read_text()) is bool(flags)
+    assert [f"megamix bench {name}" in printed for name in want] == [not flags] * len(want)
+
+
+def test_wrong_flags_are_named_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path, tmp_path / "file" / "below.jsonl"):
+        assert main(["bench", "all", "--rounds", "0", "--output", str(output)]) == 2
+        assert capsys.readouterr().err.splitlines() == [
+            "megamix bench: flags: 2 problems",
+            "  --rounds: got 0, must be at least 1; write --rounds 15",
+            f"  --output: got {output}, which cannot be written; name a file in a folder of yours",
+        ]

@@ -1,0 +1,138 @@
+"""The host's bench: every side of every case trains the same thing, and a cost is the difference of two cases that
+differ in one thing, by made-up figures.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from megamix.tools.bench import host_bench
+from megamix.tools.bench.host_bench import (
+    ALONE,
+    BARE,
+    CUT,
+    FIRST_STEPS,
+    HALF,
+    JOINED,
+    OURS,
+    SHALLOW,
+    TWO,
+    UNJOINED,
+    First,
+    HostCase,
+    HostSettings,
+    Sitting,
+    Unjoined,
+    a_further,
+    host,
+    sittings,
+    small_model,
+)
+from megamix.tools.bench.ranks import Settings
+from megamix.tools.bench.sides import Ours, Work, make_model
+from tests.tools.bench.tiny import WORK, fork_ranks
+
+TINY = HostSettings(rounds=1, steps=1, layers=4, width=8, work=replace(WORK, micro_batch_size=1, lr=1e-3))
+
+
+def test_the_bench_runs_from_end_to_end_and_all_sides_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch)
+    result = host(TINY)
+    assert set(result.raw) == {ALONE, JOINED, SHALLOW, HALF, CUT, TWO}
+    for case, raw in result.raw.items():
+        trained = {name: first.losses for name, first in raw["first"].items() if name != BARE}
+        assert all(len(losses) == FIRST_STEPS for losses in trained.values())
+        for name, losses in trained.items():
+            assert losses == pytest.approx(trained["parameters"], abs=2e-2), (case, name)
+        assert raw["first"][BARE].losses[0] == pytest.approx(trained["parameters"][0], abs=2e-2)
+        assert all(ms > 0 for (ms,) in raw["cpu_ms"].values())
+    assert {"by hand", "autocast", "ddp", "fsdp2, kept", "fsdp2, resharded", UNJOINED, *OURS} < set(
+        result.raw[ALONE]["cpu_ms"]
+    )
+    assert f"{ALONE}, 52 tensors: states" in result.text()
+    assert len(result.goals) == 5
+
+
+def test_cases_differ_in_one_thing_each() -> None:
+    tensors, units = {}, {}
+    for sitting in sittings(HostSettings()):
+        for case, work in sitting.cases.items():
+            model = make_model(replace(work, device="meta"))
+            tensors[case] = len([*model.parameters()])
+            units[case] = len(model.blocks)
+    assert tensors[ALONE] == tensors[JOINED] == tensors[CUT] == 580
+    assert (tensors[SHALLOW], tensors[HALF], tensors[TWO]) == (148, 292, 292)
+    assert units[ALONE] == units[CUT] == 48
+    assert units[JOINED] == units[SHALLOW] == 12
+
+
+def test_a_side_joins_no_units_and_its_engine_alone() -> None:
+    work = replace(TINY.of(16), blocks_a_unit=1)
+    joined, unjoined = Ours(work, shard="parameters"), Unjoined(work)
+    assert len(unjoined.engine.buckets) > 16 > len(joined.engine.buckets)
+    assert len(Ours(work, shard="parameters").engine.buckets) == len(joined.engine.buckets)
+
+
+def _made_up(layers: int, tensors: int, **cpu_ms: list[float]) -> HostCase:
+    settings = Settings(work=Work(model=small_model(8, layers)))
+    return HostCase(settings, tensors, {BARE: [10.0, 20.0], **cpu_ms}, {name: First([], 0) for name in (BARE, *cpu_ms)})
+
+
+def test_a_cost_is_what_two_cases_differ_in() -> None:
+    measured = {
+        ALONE: _made_up(8, 100, parameters=[22.0, 36.0], ddp=[15.0, 28.0]),
+        JOINED: _made_up(8, 100, parameters=[16.0, 24.0], ddp=[15.0, 28.0]),
+        SHALLOW: _made_up(2, 28, parameters=[12.4, 22.8], ddp=[12.0, 22.0]),
+        HALF: _made_up(4, 52, parameters=[13.0, 23.0], ddp=[12.0, 22.0]),
+        CUT: _made_up(8, 100, parameters=[25.0, 39.0], ddp=[15.0, 28.0]),
+        TWO: _made_up(4, 52, parameters=[16.0, 28.0], ddp=[14.0, 28.0]),
+    }
+    costs = a_further(measured, "parameters")
+    assert costs == {
+        "tensor": pytest.approx([3.6 / 72, 1.2 / 72]),
+        "unit": [1.0, 2.0],
+        "micro-batch": [1.0, 1.0],
+        "rank": [3.0, 5.0],
+    }
+    assert set(a_further(measured, UNJOINED)) == set()
+    measured[ALONE].cpu_ms |= {"states": [11.0, 24.0], "gradients": [12.0, 28.0], UNJOINED: [4.5, 9.0]}
+    measured[JOINED].cpu_ms[UNJOINED] = [1.5, 6.0]
+    goals = [(goal.value, goal.met) for goal in host_bench._goals(measured)]
+    assert goals == [
+        (pytest.approx(0.35), True),  # 1 and 4 over 5 and 8
+        (pytest.approx(0.7), False),
+        (pytest.approx(2.2), False),
+        (pytest.approx(1.25), False),
+        (pytest.approx(0.5), False),
+    ]
+
+
+def test_a_turn_is_taken_by_each_side_in_rotated_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, str]] = []
+
+    class Pool:
+        def __init__(self, name: str):
+            self.name = name
+
+        def __enter__(self) -> "Pool":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def call(self, function: object, case: str, *args: int) -> list[object]:
+            if args:
+                return [First([1.0], 2), First([1.0], 2)]
+            called.append((case, self.name))
+            return [1.0, 3.0]
+
+    monkeypatch.setattr(host_bench, "start_ranks", lambda name, *_, **__: Pool(name))
+    work = replace(WORK, model=small_model(8, 2))
+    sitting = Sitting(2, {"a": object, "b": object}, {"one": work, "two": work})
+    measured = host_bench.measure(sitting, replace(TINY, rounds=2))
+    assert called == [
+        ("one", "a"), ("one", "b"), ("two", "a"), ("two", "b"),
+        ("one", "b"), ("one", "a"), ("two", "b"), ("two", "a"),
+    ]  # fmt: skip
+    assert measured["one"].cpu_ms == {"a": [2.0, 2.0], "b": [2.0, 2.0]}
+    assert measured["two"].first["b"].graphs == 2

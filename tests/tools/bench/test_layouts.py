@@ -1,0 +1,86 @@
+"""Ours and torch alone on a layout: every side trains the same thing, and the goal is over the faster of torch's."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamix.cli import main
+from megamix.tools.bench import benches, train_bench
+from megamix.tools.bench.ranks import Settings, Side, TrainRank, Turn
+from megamix.tools.bench.report import Result
+from megamix.tools.bench.train_bench import LAYOUTS, Measured, _measured, layout
+from tests.tools.bench.tiny import MODEL, WORK
+
+UNTIED = replace(WORK, model=MODEL.model_copy(update={"tie_embeddings": False}), shared=True)
+SMALL = {"tp2": UNTIED, "pp2": replace(UNTIED, micro_batches=4)}
+
+
+def _sides(name: str) -> list[Side]:
+    _, ours, peers, others = LAYOUTS[name]
+    return [ours, *peers, *others]
+
+
+def _losses(name: str, dtype: torch.dtype, steps: int) -> dict[str, list[float]]:
+    traces = {}
+    for side in _sides(name):
+        of_dtype = Side(side.name, partial(side.build, dtype=dtype))
+        losses = torch.tensor(TrainRank(of_dtype, SMALL[name]).losses(steps), dtype=torch.float64)
+        dist.all_reduce(losses, op=dist.ReduceOp.MAX)  # of a pipeline one rank knows them, the other says 0
+        traces[side.name] = losses.tolist()
+    return traces
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_sides_of_a_layout_agree_on_the_losses(name: str, run_ranks) -> None:
+    traces, other = run_ranks(_losses, 2, name, torch.float32, 4)
+    assert traces == other
+    for side, losses in traces.items():
+        assert losses == pytest.approx(traces["ours"], abs=1e-5), side
+    assert abs(traces["ours"][3] - traces["ours"][0]) > 1e-3  # else a side that never updates would agree as well
+    for side, losses in run_ranks(_losses, 2, name, torch.bfloat16, 3)[0].items():
+        assert losses == pytest.approx(traces["ours"][:3], abs=2e-2), side
+
+
+def test_ranks_that_share_a_model_count_its_tokens_once() -> None:
+    settings = Settings(work=SMALL["pp2"], rounds=1, ranks=2)
+    measured = _measured([[Turn(0.5, 3.0, 0.5, {}), Turn(0.25, 4.0, 1.0, {})]], 7, 8, settings)
+    assert measured.tokens_per_s == [256.0]  # 4 micro-batches x 2 sequences x 16 tokens in half a second
+
+
+def test_the_goal_is_over_the_faster_of_torch_s_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"ours": 110.0, "autocast": 100.0, "fully_shard": 50.0, "ours, whole positions": 200.0}
+
+    def measure(sides: list[Side], settings: Settings) -> dict[str, Measured]:
+        assert (settings.rounds, settings.ranks, settings.work.shared) == (3, 2, True)
+        return {side.name: Measured([rates[side.name]], [1.0], [1.0], [{}], 10**8, 100) for side in sides}
+
+    monkeypatch.setattr(train_bench, "measure", measure)
+    for name in LAYOUTS:
+        (goal,) = layout(name, 3).goals
+        assert goal.line() == "met    1.100 [1.100, 1.100] >= 0.97  tokens/s over torch alone (autocast)"
+
+
+def test_a_layout_is_a_flag_of_bench_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[Any] = []
+
+    def bench(name: str, rounds: int) -> Result:
+        ran.append((name, rounds))
+        return Result(name, {}, {}, ("side",), [])
+
+    monkeypatch.setattr(benches, "layout", bench)
+    output = ["--rounds", "2", "--output", str(tmp_path / "lines.jsonl")]
+    assert main(["bench", "--layout", "tp2", *output]) == 0
+    assert main(["bench", "train", "--layout", "pp2", *output]) == 0
+    assert ran == [("tp2", 2), ("pp2", 2)]
+    capsys.readouterr()
+    assert main(["bench", "wire", "--layout", "tp2", *output]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "  --layout: got tp2 with wire, but whole steps alone have a layout; write megamix bench train --layout tp2"
+    ]

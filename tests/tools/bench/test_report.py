@@ -1,0 +1,72 @@
+"""What a bench prints and leaves behind is what it measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megamix.tools.bench import report
+from megamix.tools.bench.report import Goal, Result, Spread, append_line, describe_machine, machine_line, show, table
+
+
+@pytest.mark.parametrize(
+    ("value", "at_least", "met"), [(1.05, True, True), (1.04, True, False), (1.05, False, True), (1.06, False, False)]
+)
+def test_a_goal_is_met_at_its_bound_and_on_the_right_side_of_it(value: float, at_least: bool, met: bool) -> None:
+    goal = Goal("speed", value, 1.05, at_least)
+    assert goal.met is met
+    assert goal.line().startswith("met " if met else "MISSED ")
+
+
+def test_a_goal_shows_figure_quartiles_and_bound() -> None:
+    goal = Goal("tokens/s over ddp", Spread(1.0, 1.1, 1.25), 1.05)
+    assert goal.line() == "met    1.100 [1.000, 1.250] >= 1.05  tokens/s over ddp"
+
+
+def test_numbers_stand_in_columns() -> None:
+    assert table(("side", "ms"), [("ours", "1.0"), ("the other", "10.0")]) == [
+        "side         ms",
+        "ours        1.0",
+        "the other  10.0",
+    ]
+    assert show(Spread(1.04, 1.25, 2.0), 1) == "1.2 [1.0, 2.0]"
+
+
+def test_every_line_of_the_file_is_json_with_all_rounds_and_versions(tmp_path: Path) -> None:
+    raw = {"ours": {"tokens_per_s": [1.0, 2.0]}}
+    result = Result("train", {"rounds": 2}, raw, ("side",), [("ours",)], [Goal("speed", 1.0, 2.0)], ["a note"])
+    machine = describe_machine()
+    file = tmp_path / "not" / "yet" / "there.jsonl"
+    for _ in range(2):
+        append_line(file, result.json_line(machine))
+    first, second = map(json.loads, file.read_text().splitlines())
+    assert first == second
+    assert first["raw"] == raw
+    assert first["goals"] == [{"text": "speed", "value": 1.0, "bound": 2.0, "at_least": True, "met": False}]
+    assert {"date", "cpu", "cores", "vector_units", "load", "torch", "python", "megamix"} <= set(first["machine"])
+    assert "MISSED 1.000 >= 2  speed\na note" in result.text()
+
+
+def test_a_machine_without_proc_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(report.platform, "processor", lambda: "an abacus")
+    assert describe_machine()["cpu"] == "an abacus"
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: Fast CPU\n\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
+    )
+    assert describe_machine()["cpu"] == "Fast CPU"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"fp16_units": False, "bf16_units": False}, "AVX2, no half units, BF16 products wide"),
+        ({"fp16_units": False, "bf16_units": True}, "AVX2, BF16 units, BF16 products wide"),
+        ({"fp16_units": True, "bf16_units": True}, "AVX2, FP16 and BF16 units, BF16 products wide"),
+    ],
+)
+def test_the_kind_of_a_machine_is_told(found: dict[str, bool], said: str) -> None:
+    told = {"cpu": "Fast CPU", "cores": 2, "vector_units": "AVX2", "bf16_products": "wide", "load": 0.25, "torch": "2"}
+    assert machine_line(describe_machine() | told | found).startswith(
+        f"on Fast CPU, 2 cores: {said}; load 0.2, torch 2"
+    )

@@ -1,0 +1,160 @@
+"""Every side of a comparison trains, and trains the same thing."""
+
+import os
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megamix.machine import CPU_HALVES
+from megamix.mixed_precision.muon import Muon
+from megamix.tools.bench import train_bench
+from megamix.tools.bench.ranks import Side, TrainRank
+from megamix.tools.bench.sides import Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied
+from tests.distributed.late_gather import late_gathers
+from tests.tools.bench.tiny import WORK
+
+FP32 = {
+    "ours": partial(Ours, dtype=torch.float32),
+    "gradients": partial(Ours, dtype=torch.float32, shard="gradients"),
+    "parameters": partial(Ours, dtype=torch.float32, shard="parameters"),
+    "ours, no overlap": partial(Ours, dtype=torch.float32, overlap=False),
+    "ddp": partial(Ddp, dtype=torch.float32),
+    "zero": partial(Zero, dtype=torch.float32),
+    "fsdp2": partial(Fsdp, dtype=torch.float32, reduce_dtype=torch.float32),
+    "resharded": partial(Fsdp, dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True),
+}
+HALF = {
+    "ours": Ours,
+    "half_fp32_sum": partial(Ours, reduce_dtype="half_fp32_sum"),
+    "fp32 gradients": partial(Ours, reduce_dtype="fp32"),
+    "fp16": partial(Ours, dtype=torch.float16),
+    "parameters": partial(Ours, shard="parameters"),
+    "examined": Examined,
+    "fp16 native": partial(Ours, dtype=torch.float16, wide=False),
+    "ddp": Ddp,
+    "zero": Zero,
+    "fsdp2": Fsdp,
+}
+
+
+def _losses(builds: dict[str, Any], steps: int) -> dict[str, list[float]]:
+    """The mean over the ranks, which is what all of them minimise."""
+    traces = {}
+    for name, build in builds.items():
+        losses = torch.tensor(TrainRank(Side(name, build), WORK).losses(steps), dtype=torch.float64)
+        dist.all_reduce(losses)
+        traces[name] = (losses / dist.get_world_size()).tolist()
+    return traces
+
+
+def test_all_sides_agree_on_the_losses_in_fp32(run_ranks) -> None:
+    traces, other = run_ranks(_losses, 2, FP32, 4)
+    assert traces == other
+    for name, losses in traces.items():
+        assert losses == pytest.approx(traces["ours"], abs=1e-5), name
+    assert abs(traces["ours"][3] - traces["ours"][0]) > 1e-3  # else a side that never updates would agree as well
+
+
+def test_all_sides_train_in_half_precision_to_nearly_the_same_losses(run_ranks) -> None:
+    truth = run_ranks(_losses, 2, {"ours": FP32["ours"]}, 3)[0]["ours"]
+    for name, losses in run_ranks(_losses, 2, HALF, 3)[0].items():
+        assert losses == pytest.approx(truth, abs=2e-2), name
+
+
+def _turns() -> list[Any]:
+    ours = TrainRank(Side("ours", Ours, steps=2), WORK)
+    alone = TrainRank(Side("alone", ForwardBackward, steps=2, warm_up_steps=0), WORK)
+    turns = [ours.turn(), alone.turn()]
+    grads = {param.grad for param in alone._built().model.parameters()}
+    return [*turns, ours._step, alone._step, grads, ours.max_rss_bytes()]
+
+
+def test_a_turn_times_its_steps_after_the_warm_up(run_ranks) -> None:
+    ours, alone, ours_steps, alone_steps, grads, rss = run_ranks(_turns, 2)[0]
+    assert (ours_steps, alone_steps) == (3, 2)
+    assert {"update", "exposed_reduce_scatter"} <= set(ours.details_ms)
+    assert 0 < ours.details_ms["update"] < ours.optimizer_ms < 1e3 * ours.seconds
+    assert 0.1 < alone.busy < 2
+    assert alone.details_ms == {}
+    assert alone.optimizer_ms < 1e3 * alone.seconds
+    assert grads == {None}
+    assert rss > 50e6  # torch alone is larger
+
+
+def _under_way(overlap: bool) -> tuple[int, int]:
+    """Gathers that nobody has awaited yet: after a step, and after a turn."""
+    rank = TrainRank(Side("ours", partial(Ours, overlap=overlap)), WORK)
+    with late_gathers() as begun:
+        rank._train_step(rank._built())
+        after_step = sum(not gather.done for gather in begun)
+        rank.turn()
+    return after_step, sum(not gather.done for gather in begun)
+
+
+def test_a_side_takes_no_traffic_into_the_next_sides_turn(run_ranks) -> None:
+    assert run_ranks(_under_way, 2, True) == [(1, 0), (1, 0)]
+    assert run_ranks(_under_way, 2, False) == [(0, 0), (0, 0)]
+
+
+def _peaks() -> dict[str, int]:
+    rank = {name: TrainRank(Side(name, build), replace(WORK, compile_update=True)) for name, build in PEAKS.items()}
+    return {name: rank[name].peak_live_bytes(2) for name in rank}
+
+
+PEAKS = {"ours": Ours, "ddp": Ddp, "zero": Zero, "fsdp2": Fsdp, "alone": ForwardBackward}
+
+
+def test_peak_live_bytes_are_counted_on_every_side(run_ranks) -> None:
+    params = sum(param.numel() for param in ForwardBackward(WORK).model.parameters())
+    for peaks in run_ranks(_peaks, 2):
+        assert peaks["alone"] > 4 * params  # half weights and gradients
+        assert peaks["ddp"] > 16 * params  # FP32 weights, gradients and two states
+        assert peaks["ddp"] > peaks["zero"] > 12 * params
+        assert (
+            peaks["fsdp2"] > 8 * params
+        )  # no more can be said: its first use in a process makes some 400 kB of its own
+        assert peaks["ours"] > 10 * params
+
+
+class _Products(TorchDispatchMode):
+    """Notes the dtypes that matrix products take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm", "linear"):
+            self.dtypes |= {arg.dtype for arg in args if isinstance(arg, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def _products(builds: dict[str, Any], work: Work) -> dict[str, set[torch.dtype]]:
+    found = {}
+    for name, build in builds.items():
+        with mock.patch.dict(os.environ, {CPU_HALVES: "wide"}), _Products() as products:
+            TrainRank(Side(name, build), replace(work, compile_update=False)).losses(1)
+        found[name] = products.dtypes
+    return found
+
+
+def test_without_bf16_arithmetic_no_side_multiplies_in_bf16(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_HALVES, "wide")
+    sides = {name: HALF[name] for name in ("ours", "parameters", "examined", "ddp", "zero", "fsdp2")}
+    sides |= {"forward and backward": ForwardBackward, "muon": partial(Ours, optimizer=Muon)}
+    for layout in ("tp2", "pp2"):
+        work, ours, peers, others = train_bench.LAYOUTS[layout]
+        work = replace(work, model=WORK.model.model_copy(update={"tie_embeddings": False}))
+        divided = {f"{layout} {side.name}": side.build for side in (ours, *peers, *others)}
+        for of_rank in run_ranks(_products, 2, divided, work):
+            assert of_rank == {key: {torch.float32} for key in divided}
+    assert run_ranks(_products, 2, sides, WORK)[0] == {key: {torch.float32} for key in sides}
+    assert "every side computes wide" in how_multiplied("cpu")[0]
+    assert how_multiplied("cuda") == []

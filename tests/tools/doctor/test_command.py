@@ -1,0 +1,155 @@
+"""`megamix doctor` prints a page or JSON about this machine, within the time it is given, and ends with 1 if something
+is broken; what is late on a busy machine is not judged
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamix.cli import main
+from megamix.machine import num_cores
+from megamix.tools.doctor import cards, command, finding, host
+from megamix.tools.doctor.finding import HANGS, Finding, not_here, run_check
+from megamix.tools.ranks import LateRanks
+
+probe_torch = cards.probe_torch
+
+
+@pytest.fixture
+def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A sound machine without cards, and no time to measure it."""
+    facts = {"torch": "2.13.0+cpu", "cuda": None, "nccl": "", "cudnn": 0, "problem": "", "cards": [], "apart": []}
+    probes = {
+        "disk": lambda folder: (folder, 10**12, 1e9, {}), "memory": lambda: 1 << 40,
+        "hostname": lambda: ("node7", {"10.0.0.7": True}), "ports": lambda port: ("", ""), "compiler": lambda name: "",
+    }  # fmt: skip
+    for name, probe in probes.items():
+        monkeypatch.setattr(host, f"probe_{name}", probe)
+    monkeypatch.setattr(cards, "probe_torch", lambda: facts)
+    monkeypatch.setattr(cards, "probe_pci", lambda: 0)
+    monkeypatch.setattr(cards, "ask_driver", lambda *_: ([], "there is no nvidia-smi"))
+    monkeypatch.setattr(command, "CPU_LIMIT_S", 0.0)
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (65536, 65536))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
+@pytest.mark.usefixtures("sound")
+def test_the_page_and_json_say_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor", "--folder", "/runs"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert "ok     file system     /runs: nothing refused (expected: nothing refused)" in lines
+    assert "-      verify          does not apply: no time is left: it may take 60 s of 0" in lines
+    assert last.startswith("fit to train: ")
+
+    monkeypatch.setattr(host, "probe_compiler", lambda name: f"{name} is not on PATH")
+    assert main(["doctor", "--json"]) == 1
+    page = json.loads(capsys.readouterr().out)
+    assert page["fit"] is False
+    (broken,) = [one for one in page["checks"] if one["verdict"] == "broken"]
+    assert broken["check"] == "compiler"
+    assert broken["seen"] == "g++ is not on PATH"
+    assert all(broken.values())
+    told = [line[7:22].strip() for line in lines if not line.startswith(" ")]
+    assert [one["check"] for one in page["checks"]] == told
+
+
+def test_torch_tells_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(cards._FACTS)
+    facts = json.loads(capsys.readouterr().out)
+    assert {*facts} == {"torch", "cuda", "nccl", "cudnn", "problem", "cards", "apart"}
+    assert facts["torch"] == torch.__version__
+    assert len(facts["cards"]) == torch.cuda.device_count()
+
+
+@pytest.mark.usefixtures("sound")
+def test_nothing_is_measured_where_torch_does_not_load(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    monkeypatch.setattr(cards, "probe_torch", probe_torch)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "BROKEN torch           ends with 1 (expected: 2.11 or newer)\n" in out
+    assert "-      all else        does not apply: torch does not load\nNOT fit: mend what is BROKEN: " in out
+
+
+@pytest.mark.usefixtures("sound")
+def test_a_check_that_hangs_holds_up_neither_the_page_nor_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, ended = threading.Event(), list[int]()
+    monkeypatch.setattr(cards, "probe_torch", lambda: {"problem": "does not load"})
+    monkeypatch.setattr(host, "probe_disk", lambda folder: end.wait() and None)
+    monkeypatch.setattr(command, "_HOST_LIMIT_S", 0.5)  # the others look at nothing
+    monkeypatch.setattr(os, "_exit", ended.append)
+    try:
+        main(["doctor"])
+    finally:
+        end.set()
+        for thread in threading.enumerate():
+            if thread.name == HANGS:
+                thread.join()
+    assert ended == [1]
+    lines = capsys.readouterr().out.splitlines()
+    assert "BROKEN answer file system none in 0 s (expected: an answer)" in lines
+    assert lines[-1].startswith("NOT fit")
+
+
+@pytest.mark.usefixtures("sound")
+def test_a_port_that_is_no_number_is_a_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.setenv("MASTER_PORT", "the usual one")
+    assert main(["doctor"]) == 1
+    assert "BROKEN answer ports    ValueError: invalid literal" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("sound")
+def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(folder: Path) -> None:
+        raise LateRanks("rank 1: did not answer in time")
+
+    cores = num_cores()
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.0 * cores, 0.0, 0.0))
+    monkeypatch.setattr(host, "probe_disk", late)
+    assert main(["doctor"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"SLOW   cores           {cores}, load {2.0 * cores:.1f} ")
+    busy = f"the machine is busy (load {2.0 * cores:.1f} on {cores} core(s))"
+    told = f"not judged: LateRanks: rank 1: did not answer in time; {busy} (expected: an answer)"
+    assert f"?      time file system {told}" in lines
+    assert "1 not judged" in lines[-1]
+    assert lines[-1].startswith("fit as far as judged: ")
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.0 * cores, 0.0, 0.0))  # as many as our ranks are
+    assert main(["doctor"]) == 1
+    assert "BROKEN answer file system LateRanks: rank 1: did not answer in time" in capsys.readouterr().out
+    monkeypatch.setattr(os, "getloadavg", lambda: (8.0 * cores, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 32 * cores)  # in a container that has a few of a machine's
+    assert main(["doctor"]) == 1
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"ok     cores           {cores} of {32 * cores}, load {8.0 * cores:.1f} ")
+    assert [line for line in lines if line.startswith("BROKEN answer file system LateRanks: ")]
+
+
+def test_a_slow_check_is_named_and_then_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = threading.Event()
+    monkeypatch.setattr(finding, "_SILENT_S", 0.0)
+    monkeypatch.setattr(finding, "say", lambda *_: named.set())
+
+    def slow() -> list[Finding]:
+        assert named.wait(60)
+        return [not_here("disk", "it was slow")]
+
+    assert [one.check for one in run_check("disk", slow, 60.0)] == ["disk"]

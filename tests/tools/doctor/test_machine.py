@@ -1,0 +1,348 @@
+"""`megamix doctor` names what is broken about a machine, and what to do: driver, torch, cards, links, limits, hostname,
+ports, disk, memory, compiler
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamix.tools.doctor import cards, host
+from megamix.tools.doctor.finding import HANGS, Finding, expected, found, not_here, run_check, summary
+
+H100 = {
+    "name": "NVIDIA H100 80GB HBM3", "driver_version": "580.95", "power.default_limit": 700.0, "power.limit": 700.0,
+    "pcie.link.width.max": 16.0, "pcie.link.width.current": 16.0, "memory.total": 81559.0, "memory.used": 4.0,
+    "clocks_event_reasons.active": 1.0, "ecc.errors.uncorrected.volatile.total": 0.0,
+}  # fmt: skip
+FACTS = {
+    "torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "cudnn": 91900, "problem": "",
+    "cards": [H100["name"]] * 2, "apart": [],
+}  # fmt: skip
+NVLINKED = [
+    "\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity", "GPU0\t X \tNV18\tNV18\tPXB\t0-47", "GPU1\tNV18\t X \tNV18\tSYS\t0-47",
+    "GPU2\tNV18\tNV18\t X \tSYS\t48-95", "NIC0\tPXB\tSYS\tSYS\t X",
+]  # fmt: skip
+
+
+def with_cards(*changes: dict[str, Any]) -> list[cards.Card]:
+    return [H100 | change for change in changes]
+
+
+def judged_torch(on_driver: int = 2, visible: str | None = None, **changes: object) -> list[Finding]:
+    return cards.judge_torch(FACTS | changes, on_driver, visible)
+
+
+def refusing(number: int) -> Callable[..., None]:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+BROKEN: dict[str, tuple[Callable[[], Finding | list[Finding]], str, str]] = {
+    "no driver": (lambda: cards.judge_driver(8, [], "there is no nvidia-smi"), "driver", "there is no nvidia-smi"),
+    "a card is lost": (lambda: cards.judge_driver(8, with_cards(*[{}] * 7), ""), "cards", "7 of 8 card(s)"),
+    "two kinds of cards": (
+        lambda: cards.judge_driver(2, with_cards({}, {"name": "NVIDIA H200"}), ""), "cards", "NVIDIA H200, driver",
+    ),
+    "power limit lowered": (
+        lambda: cards.judge_cards(with_cards({}, {"power.limit": 400.0})), "power limit", "card 1: 400",
+    ),
+    "throttled clocks": (
+        lambda: cards.judge_cards(with_cards({"clocks_event_reasons.active": 0x48}, {})), "throttled", "card 0: 72",
+    ),
+    "memory errors": (
+        lambda: cards.judge_cards(with_cards({"ecc.errors.uncorrected.volatile.total": 2.0})), "memory errors",
+        "card 0: 2",
+    ),
+    "a riser gives half the lanes": (
+        lambda: cards.judge_cards(with_cards({"pcie.link.width.current": 8.0})), "PCIe lanes", "card 0: 8",
+    ),
+    "somebody computes there": (
+        lambda: cards.judge_cards(with_cards({}, {"memory.used": 70000.0})), "used memory", "card 1: 70000",
+    ),
+    "P2P disabled": (lambda: cards.judge_links(NVLINKED, ["0-2"]), "links", "0-2 without peer access"),
+    "one pair without NVLink": (
+        lambda: cards.judge_links([line.replace(" X \tNV18\tSYS", " X \tSYS\tSYS") for line in NVLINKED], []), "links",
+        "1-2 by SYS",
+    ),
+    "torch does not load": (
+        lambda: cards.judge_torch({"problem": "ImportError: libcudart.so"}, 0, None), "torch", "libcudart",
+    ),
+    "an old torch": (lambda: judged_torch(torch="2.9.1"), "torch", "2.9.1"),
+    "torch for CPUs": (lambda: judged_torch(cuda=None, cudnn=0, cards=[]), "torch's CUDA", "a build for CPUs"),
+    "an old driver": (
+        lambda: judged_torch(cards=[], cudnn=0, problem="The NVIDIA driver on your system is too old"), "torch's CUDA",
+        "too old",
+    ),
+    "wrong CUDA_VISIBLE_DEVICES": (lambda: judged_torch(visible="0,9", cards=[H100["name"]]), "visible cards", "'0,9'"),
+    "no card is visible": (lambda: judged_torch(visible="", cards=[], cudnn=0), "visible cards", "0 of 2"),
+    "another cuDNN": (lambda: judged_torch(cudnn=90800), "cuDNN", "90800"),
+    "ulimit -n 64": (lambda: host.judge_limit("open files", 64), "open files", "64"),
+    "a hostname that does not resolve": (lambda: host.judge_hostname("node7", {}), "hostname", "node7 is not resolved"),
+    "a hostname of another machine": (
+        lambda: host.judge_hostname("node7", {"10.0.0.9": False}), "hostname", "10.0.0.9 (not of this machine)",
+    ),
+    "a hostname on loopback": (
+        lambda: host.judge_hostname("node7", {"127.0.1.1": True}, several=True), "hostname", "node7 is 127.0.1.1",
+    ),
+    "a port that is taken": (
+        lambda: host.judge_ports("", "Address already in use", 29500), "port", "29500: Address already in use",
+    ),
+    "small /dev/shm": (lambda: host.judge_shm(64 << 20, gpus=True), "/dev/shm", "0.06 GiB free"),
+    "a full disk": (
+        lambda: host.judge_disk(Path("/runs"), 10**12, 1e9, {"write": "No space left on device"}),
+        "file system", "/runs: write: No space left on device",
+    ),
+    "a slow disk": (lambda: host.judge_disk(Path("/runs"), 10**12, 9e6, {}), "disk", "9 MB/s"),
+    "no room for a checkpoint": (
+        lambda: host.judge_disk(Path("/runs"), 1 << 30, 1e9, {}), "free space", "1.0 GiB",
+    ),
+    "no compiler": (lambda: host.judge_compiler("g++ is not on PATH"), "compiler", "g++ is not on PATH"),
+    "a container's quota": (lambda: host.judge_cores(0.5, 0.0), "cores", "a quota of 0.5"),
+    "little memory": (lambda: host.judge_memory(1 << 30, 8), "memory", "1.0 GiB"),
+    "a variable left behind": (
+        lambda: host.judge_environment({"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}), "environment",
+        "CUDA_LAUNCH_BLOCKING=1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", BROKEN)
+def test_a_broken_machine_is_named_with_what_to_do(machine: str) -> None:
+    judge, check, seen = BROKEN[machine]
+    findings = judge()
+    (wrong,) = [one for one in ([findings] if isinstance(findings, Finding) else findings) if one.verdict != "ok"]
+    assert wrong.check == check
+    assert seen in wrong.seen
+    assert wrong.verdict == expected()["checks"][check]["wrong"]
+    assert wrong.fix
+    assert "{" not in wrong.fix
+
+
+def test_a_sound_machine_has_nothing_to_mend() -> None:
+    findings = [
+        cards.judge_driver(2, with_cards({}, {}), ""), *cards.judge_cards(with_cards({}, {})), *judged_torch(),
+        *judged_torch(on_driver=0, cuda=None, cards=[], cudnn=0), cards.judge_links(NVLINKED, []),
+        host.judge_limit("open files", -1), host.judge_hostname("node7", {"10.0.0.9": False, "10.0.0.7": True}),
+        *host.judge_ports("", "", 29500), host.judge_shm(64 << 20, gpus=False), host.judge_compiler(""),
+        *host.judge_disk(Path("/runs"), 10**12, 1e9, {}), host.judge_environment({}),
+    ]  # fmt: skip
+    assert {one.verdict for one in findings} == {"ok"}
+    assert {one.fix for one in findings} == {""}
+    assert cards.judge_driver(0, [], "there is no nvidia-smi").verdict == "does not apply"
+    assert cards.judge_links([], []).verdict == "does not apply"
+    assert [one.verdict for one in host.judge_ports("", "Address already in use", 0)] == ["ok", "does not apply"]
+    of_one, of_many = {"MASTER_PORT": "29500"}, {"NNODES": "2"}
+    environments = [of_one, of_many, of_one | of_many, of_many | {"NODE_RANK": "1"}]
+    assert [host.meeting_port(one) for one in environments] == [0, 29500, 29500, 0]
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "told"),
+    [
+        ((os, "fsync"), errno.EIO, "fsync: Input/output error"),
+        ((fcntl, "flock"), errno.ENOSYS, "lock: Function not implemented"),
+        ((Path, "rename"), errno.EXDEV, "rename: Invalid cross-device link"),
+    ],
+)
+def test_what_a_file_system_refuses_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: tuple[Any, str], number: int, told: str
+) -> None:
+    monkeypatch.setattr(*call, refusing(number))
+    folder, *others = host.probe_disk(tmp_path / "runs/not/yet")
+    assert folder == tmp_path
+    assert told in host.judge_disk(folder, *others)[0].seen
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_disk_that_fills_up_is_told(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        *_, refused = host.probe_disk(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refused == {"write": "File too large"}
+
+
+def test_this_machine_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.probe_disk(tmp_path)[-1] == {}
+    assert host.probe_compiler("no-such-compiler") == "no-such-compiler is not on PATH"
+    broken = tmp_path / "g++"
+    broken.write_text(
+        "#!/bin/sh\necho 'tried.cpp:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"
+    )
+    broken.chmod(0o755)
+    assert host.probe_compiler(str(broken)) == f"{broken}: Python.h: No such file or directory"
+    (tmp_path / "file").touch()
+    assert "Not a directory" in host.probe_disk(tmp_path / "file/runs")[-1]["a new folder"]
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert host.probe_hostname() == ("no-such-host.invalid", {})
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
+    assert host.probe_hostname() == ("127.0.0.1", {"127.0.0.1": True})
+    with socket.create_server(("", 0)) as taken:
+        assert host.probe_ports(taken.getsockname()[1]) == ("", "Address already in use")
+    assert host.probe_memory() > 0
+
+
+@pytest.fixture
+def fake_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvidia-smi that prints what the test writes into the file, and a PCI bus."""
+    answer, program = tmp_path / "answer", tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncat {answer}\ntest "$(wc -l < {answer})" -gt 1 || exit 9\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for number, (vendor, kind) in enumerate([("0x10de", "0x030200"), ("0x10de", "0x040300"), ("0x8086", "0x030000")]):
+        device = tmp_path / f"pci/{number}"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+    monkeypatch.setattr(cards, "_PCI", tmp_path / "pci")
+    return answer
+
+
+def test_the_driver_is_asked_for_every_card(fake_smi: Path) -> None:
+    row = "NVIDIA H100 80GB HBM3, 580.95, 700.00, 16, 81559, 650.00, 0x0000000000000004, 16, [N/A], 4\n"
+    fake_smi.write_text(2 * row)
+    seen, problem = cards.probe_cards()
+    assert problem == ""
+    assert [card["name"] for card in seen] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert [one.check for one in cards.judge_cards(seen) if one.verdict != "ok"] == ["power limit"]
+    fake_smi.write_text("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n")
+    assert cards.probe_cards() == ([], "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+    assert cards.probe_pci() == 1
+
+
+@pytest.mark.parametrize(("smi", "asks"), [("event", "throttle"), ("event|throttle", "")])
+def test_an_older_driver_is_asked_by_its_own_names(fake_smi: Path, smi: str, asks: str) -> None:
+    program = fake_smi.with_name("nvidia-smi")
+    refuses = f"""echo "$1" | grep -Eq '{smi}' && {{ echo 'Field "{smi}" is not a valid field to query.'; exit 2; }}"""
+    program.write_text(f"#!/bin/sh\n{refuses}\ncat {fake_smi}\n")
+    fake_smi.write_text("Tesla V100, 470.82, 300.00, 16, 16160, 300.00, 0x0000000000000040, 16, 0, 4\n")
+    seen, problem = cards.probe_cards()
+    if asks:
+        assert [one.seen for one in cards.judge_cards(seen) if one.verdict != "ok"] == ["card 0: 64"]
+        assert problem == ""
+    else:
+        assert (seen, problem) == ([], f'Field "{smi}" is not a valid field to query.')
+
+
+GROUPS = {
+    "version 2": ("0::/job\n", "", ("memory.max", "memory.current"), "inactive_file"),
+    "version 1": (
+        "8:pids:/\n4:memory:/job\n0::/\n", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "total_inactive_file",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", GROUPS)
+def test_memory_is_what_the_control_groups_leave(tmp_path: Path, version: str) -> None:
+    told, controller, (limit, used), cached = GROUPS[version]
+    top = tmp_path / "sys/fs/cgroup" / controller
+    job, own = top / "job", tmp_path / "proc/self/cgroup"
+    for folder in (job, own.parent):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       9000 kB\nMemAvailable:   8000 kB\nHugePages_Total:   0\n")
+    own.write_text(told)
+    assert host.probe_memory(tmp_path) == 8000 << 10
+
+    def bound(group: Path, most: str) -> None:
+        (group / limit).write_text(f"{most}\n")
+        (group / used).write_text(f"{3000 << 10}\n")
+        (group / "memory.stat").write_text(f"anon 1\n{cached} {1000 << 10}\n")
+
+    bound(top, "max" if version == "version 2" else "9223372036854771712")
+    assert host.probe_memory(tmp_path) == 8000 << 10
+    bound(job, str(5000 << 10))
+    assert host.probe_memory(tmp_path) == 3000 << 10
+    own.write_text(told.replace("/job", "/seen/from/outside"))  # in a container
+    bound(top, str(4000 << 10))
+    assert host.probe_memory(tmp_path) == 2000 << 10
+
+
+@pytest.mark.parametrize("version", ["version 2", "version 1"])
+def test_cores_and_processes_are_what_the_control_groups_leave(tmp_path: Path, version: str) -> None:
+    new, own = version == "version 2", tmp_path / "proc/self/cgroup"
+    cores, processes = (tmp_path / "sys/fs/cgroup" / name for name in (("", "") if new else ("cpu,cpuacct", "pids")))
+    for folder in (cores / "job", processes / "job", own.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    own.write_text("0::/job\n" if new else "8:pids:/job\n1:cpu,cpuacct:/job\n0::/\n")
+    assert (host.probe_quota(tmp_path), host.probe_processes(-1, tmp_path)) == (math.inf, -1)
+
+    def bound(group: str, quota: int | None, most: str) -> None:
+        if new:
+            (cores / group / "cpu.max").write_text(f"{quota or 'max'} 100000\n")
+        else:
+            (cores / group / "cpu.cfs_quota_us").write_text(f"{quota or -1}\n")
+            (cores / group / "cpu.cfs_period_us").write_text("100000\n")
+        (processes / group / "pids.max").write_text(f"{most}\n")
+
+    bound("job", None, "max")
+    assert (host.probe_quota(tmp_path), host.probe_processes(500, tmp_path)) == (math.inf, 500)
+    bound("", 150_000, "400")  # as a slice around a service
+    assert (host.probe_quota(tmp_path), host.probe_processes(500, tmp_path)) == (1.5, 400)
+    bound("job", 50_000, "64")
+    assert (host.probe_quota(tmp_path), host.probe_processes(-1, tmp_path)) == (0.5, 64)
+
+
+def test_a_check_that_raises_or_hangs_is_a_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+    def raises() -> list[Finding]:
+        raise RuntimeError("traceback\nCUDA error: unspecified launch failure")
+
+    (one,) = run_check("update", raises, limit_s=5.0)
+    assert (one.check, one.verdict) == ("answer update", "broken")
+    assert one.seen == "RuntimeError: CUDA error: unspecified launch failure"
+    end = threading.Event()
+    (one,) = run_check("disk", lambda: [] if end.wait() else [found("disk", "?", False)], limit_s=0.01)
+    end.set()
+    for thread in threading.enumerate():
+        if thread.name == HANGS:
+            thread.join()
+    assert (one.verdict, one.seen) == ("broken", "none in 0 s")
+    assert capsys.readouterr().err == "megamix doctor: disk, at most 0 s\n"
+
+
+def test_a_check_gets_the_time_that_it_is_given_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda self: True)
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout: waited.append(timeout))
+    run_check("disk", list, limit_s=60.0)
+    assert sum(waited) == 60.0
+
+
+def test_the_page_says_what_to_do_below_what_is_wrong() -> None:
+    assert [*found("port", "29500: free", False).lines()] == ["ok     port            29500: free (expected: free)"]
+    first, second = found("port", "29500: taken", True).lines()
+    assert first.startswith("BROKEN port")
+    assert second.strip() == f"-> {expected()['checks']['port']['fix']}"
+    assert [*not_here("links", "there is one card").lines()] == [
+        "-      links           does not apply: there is one card"
+    ]
+    findings = [found("port", "free", False), found("disk", "9 MB/s", True), not_here("links", "one card")]
+    assert summary(findings) == "fit to train: 1 ok, 1 slow, 1 does not apply"
+    assert summary([*findings, found("port", "taken", True)]).startswith("NOT fit: mend what is BROKEN: 1 ok, ")
+
+
+def test_every_check_has_all_its_texts() -> None:
+    for check, said in expected()["checks"].items():
+        assert {*said} == {"looked_at", "expected", "wrong", "fix"}, check
+        assert said["wrong"] in ("slow", "broken", "not judged"), check
+        assert len(check) <= 15, check

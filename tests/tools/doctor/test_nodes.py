@@ -1,0 +1,224 @@
+"""`megamix doctor --nodes` names ranks with another torch, source or setting, silent ones, machines whose clocks are
+apart or whose name is no address, and the slowest link, as one that the kernel slows down
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megamix.cli import main
+from megamix.tools.doctor import nodes
+from megamix.tools.doctor.finding import Finding
+from megamix.tools.doctor.host import refusal
+
+OWN = nodes.own_record()[0]
+HERE = ("node0", {"10.0.0.1": True})
+THERE = ("node1", {"10.0.0.2": True})
+
+
+def compared(*records: nodes.Record) -> list[Finding]:
+    store, size = dist.HashStore(), len(records)
+    with ThreadPoolExecutor(len(records)) as threads:
+        told = threads.map(
+            lambda rank: nodes.compare_ranks(store, rank, size, records[rank], 30.0),
+            range(len(records)),
+        )
+        first, *others = told
+    assert not any(others)
+    return first
+
+
+def test_ranks_that_are_alike_are_told_so() -> None:
+    findings = compared((OWN, *HERE), (OWN, *HERE), (OWN, *THERE))
+    assert {one.verdict for one in findings} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("version of torch", f"version of torch: {OWN['version of torch']} on ranks 0, 1; other on rank 2"),
+        ("source code of megamix (SHA-256)", "source code of megamix (SHA-256): "),
+        ("NCCL_IB_DISABLE", "NCCL_IB_DISABLE: not set on ranks 0, 1; other on rank 2"),
+        ("cards", "on ranks 0, 1; other on rank 2"),
+    ],
+)
+def test_a_rank_that_is_unlike_is_named(key: str, told: str) -> None:
+    findings = compared((OWN, *HERE), (OWN, *HERE), (OWN | {key: "other"}, *THERE))
+    (wrong,) = [one for one in findings if one.verdict != "ok"]
+    assert wrong.check == "ranks alike"
+    assert told in wrong.seen
+    assert "on rank 2" in wrong.seen
+
+
+def test_clocks_and_names_of_machines_are_compared() -> None:
+    records = [(OWN, *HERE), (OWN, *HERE), (OWN, *THERE)]
+    (wrong,) = [one for one in nodes.judge_records(records, [0.0, 0.0, 7.25]) if one.verdict != "ok"]
+    assert (wrong.check, wrong.seen) == ("clocks", "node1 by 7.2 s")
+    records = [(OWN, *HERE), (OWN, "node1", {"127.0.1.1": True})]
+    (wrong,) = [one for one in nodes.judge_records(records, [0.0, 0.0]) if one.verdict != "ok"]
+    assert (wrong.check, wrong.seen) == ("hostname", "node1 is 127.0.1.1")
+
+
+def test_a_clock_that_is_apart_is_measured() -> None:
+    store, offsets = dist.HashStore(), {0: 0.0, 1: -100.0}
+    real = nodes.time.time
+
+    def tell(rank: int) -> Any:
+        return nodes.compare_ranks(Later(store, offsets[rank]), rank, 2, (OWN, *(HERE, THERE)[rank]), 30.0)
+
+    class Later:
+        """A store whose rank reads another clock."""
+
+        def __init__(self, store: Any, offset: float):
+            self.store, self.offset = store, offset
+
+        def set(self, key: str, value: str) -> None:
+            self.store.set(key, str(float(value) + self.offset) if key.startswith("time ") else value)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+    start_s = real()
+    with ThreadPoolExecutor(2) as threads:
+        findings, _ = threads.map(tell, range(2))
+    (wrong,) = [one for one in findings if one.verdict != "ok"]
+    by = float(wrong.seen.removeprefix("node1 by ").removesuffix(" s"))
+    assert 100.0 - (real() - start_s) - 0.1 <= by <= 100.1
+
+
+def test_a_silent_rank_is_named() -> None:
+    store = dist.HashStore()
+    store.set("record 1", "said in time")
+    with pytest.raises(RuntimeError, match="rank 2 of 3 did not answer in 0 s"):
+        nodes.compare_ranks(store, 0, 3, (OWN, *HERE), 0.1)
+
+
+def seconds(size: int, slow: tuple[int, int], value: float) -> list[list[tuple[int, float]]]:
+    """Of each rank by source; of one pair they are `value`."""
+    others = [[source for source in range(size) if source != to] for to in range(size)]
+    return [[(one, value if (one, to) == slow else 0.1) for one in row] for to, row in enumerate(others)]
+
+
+def test_the_slowest_link_is_named() -> None:
+    wrong = nodes.judge_pairs(["node0", "node1", "node2", "node3"], seconds(4, (1, 0), 0.5))
+    assert wrong.verdict == "slow"
+    assert wrong.seen == "rank 1 on node1 to rank 0 on node0: 0.03 GB/s, usual 0.17"
+    within = nodes.judge_pairs(["node0", "node0", "node1", "node1"], seconds(4, (1, 0), 0.9))
+    assert "rank 1 on node0" not in within.seen
+    assert within.verdict == "ok"
+    assert nodes.judge_pairs(["node0"], [[]]).verdict == "does not apply"
+
+
+def _links() -> list[Finding]:
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    with mock.patch.object(nodes, "_SENT", 1024):
+        return nodes.measure_links(store, dist.get_rank(), dist.get_world_size(), 30.0)
+
+
+def test_ranks_measure_their_links(run_ranks: Any) -> None:
+    first, other = run_ranks(_links, 2)
+    assert [one.check for one in first] == ["reached", "collectives", "slowest link"]
+    assert [one.verdict for one in first[:2]] == ["ok", "ok"]
+    assert other == []
+
+
+_PACE, _ANY_PACE = 47, -1  # SO_MAX_PACING_RATE of socket(7), bytes/s
+
+
+def _shaped_links(pair: tuple[int, int]) -> list[Finding]:
+    """On every rank; the kernel slows the connection of one pair down, both ways."""
+    sockets = [
+        socket.socket(fileno=os.dup(number)) for number in map(int, os.listdir("/proc/self/fd")) if _is_socket(number)
+    ]
+    ends = [end for end in sockets if end.family == socket.AF_INET and refusal(end.getpeername) == ""]
+    of_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_rank, [end.getsockname() for end in ends])
+    paced = [
+        end for end in ends for rank, other in (pair, pair[::-1])
+        if dist.get_rank() == rank and end.getpeername() in of_rank[other]
+    ]  # fmt: skip
+    assert len(paced) == (dist.get_rank() in pair)
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    try:
+        for end in paced:
+            end.setsockopt(socket.SOL_SOCKET, _PACE, 1 << 20)
+        with mock.patch.object(nodes, "_SENT", 1 << 16):
+            return nodes.measure_links(store, dist.get_rank(), dist.get_world_size(), 30.0)
+    finally:
+        for end in paced:
+            end.setsockopt(socket.SOL_SOCKET, _PACE, _ANY_PACE)
+
+
+def _is_socket(number: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:  # of the listing itself, closed by now
+        return False
+
+
+def test_a_link_that_the_kernel_slows_down_is_named(run_ranks: Any) -> None:
+    slowest = run_ranks(_shaped_links, 4, (1, 2))[0][-1]
+    assert (slowest.check, slowest.verdict) == ("slowest link", "slow")
+    host = socket.gethostname()
+    pairs = [f"rank {a} on {host} to rank {b} on {host}: 0.00 GB/s" for a, b in ((1, 2), (2, 1))]
+    assert slowest.seen.partition(",")[0] in pairs
+
+
+def test_who_cannot_meet_the_first_rank_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["doctor", "--nodes"]) == 2
+    assert "--nodes: no launcher has started ranks; write on every node torchrun " in capsys.readouterr().err
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    ended = list[int]()
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with mock.patch.object(nodes, "_LIMIT_S", 0.1):
+        assert main(["doctor", "--nodes"]) == 1
+    assert ended == [1]
+    first, fix, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith("BROKEN reached")
+    assert "open MASTER_PORT" in fix
+
+
+def test_a_group_that_failed_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    calls = list[str]()
+    monkeypatch.setattr(nodes, "rendezvous", lambda *_, **__: iter([(None, 1, 2)]))
+    monkeypatch.setattr(nodes, "compare_ranks", lambda *_: [])
+    handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv(handling, "")  # so that it comes back as it was
+    monkeypatch.delenv(handling)
+    monkeypatch.setattr(nodes, "meet_ranks", lambda *_: calls.append(f"by {handling}={os.environ[handling]}"))
+    monkeypatch.setattr(nodes, "measure_links", fails)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    monkeypatch.setattr(os, "_exit", lambda status: calls.append(f"ended at once with {status}"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["doctor", "--nodes"]) == 1
+    assert calls == [f"by {handling}=2", "ended at once with 1"]  # hangs are errors, not the process's end
+    assert capsys.readouterr().out.startswith("BROKEN reached         NCCL error: unhandled system error")
+
+
+def test_one_rank_alone_is_examined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(nodes, "probe_hostname", lambda: HERE)
+    assert main(["doctor", "--nodes"]) == 0
+    out = capsys.readouterr().out
+    assert "ok     reached         1 rank(s) on 1 machine(s) (expected: every rank)\n" in out
+    assert "-      slowest link    does not apply: there is one rank\n" in out

@@ -1,0 +1,221 @@
+"""What `megamix doctor` measures on ranks is right on a sound machine and names planted faults: a wrong gather, a wrong
+compiled gradient, a slow link, card, copy, product, layout or training
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any, Self
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamix.comm.collectives import GlooCollectives, Pending
+from megamix.config import Config, ModelConfig
+from megamix.tools.bench import update_bench
+from megamix.tools.bench.sides import Work
+from megamix.tools.doctor import measured, ranks
+from megamix.tools.doctor.cards import Card
+from megamix.tools.doctor.finding import Finding, expected
+from megamix.tools.ranks import RankFailure
+from megamix.tools.verify.layouts import Layout
+from megamix.tools.verify.verdict import Verdict
+from tests.tools.doctor.test_machine import with_cards
+
+H100 = "NVIDIA H100 80GB HBM3"
+TINY = ModelConfig(vocab_size=64, seq_len=8, hidden_size=32, num_layers=1, num_heads=2)
+
+
+gather = GlooCollectives.all_gather
+
+
+def gathers_wrong(self: GlooCollectives, flat: Tensor, shard: Tensor) -> Pending:
+    return Pending(gather(self, flat, shard), then=lambda: flat[0].add_(1))
+
+
+def measure(plants: bool) -> tuple[dict[str, float], dict[str, float], list[tuple[int, float]], dict[str, float]]:
+    """On every rank; with `plants` the last one's gather is wrong."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(GlooCollectives, "all_gather", gathers_wrong) if plants and last else nullcontext():
+        sums = ranks.sums_off(numel=64)
+    if plants:
+        return sums, {}, [], {}
+    work = Work(model=TINY, micro_batch_size=2, compile_update=False)
+    rates = {side: ranks.train_rate(work, side, 1) for side in ranks.SIDES}
+    return sums, ranks.wire_rates(1024), ranks.seconds_by_source(1024), rates
+
+
+def test_ranks_measure_sums_wires_links_and_steps(run_ranks: Callable[..., list[Any]]) -> None:
+    by_rank = run_ranks(measure, 2, False)
+    sums = measured.judge_shares("collectives", [sums for sums, _, _, _ in by_rank])
+    assert (sums.verdict, len(by_rank[0][0])) == ("ok", 9)
+    for _, wires, links, rates in by_rank:
+        assert {*wires} == {"reduce-scatter", "all-gather"}
+        assert {*rates} == {"ours", "FSDP2", "plain torch"}
+        assert len(links) == 1
+        assert min([*wires.values(), *dict(links).values(), *rates.values()]) > 0
+
+
+def test_a_wrong_gather_of_one_rank_is_named(run_ranks: Callable[..., list[Any]]) -> None:
+    wrong = measured.judge_shares("collectives", [sums for sums, *_ in run_ranks(measure, 2, True)])
+    assert wrong.verdict == "broken"
+    assert wrong.seen.count("gather of") == 3
+    assert "sum" not in wrong.seen
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_wrong_compiled_gradient_is_named(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    def compile(module: nn.Module, **_: object) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            bias = module.norms[1].bias  # type: ignore[union-attr, index]
+            return module(x) + share * (bias - bias.detach())  # the right value, and a gradient that is too large
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    finding = measured.judge_shares("compiled norms", [ranks.norms_off(tokens=48, width=64)])
+    assert finding.verdict == ("broken" if share else "ok")
+    assert ("norms.1.bias is off by" in finding.seen) == (share > 0)
+
+
+def test_this_cpu_has_rates() -> None:
+    rates, loaded = ranks.device_rates(16, 64)
+    assert {name: rate > 0 for name, rate in rates.items()} == {"products": True, "copy": True}
+    assert [one.verdict for one in measured.judge_rates([(rates, loaded)], "")] == ["ok", "ok", "does not apply"]
+
+
+def test_the_update_is_measured_against_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {update_bench.COPY: 0.1, update_bench.LIBRARY: 0.5}
+    monkeypatch.setattr(update_bench.UpdateRank, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(update_bench.UpdateRank, "seconds", lambda *_: seconds)
+    assert ranks.update_share(TINY) == 0.2
+    seconds[update_bench.COMPILED] = 0.125
+    assert ranks.update_share(TINY) == 0.8
+
+
+RATES = {"products": 700e12, "copy": 3.0e12, "pinned memory": 50e9}
+CARD = RATES, with_cards({}, {})
+CASE = expected()["trained"][1]
+GOOD = {"ours": 57_500.0, "FSDP2": 55_000.0, "plain torch": 56_000.0}
+
+
+def slower(check: str, rate: float) -> tuple[dict[str, float], list[Card]]:
+    return RATES | {check: rate}, with_cards({}, {})
+
+
+WRONG: dict[str, tuple[Callable[[], list[Finding]], str, str]] = {
+    "a slow card": (
+        lambda: measured.judge_rates([CARD, slower("products", 400e12)], H100), "products",
+        "400.0 TFLOP/s, card 1 of 2",
+    ),
+    "slow memory": (lambda: measured.judge_rates([slower("copy", 1e12)], H100), "copy", "1,000.0 GB/s"),
+    "slow PCIe": (lambda: measured.judge_rates([slower("pinned memory", 3e9)], H100), "pinned memory", "3.0 GB/s"),
+    "clocks that fall under load": (
+        lambda: measured.judge_rates(
+            [(RATES, with_cards({}, {"clocks_event_reasons.active": 0x40}))], H100
+        ),
+        "throttled under load", "card 1: 64",
+    ),
+    "a slow wire": (
+        lambda: [measured.judge_wire([{"all-gather": 5e9}, {"all-gather": 90e9}], on_gpus=True)], "wire",
+        "all-gather 5.00 GB/s",
+    ),
+    "less than torch": (
+        lambda: [measured.judge_training(CASE, GOOD | {"FSDP2": 60_000.0}, H100)], "train 1.3 B", "0.96 of FSDP2",
+    ),
+    "a low MFU": (
+        lambda: [measured.judge_training(CASE, {side: 0.8 * rate for side, rate in GOOD.items()}, H100)],
+        "train 1.3 B", "MFU 4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_slow_is_named(fault: str) -> None:
+    judge, check, seen = WRONG[fault]
+    (wrong,) = [one for one in judge() if one.verdict != "ok"]
+    assert (wrong.check, wrong.verdict) == (check, "slow")
+    assert seen in wrong.seen
+    assert wrong.fix
+
+
+def test_a_sound_card_is_ok() -> None:
+    findings = [*measured.judge_rates([CARD, CARD], H100), measured.judge_training(CASE, GOOD, H100)]
+    findings.append(measured.judge_wire([{"all-gather": 90e9}] * 2, on_gpus=True))
+    assert {one.verdict for one in findings} == {"ok"}
+    assert "MFU 50%: " in findings[-2].expected
+    unknown = measured.judge_rates([CARD], "NVIDIA B200")
+    assert {one.expected for one in unknown[:2]} == {"no figure is known here"}
+    assert measured.judge_wire([{"all-gather": 1.0}], on_gpus=True).verdict == "does not apply"
+    assert measured.layouts_of(1) == ["dp1"]
+    assert measured.layouts_of(8) == ["dp8", "dp4tp2", "dp2tp2pp2"]
+
+
+ANSWERS: dict[str, Any] = {
+    "sums_off": {"sum of float16": 0.5}, "wire_rates": {"all-gather": 90e9}, "device_rates": CARD,
+    "waits": {"waits in two steps": 0.0}, "norms_off": {"the input": 0.1},
+    "update_share": 0.95,
+}  # fmt: skip
+
+
+class Pool:
+    """Ranks that have measured."""
+
+    def __init__(self, size: int, *, on_gpus: bool):
+        self.size = size
+
+    def call(self, function: Callable[..., Any], *args: Any, deadline_s: float) -> list[Any]:
+        inspect.signature(function).bind(*args)
+        assert 0 < deadline_s <= 210
+        if function is ranks.captured_off:
+            raise RankFailure(
+                "rank 0: Traceback\nRuntimeError: CUDA error: operation not permitted when stream is capturing\n"
+            )
+        answer = GOOD.get(args[1]) if function is ranks.train_rate else ANSWERS[function.__name__]
+        return [answer] * self.size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_all_cards_of_a_machine_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verified(config: Config, layout: Layout, pool: Pool, *, deadline_s: float) -> Verdict:
+        assert layout.world_size == pool.size == 8
+        assert 0 < deadline_s <= 20
+        return Verdict(worst={"gradient": 0.3 if layout.name == "dp8" else 40.0})
+
+    monkeypatch.setattr(measured, "RankPool", Pool)
+    monkeypatch.setattr(measured, "verify_layout", verified)
+    with ExitStack() as stack:
+        examined = measured.checks([H100] * 8, stack).items()
+        findings = {one.check: one for _, (check, limit_s) in examined if check for one in check(limit_s)}
+    wrong = {check: one.seen for check, one in findings.items() if one.verdict != "ok"}
+    off = "gradient is off by 40 bounds"
+    assert findings["CUDA graph"].verdict == "slow"
+    assert wrong.pop("CUDA graph").startswith("RuntimeError: CUDA error")
+    assert wrong == {"train 124 M": wrong["train 124 M"], "verify dp4tp2": off, "verify dp2tp2pp2": off}
+    assert {"host waits", "compiled norms", "update", "wire", "copy", "train 1.3 B"} <= {*findings}
+    assert sum(limit_s for _, (_, limit_s) in examined) < 800
+
+
+def test_a_step_that_waits_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+
+    def step() -> Tensor:
+        if modes:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return torch.zeros(())
+
+    monkeypatch.setattr(ranks, "_make_step", lambda: step)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        ranks.waits()
+    assert modes == ["error", "default"]

@@ -1,0 +1,93 @@
+"""Activations counted without memory are those of forward and backward, to the byte."""
+
+import pytest
+import torch
+
+from megamix import tuned
+from megamix.config import ModelConfig
+from megamix.live_storage import LiveStorage
+from megamix.model import cross_entropy
+from megamix.model.transformer import Transformer
+from megamix.tools.plan.activations import TracedWork, trace_stage
+from megamix.tools.plan.stand_ins import GpuShapes
+from tests.model.kept_bytes import kept_bytes_per_token
+
+SMALL = {"vocab_size": 300, "seq_len": 40, "hidden_size": 48, "num_heads": 4}
+VARIANTS = {
+    "llama": {"num_kv_heads": 2, "qk_norm": True, "tie_embeddings": False},
+    "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "bias": True, "dropout": 0.1},
+    "selective recompute": {"recompute": "selective", "num_kv_heads": 2},
+    "full recompute": {"recompute": "full", "tie_embeddings": False},
+    "wide vocabulary": {"vocab_size": 9000, "hidden_size": 16, "num_heads": 2},
+}
+
+
+BATCH = (3, SMALL["seq_len"])
+
+
+def _counted(part: Transformer) -> tuple[int, int, int]:
+    """Bytes kept at the end of forward, and the most of forward and of backward, beside the batch."""
+    batch = [torch.zeros(BATCH, dtype=torch.int64) for _ in range(2)]
+    for param in part.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    with LiveStorage() as tracker:
+        for tensor in (*part.parameters(), *part.buffers(), *batch):
+            tensor.detach()
+        held = tracker.live_bytes
+        loss = part(*batch)
+        kept, forward = tracker.live_bytes - held, tracker.peak_bytes - held
+        tracker.peak_bytes = tracker.live_bytes
+        loss.backward()
+        return kept, forward, tracker.peak_bytes - held
+
+
+@pytest.mark.uncounted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_traced_is_counted(variant: str, dtype: torch.dtype) -> None:
+    model = ModelConfig(**{**SMALL, **VARIANTS[variant], "num_layers": 4})
+    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), range(4))
+    assert (traced.kept, traced.forward, traced.backward) == _counted(Transformer(model).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_of_many_slices_of_the_loss_three_are_run_and_count_for_all(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    sizes = {"LOSS_ROWS": 4, "LOSS_CHUNK": (4, 4), "LOSS_PART": (600, 600)}  # 30 chunks of 2 parts each
+    for name, size in sizes.items():
+        monkeypatch.setattr(tuned, name, size)
+    model = ModelConfig(**SMALL | {"vocab_size": 299, "num_layers": 2})
+    counted = _counted(Transformer(model).to(dtype))
+    chunks, add_product = [], cross_entropy._add_product
+
+    def spy(*args: torch.Tensor) -> None:
+        chunks.append(args[1].shape)
+        add_product(*args)
+
+    monkeypatch.setattr(cross_entropy, "_add_product", spy)
+    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), range(2))
+    assert (traced.kept, traced.forward, traced.backward) == counted
+    assert len(chunks) == 2 * 3  # with one block and with two
+
+
+def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row() -> None:
+    query, key = (torch.empty(2, heads, 32, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
+    with LiveStorage(counts_meta=True) as tracker:
+        query.requires_grad_().detach()
+        out = GpuShapes().attention(query, key, key)
+        assert (out.shape, tracker.live_bytes) == (query.shape, 2 * 2 * query.numel() + 4 * 2 * 4 * 32)
+    with LiveStorage(counts_meta=True) as tracker:
+        weight = torch.empty(8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        out = GpuShapes().rms_norm(query, weight, 1e-5)
+        assert tracker.live_bytes == 2 * (2 * query.numel() + weight.numel()) + 4 * 2 * 4 * 32
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_on_a_gpu_a_compiled_block_keeps_what_the_formula_says(family: str, recompute: str) -> None:
+    """The two ways to count: tests/model/kept_bytes.py from the sizes, this one from the code."""
+    changes = {"dropout": 0.0, "recompute": recompute, "tie_embeddings": True, "compile": True}
+    model = ModelConfig(**{**SMALL, **VARIANTS[family], **changes, "num_layers": 4})
+    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=torch.bfloat16, machine="gpu"), range(4))
+    assert traced.blocks == 4 * 3 * 40 * kept_bytes_per_token(model)

@@ -1,0 +1,202 @@
+"""`megamix plan` by hand for an 8 B model; what does not fit is named with changes that make it fit; 16,384 ranks
+without ranks.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megamix.arguments import Failed
+from megamix.cli import main
+from megamix.config import ConfigError, load_config
+from megamix.tools.plan import command
+from megamix.tools.plan.command import plan_lines
+from megamix.tools.plan.memory_plan import _plan_part, amount
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+PARAMETERS_8B = 8_030_261_248
+
+
+def test_an_8b_model_on_64_gpus_by_hand() -> None:
+    config = load_config(CONFIGS / "llama3.1-8b.toml")
+    (text,) = plan_lines(config, 64, "80GB", "gpu", True)
+    plan = json.loads(text)
+    held = plan["held"]
+    assert plan["parameters"] == PARAMETERS_8B
+    # Every parameter's size is a multiple of 64, so there is padding only at the ends of 66 buckets: < 64 x 64 each.
+    assert held["half parameters"] == held["half gradients"] == pytest.approx(2 * PARAMETERS_8B, abs=2 * 66 * 64 * 64)
+    assert held["FP32 masters"] == held["half parameters"] * 2 // 64
+    assert held["optimizer states"] == 2 * held["FP32 masters"]
+    assert plan["in_step"]["half gradients, and their sums"] == 0  # NCCL reduces in place
+    # recompute = "full": the input of each of 32 blocks, 8,192 tokens of 4,096 halves.
+    assert plan["in_step"]["activations of the blocks"] == 32 * 8192 * 4096 * 2
+    # The loss keeps FP32 gradients of the head's weight and of its input, and the last norm its input and a root a row.
+    loss = 4 * (128_256 * 4096 + 8192 * 4096)
+    assert plan["in_step"]["of embedding, norm, head and loss"] == pytest.approx(loss + 2 * 8192 * 4096, rel=1e-3)
+    assert plan["fits"]
+
+
+def test_an_8b_model_by_share_of_parameters_works_in_three_gib() -> None:
+    config = load_config(
+        CONFIGS / "llama3.1-8b.toml", ["training.global_batch_size=64", "parallelism.shard=parameters"]
+    )
+    plan = json.loads(next(plan_lines(config, 64, "40GiB", "gpu", True)))
+    held, in_step = plan["held"], plan["in_step"]
+    # 12/64 bytes a parameter; padding at the ends of 99 buckets.
+    states = sum(held[name] for name in ("half parameters", "half gradients", "FP32 masters", "optimizer states"))
+    assert states == pytest.approx(PARAMETERS_8B * 12 / 64, abs=99 * 64 * 12)
+    # The head and the last block are there while the head's gradient is filled; the root is the last norm.
+    head, block = 128_256 * 4096, 4096 * (4096 * 2 + 1024 * 2 + 3 * 14_336) + 2 * 4096
+    assert in_step["half parameters while units compute"] == pytest.approx(2 * (head + block + 4096), rel=1e-4)
+    assert in_step["half gradients, and their sums"] == pytest.approx((2 + 2 / 64) * head, rel=1e-4)
+    assert 2 * (2 * head + block) == pytest.approx(2.37 * 2**30, rel=0.01)  # of the 3 GiB
+    assert plan["fits"]
+    assert [*plan["shards"]] == ["states", "gradients", "parameters"]
+    assert plan["shards"]["states"] > plan["shards"]["gradients"] > plan["shards"]["parameters"] == plan["peak"]
+
+
+def test_nccl_exchanges_into_two_buffers_and_gloo_into_one() -> None:
+    config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=1", "precision.reduce_dtype=half_fp32_sum"])
+    gpu, cpu = (_plan_part(config, 2, 0, device, []).engine.sums() for device in ("gpu", "cpu"))
+    assert gpu == 2 * cpu > 0
+
+
+def test_what_does_not_fit_is_said_with_changes_that_make_it_fit() -> None:
+    config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4"])
+    lines = [*plan_lines(config, 8, "1.5GiB", "gpu", False)]
+    start = next(index for index, line in enumerate(lines) if line.startswith("does NOT fit"))
+    assert isinstance(lines[start], Failed)  # and the exit status 1
+    advice = dict(line.strip().split(": ") for line in lines[start + 1 :])
+    (smaller,) = (change for change in advice if change.startswith("training.micro_batch_size"))
+    assert ", fits, " in advice[smaller]
+    assert any(change.startswith('model.recompute = "full" and') and ", fits, " in advice[change] for change in advice)
+    changed = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4", smaller.replace(" ", "")])
+    assert [*plan_lines(changed, 8, "1.5GiB", "gpu", False)][-1].startswith("fits: ")
+
+
+@pytest.mark.uncounted
+def test_a_model_too_large_for_any_data_parallel_rank_is_cut_by_advice_that_fits() -> None:
+    path, world = CONFIGS / "llama3.1-70b.toml", 1024
+    whole = ["parallelism.tp_size=1", "parallelism.pp_size=1"]
+    lines = plan_lines(load_config(path, whole), world, "80GiB", "gpu", False)
+    cut = [line.strip().split(" on the same ranks: ") for line in lines if "on the same ranks" in line]
+    assert [words for words, verdict in cut if ", fits, " in verdict] == [
+        "parallelism.tp_size = 4", "parallelism.pp_size = 8", "parallelism.tp_size = 8 and pp_size = 2",
+    ]  # fmt: skip
+    overrides = ["parallelism.tp_size=8", "parallelism.pp_size=2"]
+    cut_lines = [*plan_lines(load_config(path, overrides), world, "80GiB", "gpu", False)]
+    assert cut_lines[0].startswith("1024 rank(s) (pp 2 x dp 64 x tp 8), each on a GPU: ")
+    assert cut_lines[0].endswith("which need the most")
+    assert cut_lines[-1].startswith("fits: ")
+
+
+def test_the_first_setting_of_shard_that_fits_is_named_and_comes_first_among_the_changes() -> None:
+    overrides = ["parallelism.tp_size=1", "parallelism.pp_size=1", "training.global_batch_size=64"]
+    lines = [*plan_lines(load_config(CONFIGS / "llama3.1-70b.toml", overrides), 64, "160GiB", "gpu", False)]
+    start = lines.index("the peak by parallelism.shard")
+    states, gradients, parameters = lines[start + 1 : start + 4]
+    assert states.endswith(" <- this job")
+    assert "<-" not in gradients
+    assert parameters.split()[0] == "parameters"
+    assert parameters.endswith(" <- the first that fits")
+    assert re.match(r'  parallelism.shard = "parameters": .* GiB, fits, ', lines[start + 5])
+
+
+def test_a_pipeline_is_told_why_parameters_are_left_out() -> None:
+    overrides = ["training.global_batch_size=8", "parallelism.tp_size=8", "parallelism.pp_size=4"]
+    lines = [*plan_lines(load_config(CONFIGS / "llama3.1-70b.toml", overrides), 64, None, "gpu", False)]
+    (line,) = (line for line in lines if line.startswith("  parameters  "))
+    assert 'left out: parallelism.shard: got "parameters" with pp_size 4, but a pipeline would gather' in line
+
+
+def test_micro_batches_that_owners_add_up_are_a_change_of_their_own() -> None:
+    config = load_config(CONFIGS / "llama3.1-8b.toml")  # 8 micro-batches a step, whose gradients stay
+    lines = [*plan_lines(config, 64, "12GiB", "gpu", False)]
+    start = next(index for index, line in enumerate(lines) if isinstance(line, Failed))
+    assert lines[start + 1].startswith('  parallelism.shard = "parameters": ')
+    assert lines[start + 1].endswith(" too much")
+    (owner,) = (line for line in lines[start + 2 :] if ' and accumulate = "owner": ' in line)
+    assert ", fits, " in owner
+
+
+def test_why_a_share_of_the_gradients_saves_nothing_is_said_where_they_stay() -> None:
+    def title(*overrides: str) -> str:
+        lines = plan_lines(load_config(CONFIGS / "llama3.2-1b.toml", [*overrides]), 8, None, "gpu", False)
+        (line,) = (line for line in lines if line.startswith("the peak by parallelism.shard"))
+        return line.removeprefix("the peak by parallelism.shard")
+
+    assert re.fullmatch(r'; gradients stay for \d+ micro-batches \(accumulate = "local"\)', title())
+    assert title("parallelism.accumulate=owner") == ""
+    assert title("training.micro_batch_size=1", "training.global_batch_size=8") == ""
+
+
+def test_where_no_change_is_enough_that_is_said() -> None:
+    whole = ["parallelism.tp_size=1", "parallelism.pp_size=1", "model.num_layers=30"]
+    config = load_config(CONFIGS / "llama3.1-70b.toml", whole)
+    *_, last = plan_lines(config, 1, "4GiB", "gpu", False)
+    assert "the model must be cut into more parts (parallelism.shard, " in last
+
+
+def test_shares_of_all_that_is_held_are_counted_on_more_ranks() -> None:
+    config = load_config(CONFIGS / "llama3.1-8b.toml")  # 16 bytes of a parameter are 15 GiB on 8 ranks
+    lines = [*plan_lines(config, 8, "16GB", "gpu", False)]
+    alone, together = (
+        next(line for line in lines if line.startswith(f"  {change}"))
+        for change in ("512 data-parallel ranks: ", 'parallelism.shard = "parameters", accumulate = "owner" and ')
+    )
+    assert alone.endswith(" too much")
+    assert re.search(r" and (16|32|64) data-parallel ranks: .*, fits, ", together)
+
+
+def test_sixteen_thousand_ranks_need_no_ranks() -> None:
+    config = load_config(CONFIGS / "llama3.2-1b.toml", ["training.global_batch_size=32768"])
+    (text,) = plan_lines(config, 16_384, None, "gpu", True)
+    plan = json.loads(text)
+    assert plan["dp_size"] == 16_384
+    assert plan["held"]["FP32 masters"] * 16_384 == 2 * plan["held"]["half parameters"]
+
+
+def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(CONFIGS / "quickstart.toml")
+    assert main(["plan", path, "--world", "3", "--memory", "lots"]) == 2
+    said = capsys.readouterr().err
+    assert "training.global_batch_size: got 16" in said
+    assert "--memory: got 'lots', must be a number and a unit; write --memory 80GiB" in said
+    for world in (32_768, 0, -1):
+        with pytest.raises(ConfigError, match=rf"plan: 1 problem\n  --world: got {world}, must be from 1 to 16384"):
+            next(plan_lines(load_config(path, ["parallelism.dp_size=1"]), world, None, "cpu", False))
+
+
+@pytest.mark.parametrize(("size", "want"), [(2**30, "1.00 GiB"), (3 * 2**20 // 2, "1.50 MiB"), (0, "0.00 MiB")])
+def test_amounts(size: int, want: str) -> None:
+    assert amount(size) == want
+
+
+def test_gpus_are_assumed_and_that_is_said() -> None:
+    config = load_config(CONFIGS / "quickstart.toml")
+    said, table = itertools.islice(plan_lines(config, 2, None, None, False), 2)
+    assert said == "GPUs are assumed: --device cpu plans for CPUs"
+    assert table.startswith("2 rank(s), each on a GPU: ")
+    (text,) = plan_lines(config, 2, None, None, True)
+    assert json.loads(text)["machine"] == "gpu"
+
+
+class TimeIsUp:
+    """A timer that has waited long enough when it starts."""
+
+    def __init__(self, seconds: float, function: Callable[..., None], args: Sequence[object]) -> None:
+        assert seconds == command.PATIENCE_S
+        self.start, self.cancel = partial(function, *args), lambda: None
+
+
+def test_whoever_waits_is_told_what_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "Timer", TimeIsUp)
+    assert main(["plan", str(CONFIGS / "quickstart.toml"), "--world", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "megamix plan: counting 2 rank(s); large models take seconds\n"
+    assert json.loads(said.out)["dp_size"] == 2

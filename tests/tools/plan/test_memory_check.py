@@ -1,0 +1,82 @@
+"""A run logs planned beside measured memory after its second update, and warns from 10 % on."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megamix.builders.objects import build_engine, plan_pipeline
+from megamix.comm.topology import Topology
+from megamix.config import Config, grad_accum_steps
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.model.transformer import Transformer
+from megamix.parallel.build import build_model, undrawn
+from megamix.tools.plan import memory_plan
+from megamix.tools.plan.memory_plan import memory_line
+from tests.tools.plan.test_memory_plan import SCALARS, _config, held_by
+from tests.tools.verify.jobs import make_config
+
+
+def _engine() -> ShardedEngine:
+    model = Transformer(_config().model)
+    return build_engine(_config(), model, [*model.blocks], 4)
+
+
+@pytest.fixture
+def others() -> Iterator[int]:
+    """Bytes that other tests and libraries hold; they stay, or what is let go meanwhile would hide what is new."""
+    gc.collect()
+    kept = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    yield memory_plan._live_bytes()
+    del kept
+
+
+def test_what_an_engine_holds_is_what_was_planned(others: int) -> None:
+    engine = _engine()
+    gc.collect()
+    held = memory_plan._live_bytes() - others
+    assert held == pytest.approx(sum(memory_plan.held_memory(_config(), 1, 0, "cpu")[0].values()), abs=SCALARS)
+    assert memory_line(_config(), engine).startswith("memory | held between steps: planned 10.78 MiB, measured ")
+
+
+@pytest.mark.parametrize(("extra", "warns"), [(0.08, False), (-0.08, False), (0.12, True), (-0.12, True)])
+def test_more_than_a_tenth_apart_is_a_warning(monkeypatch: pytest.MonkeyPatch, extra: float, warns: bool) -> None:
+    planned = sum(memory_plan.held_memory(_config(), 1, 0, "cpu")[0].values())
+    monkeypatch.setattr(memory_plan, "_live_bytes", lambda: int(planned * (1 + extra)))
+    line = memory_line(_config(), _engine())
+    assert f"({extra:+.1%})" in line
+    assert ("WARNING" in line) == warns
+
+
+def test_every_storage_counts_once_while_a_tensor_refers_to_it(others: int) -> None:
+    tensor = torch.zeros(1 << 18)
+    view = tensor[1:]
+    assert memory_plan._live_bytes() - others == 1 << 20
+    del tensor
+    assert memory_plan._live_bytes() - others == 1 << 20
+    del view
+    assert memory_plan._live_bytes() - others == 0
+
+
+def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
+    """(planned, held) by this rank of a job."""
+    section, stages = config.parallelism, plan_pipeline(config)
+    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
+    model, placements = build_model(
+        config.model, topology, torch.device("cpu"), stages, sequence_parallel=section.sequence_parallel
+    )
+    accumulation = grad_accum_steps(config, topology.dp.size)
+    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, undrawn)
+    held = held_by(engine)
+    planned, _ = memory_plan.held_memory(config, topology.dp.size, topology.world.rank, "cpu")
+    return {name: planned[name] for name in held}, held
+
+
+@pytest.mark.parametrize("layout", ["tp2pp2", "dp2tp2", "dp2pp2"])
+@pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
+def test_what_ranks_of_a_mesh_hold_is_planned_without_them(run_ranks, layout: str, reduce_dtype: str) -> None:
+    config = make_config(layout, dtype="bf16", accumulation=4, sequence_parallel="tp" in layout)
+    precision = config.precision.model_copy(update={"reduce_dtype": reduce_dtype})
+    for planned, held in run_ranks(_held_on_a_mesh, 4, config.model_copy(update={"precision": precision})):
+        assert planned == held

@@ -1,0 +1,179 @@
+"""Bugs in our own engine: tests/tools/verify/jobs.py plants them."""
+
+from tests.tools.verify.catalogue.bugs import BUGS, Bug
+from tests.tools.verify.jobs import OVERFLOW_AT
+
+
+def _enter(
+    name: str, met_in: str, layout: str, check: str, where: str = "", kind: str = "", ranks: int = 2,
+    **other: object,
+) -> None:  # fmt: skip
+    key = f"{name} ({layout})"
+    BUGS[key] = Bug(
+        name=key, sentence=SENTENCES[name], met_in=met_in, file="", ranks=ranks, check=check, where=where, kind=kind,
+        layout=layout, **other,
+    )  # fmt: skip
+
+
+SENTENCES = {
+    "gradients_not_reduced": "One bucket's reduction is left out: every rank keeps its own gradient.",
+    "positions_of_one_rank": "Of a norm, which tensor-parallel ranks replicate, only one rank's positions count.",
+    "norm_counted_per_rank": "Every rank's squares count as often as there are ranks.",
+    "norm_counts_replicated": "The norm counts what tensor-parallel ranks replicate once for each of them.",
+    "tables_in_half": "A cast of the whole model rounds the rotary tables with the parameters.",
+    "wrong_divisor": "The loss is divided by the number of micro-batches once more, as where a schedule does it, too.",
+    "scale_applied_twice": "The loss scale is in the loss twice.",
+    "stale_gather": "The other ranks' parts of one bucket never arrive.",
+    "unit_freed_early": "In backward the next unit's weights take the memory of the one that still computes.",
+    "stale_shards": "What is gathered behind a step are the casts of the masters before it.",
+    "gradients_freed_early": "One rank's gradients are freed, and their memory taken, before they are sent.",
+    "matrices_by_parts": "Muon makes each rank's part of a matrix orthogonal by itself.",
+    "tall_not_orthogonalised": "A path of its own, for tall matrices, lacks Muon's iteration.",
+    "muon_per_micro_batch": "Muon makes each micro-batch's gradient orthogonal, and these are added up.",
+    "momentum_moves_on_skipped": "Muon's momentum takes the gradient before anybody knows that the step is skipped.",
+    "heads_not_split": "Muon takes several matrices, one below the other in a parameter, for one.",
+    "matrices_decay_twice": "Weight decay is applied by the optimizer's wrapper, and once more by its equation.",
+    "tied_table_not_summed": "Each end of a pipeline trains its own copy of the table.",
+}
+
+_enter(
+    "gradients_not_reduced",
+    "NeMo-RL #3716, Megatron #1446",
+    "tp2sp",
+    "gradient",
+    "norm.weight",
+    "each rank's own: the others' parts are missing",
+)
+_enter(
+    "positions_of_one_rank",
+    "Megatron #1446",
+    "tp2sp",
+    "gradient",
+    "norm.weight",
+    "each rank's own: the others' parts are missing",
+)
+_enter(
+    "gradients_not_reduced",
+    "several",
+    "dp2",
+    "gradient",
+    "",
+    "each rank's own: the others' parts are missing",
+)
+_enter(
+    "norm_counted_per_rank",
+    "Megatron #5916",
+    "tp2",
+    "norm",
+    "all gradients",
+    "times the root of 2",
+)
+_enter(
+    "norm_counts_replicated",
+    "Megatron #7452",
+    "tp2",
+    "norm",
+    "all gradients",
+    "it counts twice what tensor-parallel ranks replicate",
+)
+_enter(
+    "tables_in_half",
+    "transformers #25681, DeepSpeed #5812",
+    "dp2",
+    "buffer",
+    "rotary.cos",
+    "rounded to FP16",
+)
+_enter("wrong_divisor", "DeepSpeed #8154", "pp2", "gradient", "", "divided by the number of micro-batches twice")
+_enter("scale_applied_twice", "several", "dp2", "gradient", "", "the loss scale left in")
+_enter("stale_gather", "Megatron #950, #663", "dp2", "half copy", "", missing="the check says it: a copy that is stale")
+_enter(
+    "unit_freed_early",
+    "pytorch #194519",
+    "dp2-parameters",
+    "gradient",
+    "blocks.",
+    "lost: nothing but zeros",
+)
+_enter(
+    "stale_shards",
+    "Megatron #950, #663",
+    "dp2-parameters",
+    "half copy",
+    "",
+    missing="the check says it: a copy that is stale",
+)
+_enter(
+    "gradients_freed_early",
+    "DeepSpeed #7965, #5545",
+    "dp2-gradients",
+    "gradient",
+    "",
+    "each rank's own: the others' parts are missing",
+)
+_enter(
+    "tied_table_not_summed",
+    "several",
+    "pp2",
+    "copies (gradient",
+    "embedding.weight",
+    missing="the check says it: two copies differ",
+)
+MUON = {"name": "muon"}
+_enter(
+    "matrices_by_parts",
+    "DeepSpeed #7807",
+    "dp2",
+    "direction",
+    "",
+    "each rank's part orthogonalised by itself",
+    job=MUON,
+)
+_enter(
+    "matrices_by_parts",
+    "DeepSpeed #8437",
+    "tp2",
+    "direction",
+    "",
+    "each tensor-parallel rank's block orthogonalised by itself",
+    job=MUON,
+)
+_enter(
+    "tall_not_orthogonalised",
+    "DeepSpeed #8441, #8461",
+    "dp2",
+    "direction",
+    "",
+    "times the momentum itself: not orthogonalised",
+    job=MUON,
+)
+_enter(
+    "muon_per_micro_batch",
+    "DeepSpeed #8443",
+    "dp1",
+    "gradient",
+    "blocks.",
+    "made orthogonal in each micro-batch",
+    ranks=1,
+    job=MUON,
+)
+_enter(
+    "momentum_moves_on_skipped",
+    "DeepSpeed #8432",
+    "dp2",
+    "momentum_buffer after an overflow",
+    "blocks.",
+    "moved by a step that is none",
+    job=MUON,
+    overflow_at=OVERFLOW_AT,
+)
+_enter(
+    "heads_not_split",
+    "xtuner #2030, miles #3096",
+    "dp2",
+    "direction",
+    "query.weight, rows ",
+    "orthogonalised with its neighbours as one matrix: not split",
+    job=MUON | {"family": "per_head"},
+)
+_enter("matrices_decay_twice", "Neuron_SP #13", "dp2", "weight", "blocks.", "weight decay twice", job=MUON)

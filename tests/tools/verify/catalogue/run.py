@@ -1,0 +1,53 @@
+"""Run entries of the catalogue on a pool of ranks, and judge them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megamix.tools.verify.judge import judge
+from megamix.tools.verify.judge_trainer import judge_trainer
+from megamix.tools.verify.trainer import load_trainer
+from megamix.tools.verify.verdict import Verdict
+from megamix.tools.verify.watch import watch_trainer
+from tests.tools.verify.catalogue import engine, gradients, scaling, updates
+from tests.tools.verify.catalogue.bugs import BUGS, Bug
+from tests.tools.verify.jobs import UPDATES, make_config, observe_bug
+
+STEPS = 3
+ENTERED = (engine, gradients, scaling, updates)
+
+
+def observe_all(bugs: Sequence[Bug]) -> list[list[Any]]:
+    """On every rank: what it saw of each of them."""
+    return [_observe(bug) for bug in bugs]
+
+
+def _observe(bug: Bug) -> list[Any]:
+    if bug.layout:
+        return observe_bug(_config(bug), bug.name.split()[0], bug.overflow_at)
+    return watch_trainer(f"{bug.file}:{bug.name}", STEPS)
+
+
+def _config(bug: Bug) -> Any:
+    axes, _, shard = bug.layout.partition("-")
+    sequence_parallel = axes.endswith("sp")
+    return make_config(
+        axes.removesuffix("sp"), loss_scale=4.0, sequence_parallel=sequence_parallel, shard=shard or "states", **bug.job
+    )
+
+
+def verdicts(run_ranks: Callable[..., list[Any]], names: Sequence[str]) -> dict[str, Verdict]:
+    """Return what `verify` says of each: ranks are started once for each number of them."""
+    found = {}
+    for ranks in sorted({BUGS[name].ranks for name in names}):
+        bugs = [BUGS[name] for name in names if BUGS[name].ranks == ranks]
+        by_rank = run_ranks(observe_all, ranks, bugs, deadline_s=600.0)
+        for bug, *seen in zip(bugs, *by_rank, strict=True):
+            if bug.layout:
+                found[bug.name] = judge(_config(bug), seen, torch.device("cpu"), UPDATES, bug.overflow_at)
+            else:
+                found[bug.name] = judge_trainer(load_trainer(f"{bug.file}:{bug.name}", ranks=ranks), seen)
+    return found

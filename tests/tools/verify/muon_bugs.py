@@ -1,0 +1,113 @@
+"""Bugs of others' Muon, to plant in ours."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from megamix import tuned
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.muon import Muon, MuonUpdate, orthogonalised
+
+FAMILY = "tests.tools.verify.per_head"
+
+
+@contextmanager
+def matrices_by_parts() -> Iterator[None]:
+    """Each rank makes its own part orthogonal: rows of its shard, or its block of what tensor-parallel ranks divide."""
+    right = MuonUpdate._turn
+
+    def turn(self, arrived, homes):
+        by_parts = []
+        for home in homes:
+            widths = [(block, block.columns.stop - block.columns.start) for block in home.blocks]
+            parts = [(place, width) for block, width in widths for place in block.places]
+            if any((place.stop - place.start) % width for place, width in parts):
+                right(self, arrived, [home])  # a row is in two shards
+            else:
+                by_parts += parts
+        for place, width in by_parts:
+            arrived[place] = orthogonalised(arrived[place].view(-1, width), self._muon).flatten()
+
+    with mock.patch.object(MuonUpdate, "_turn", turn), mock.patch.object(tuned, "MOST_PADDING", -1.0):
+        yield
+
+
+@contextmanager
+def tall_not_orthogonalised() -> Iterator[None]:
+    """A path of its own, for tall matrices, lacks the iteration: theirs is SGD with momentum."""
+    right = MuonUpdate._turn
+
+    def turn(self, arrived, homes):
+        if homes[0].matrix.rows <= homes[0].matrix.columns:
+            right(self, arrived, homes)
+
+    with mock.patch.object(MuonUpdate, "_turn", turn):
+        yield
+
+
+@contextmanager
+def muon_per_micro_batch() -> Iterator[None]:
+    """Each micro-batch's gradient is made orthogonal as it comes, and these are added up."""
+    built = ShardedEngine.__init__
+
+    def wrong(self, *args, **kwargs):
+        built(self, *args, **kwargs)
+        for bucket in self.buckets:
+            for slot in bucket.plan.slots:
+                if slot.spec.matrices:
+                    bucket.named_params[slot.spec.name].register_hook(
+                        lambda grad: orthogonalised(grad.bfloat16(), self.optimizer).to(grad.dtype)
+                    )
+
+    with mock.patch.object(ShardedEngine, "__init__", wrong):
+        yield
+
+
+@contextmanager
+def momentum_moves_on_skipped() -> Iterator[None]:
+    """The gradient enters the momentum before anybody knows that the step is skipped."""
+    right = MuonUpdate._momentum
+
+    def momentum(self, exchange, bucket, spans, step):
+        return right(self, exchange, bucket, spans, step._replace(found_inf=torch.zeros_like(step.found_inf)))
+
+    with mock.patch.object(MuonUpdate, "_momentum", momentum):
+        yield
+
+
+def heads_not_split() -> object:
+    """The rows that the family names are forgotten."""
+    family = importlib.import_module(FAMILY).PerHead
+    return mock.patch.object(family, "fused", classmethod(lambda cls, config: {}))
+
+
+@contextmanager
+def matrices_decay_twice() -> Iterator[None]:
+    """Once by the optimizer's wrapper, and once by its equation."""
+    right = Muon.equation
+
+    def equation(self, grad, master, states, at):
+        if not states:
+            master = master - at.lr * at.weight_decay * master
+        return right(self, grad, master, states, at)
+
+    with mock.patch.object(Muon, "equation", equation):
+        yield
+
+
+MUON_BUGS: dict[str, Callable[[], object]] = {
+    bug.__name__: bug
+    for bug in (
+        matrices_by_parts,
+        tall_not_orthogonalised,
+        muon_per_micro_batch,
+        momentum_moves_on_skipped,
+        heads_not_split,
+        matrices_decay_twice,
+    )
+}

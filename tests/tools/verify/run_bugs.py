@@ -1,0 +1,227 @@
+"""What a resume, or the order of the data, gets wrong: bugs to plant in one part of a job."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megamix.data import source
+from megamix.mixed_precision import engine as engine_module
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.run.batch_plan import BatchPlan
+from megamix.train import batches, job
+from megamix.train.trainer import Trainer
+
+
+@contextmanager
+def epochs_counted_from_the_start() -> Iterator[None]:
+    """The place in the data is right, and the epoch is counted from where this process began."""
+    right, begun = source.windows_of_samples, dict[int, int]()
+
+    def wrong(samples, windows, seed):
+        samples = np.asarray(samples)
+        begun.setdefault(seed, int(samples.min()) // windows)
+        return right(samples - begun[seed] * windows, windows, seed)
+
+    with mock.patch.object(source, "windows_of_samples", wrong):
+        yield
+
+
+def _plan_with(**lost: Any) -> Any:
+    right = BatchPlan.__init__
+
+    def wrong(self, *args):
+        *settings, state = args
+        right(self, *settings, state.model_copy(update=lost))
+
+    return mock.patch.object(BatchPlan, "__init__", wrong)
+
+
+def cursor_lost() -> Any:
+    return _plan_with(cursor=0, waiting=())
+
+
+def waiting_batch_lost() -> Any:
+    return _plan_with(waiting=())
+
+
+def every_rank_reads_the_first_ones() -> Any:
+    right = batches.micro_batches
+    return mock.patch.object(batches, "micro_batches", lambda batch, **where: right(batch, **where | {"dp_rank": 0}))
+
+
+def samples_twice_an_epoch() -> Any:
+    right = source.windows_of_samples
+    return mock.patch.object(source, "windows_of_samples", lambda *args: right(*args) // 2 * 2)
+
+
+@contextmanager
+def _loaded(change: Callable[[ShardedEngine], None]) -> Iterator[None]:
+    """`change` what a checkpoint has brought."""
+    right = job.load_start
+
+    def wrong(start, config, engine):
+        start = right(start, config, engine)
+        change(engine)
+        engine.publish_masters()
+        return start
+
+    with mock.patch.object(job, "load_start", wrong):
+        yield
+
+
+def _states(engine: ShardedEngine, state: str) -> list[torch.Tensor]:
+    return [owned.tensors[state] for owned in engine.owned_ranges()]
+
+
+def _rounded(state: str) -> Any:
+    return _loaded(lambda engine: [part.copy_(part.half().float()) for part in _states(engine, state)] and None)
+
+
+def masters_from_half_copies() -> Any:
+    return _rounded("master")
+
+
+def moments_in_half() -> Any:
+    return _rounded("exp_avg")
+
+
+def moments_not_loaded() -> Any:
+    return _loaded(lambda engine: [part.zero_() for part in _states(engine, "exp_avg_sq")] and None)
+
+
+def _first_ranks(engine: ShardedEngine) -> None:
+    mine = torch.cat(_states(engine, "exp_avg"))
+    size = torch.tensor(len(mine))
+    dist.broadcast(size, 0)
+    theirs = mine.clone() if dist.get_rank() == 0 else torch.empty(int(size))
+    dist.broadcast(theirs, 0)
+    values = itertools.cycle(theirs.tolist())
+    for part in _states(engine, "exp_avg"):
+        part.copy_(torch.tensor([*itertools.islice(values, len(part))]))
+
+
+def one_file_for_two_ranks() -> Any:
+    """Both ranks' moments were written to one file."""
+    return _loaded(_first_ranks)
+
+
+def loss_scale_begins_anew() -> Any:
+    def change(engine: ShardedEngine) -> None:
+        engine.loss_scale.loss_scale.fill_(2.0**10)
+        engine.loss_scale.clean_steps.zero_()
+
+    return _loaded(change)
+
+
+@contextmanager
+def schedule_begins_anew() -> Iterator[None]:
+    right, begun = engine_module.lr_of, list[torch.Tensor]()
+
+    def wrong(table, update):
+        begun.append(update - 1)
+        return right(table, update - begun[0])
+
+    with mock.patch.object(engine_module, "lr_of", wrong):
+        yield
+
+
+def dropout_counts_from_the_start() -> Any:
+    """Units drop out by a count that no checkpoint keeps."""
+    count = itertools.count()
+    return mock.patch.object(Trainer, "_seed_of_dropout", lambda *_: next(count))
+
+
+def summed_in_another_order() -> Any:
+    """The rows of a micro-batch come from the last one on."""
+    right = source.TokenFileSource.read
+
+    def wrong(self, samples):
+        rows = right(self, samples)
+        return rows._replace(tokens=rows.tokens[::-1].copy())
+
+    return mock.patch.object(source.TokenFileSource, "read", wrong)
+
+
+@contextmanager
+def put_in_any_order() -> Iterator[None]:
+    """An operation that torch says may differ from call to call; here it does."""
+    right = ShardedEngine.backward
+
+    def wrong(self, loss, weight=1.0):
+        factor = torch.ones(1).put_(torch.tensor([0]), torch.tensor([1.5]))
+        right(self, loss * factor[0], weight)
+
+    with mock.patch.object(ShardedEngine, "backward", wrong):
+        yield
+
+
+@dataclass(frozen=True)
+class RunBug:
+    """A bug, by the system that met it, and what `verify --runs` must say of it."""
+
+    plant: Callable[[], Any]
+    met_in: str
+    words: tuple[str, ...]
+    at_resume: int = 1  # which
+    run: str = "changed"  # or "same": in which of the interrupted runs
+
+
+RUN_BUGS = [
+    RunBug(
+        epochs_counted_from_the_start, "accelerate #4195, KempnerForge #57",
+        ("update 7 (attempt 9), rank 0: instead of samples 40..43", "epoch 0's order after the second resume"), 2,
+    ),
+    RunBug(
+        cursor_lost, "Bridge #5637",
+        ("update 4 (attempt 4), rank 0", "instead of samples 16..19", "the data beginning anew after the first resume",
+         "twice in epoch 0, at update 1 by rank 0 and at update 4 by rank 0"),
+    ),
+    RunBug(
+        waiting_batch_lost, "megamix",
+        ("update 4 (attempt 4), rank 0", "a batch that overflowed and is not tried again after the first resume"),
+    ),
+    RunBug(
+        every_rank_reads_the_first_ones, "several",
+        ("update 4 (attempt 4), rank 1: instead of samples 20..23", "ranks 0 and 1 reading the same samples",
+         "twice in epoch 0, at update 4 by rank 0 and at update 4 by rank 1"),
+    ),
+    RunBug(
+        samples_twice_an_epoch, "several",
+        ("update 4 (attempt 4)", "an order in which some samples come twice in an epoch"),
+    ),
+    RunBug(
+        masters_from_half_copies, "OpenTau #182, Megatron #1359",
+        ("master of ", "after the first resume; it looks like its copy in float16"),
+    ),
+    RunBug(moments_in_half, "Automodel #1896", ("exp_avg of ", "it looks like its copy in float16")),
+    RunBug(moments_not_loaded, "several", ("exp_avg_sq of ", "it looks like it was not loaded, and is zero")),
+    RunBug(
+        one_file_for_two_ranks, "Bridge #2307",
+        ("exp_avg of ", "on rank 1 is off by", "a part of what rank 0 has saved"), 1, "same",
+    ),
+    RunBug(
+        loss_scale_begins_anew, "several",
+        ("loss_scale.clean_steps is 0 after the first resume", "it looks like a run's first one"),
+    ),
+    RunBug(schedule_begins_anew, "several", ("update 4 has lr ", "it looks like update 1's")),
+    RunBug(
+        dropout_counts_from_the_start, "torchtitan #1593",
+        ("after attempt 4 (update 4), gradient of ", "differs from never stopped on dp2"), 1, "same",
+    ),
+]  # fmt: skip
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """A bug of this module by its name, or none."""
+    with globals()[name]() if name else mock.patch.dict({}):
+        yield

@@ -1,0 +1,88 @@
+"""`verify --bisect` names the module that is wrong, forward or backward, in a foreign training and in a layout."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megamix.config import Config
+from megamix.tools.verify.judge import judge
+from megamix.tools.verify.judge_trainer import judge_trainer
+from megamix.tools.verify.observe import ObservedStep, observe
+from megamix.tools.verify.trainer import load_trainer
+from megamix.tools.verify.watch import SeenStep, watch_trainer
+from tests.conftest import FULL
+from tests.tools.verify import trainers
+from tests.tools.verify.jobs import make_config
+
+TRAINER = f"{Path(__file__).parent / 'trainers.py'}:Deep"
+MODULES = [f"{block}.{part}" for block in (1, 2, 3) for part in ("norm", "up", "down")] + ["4"]
+PLANTED = [(name, what) for name in MODULES for what in ("output", "gradient")]
+
+
+def watch_planted(name: str, what: str) -> list[SeenStep]:
+    load = watch_trainer.__globals__["load_trainer"]
+    with mock.patch.dict(watch_trainer.__globals__, load_trainer=lambda *place: _planted(load(*place), name, what)):
+        return watch_trainer(TRAINER, 1, bisect=True)
+
+
+def _planted(trainer: trainers.Deep, name: str, what: str) -> trainers.Deep:
+    trainer.wrong = name, what
+    return trainer
+
+
+@pytest.mark.parametrize(("name", "what"), PLANTED if FULL else PLANTED[2::9])
+def test_the_planted_module_is_named(run_ranks, name: str, what: str) -> None:
+    verdict = judge_trainer(load_trainer(TRAINER, ranks=2), run_ranks(watch_planted, 2, name, what))
+    where, told = verdict.culprit.split(": ")
+    assert where == name
+    assert told.startswith("its output is" if what == "output" else "its input gradient is")
+
+
+def test_a_right_training_has_no_culprit(run_ranks) -> None:
+    seen = run_ranks(watch_planted, 2, "", "")
+    verdict = judge_trainer(load_trainer(TRAINER, ranks=2), seen)
+    assert verdict.differences == []
+    assert seen[0][1].tape
+
+
+def observe_planted(config: Config, name: str, what: str) -> list[ObservedStep]:
+    build = observe.__globals__["build_model"]
+
+    def planted(*args, **kwargs):
+        model, placements = build(*args, **kwargs)
+        modules = dict(model.named_modules())
+        if name in modules:  # a stage has some
+            right = modules[name].forward
+            modules[name].forward = lambda *args, **kwargs: trainers.SPOILS[what](right(*args, **kwargs))
+        return model, placements
+
+    with mock.patch.dict(observe.__globals__, build_model=planted):
+        return observe(config, 1, None, bisect=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "what"),
+    [
+        ("dp2", "blocks.1.feed_forward", "output"),
+        ("tp2", "blocks.0.attention_norm", "gradient"),
+        ("pp2", "blocks.2.attention", "output"),
+    ],
+)
+def test_the_planted_module_of_a_layout_is_named(run_ranks, layout: str, name: str, what: str) -> None:
+    config = make_config(layout, dtype="fp32")
+    verdict = judge(config, run_ranks(observe_planted, 2, config, name, what), torch.device("cpu"), 1, None)
+    assert verdict.culprit.split(": ")[0] == name
+
+
+def test_modules_of_several_dtypes_are_judged_by_the_coarsest(run_ranks) -> None:
+    where = TRAINER.replace("Deep", "Mixed")
+    seen = run_ranks(watch_trainer, 2, where, 1, True)
+    trainer = load_trainer(where, ranks=2)
+    assert judge_trainer(trainer, seen).differences == []
+    for rank in seen:
+        rank[1].gradients["3.weight"] = rank[1].gradients["3.weight"] * 2
+    verdict = judge_trainer(trainer, seen)
+    assert verdict.differences[0].where == "3.weight"
+    assert verdict.culprit == ""  # a gradient that is wrong behind backward has no module

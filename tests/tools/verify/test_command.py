@@ -1,0 +1,120 @@
+"""`megamix verify` starts its ranks, prints one row for each layout, names the first difference, ends with 1."""
+
+import signal
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megamix.cli import main
+from megamix.config import Config
+from megamix.tools.ranks import RankFailure
+from megamix.tools.verify import layout_lines
+from megamix.tools.verify.verdict import Difference, Verdict
+
+CONFIG = str(Path(__file__).parents[3] / "configs/quickstart.toml")
+SMALL = [
+    "model.vocab_size=64", "model.seq_len=8", "model.hidden_size=24", "model.num_layers=1",
+    "training.micro_batch_size=1", "precision.loss_scale.rule=static",
+    "precision.loss_scale.init_scale=1024.0", "optimizer.compile=false",
+]  # fmt: skip
+
+
+def test_it_starts_its_own_ranks_and_says_that_they_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2"]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"megamix verify: dp2 on 2 rank(s), 1 of 1; {layout_lines.ATTEMPTS}\n"
+    size, head, row, _ = said.out.splitlines()
+    assert size == "at training.micro_batch_size=1 model.seq_len=8 (overrides take another size)"
+    assert head.split() == ["layout", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
+    assert row.split()[:3] == ["dp2", "4", "1"]
+    assert row.split()[-1] == "passes"
+
+
+def test_a_difference_is_named_and_is_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = Verdict(attempts=4, worst={"gradient": 31.0})
+    verdict.differences += [Difference(0, "gradient", name, 0.5, 0.016) for name in ("norm.weight", "head.weight")]
+    monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: verdict)
+    assert main(["verify", CONFIG, *SMALL, "--layouts", "dp1"]) == 1
+    out = capsys.readouterr().out
+    assert "differs" in out
+    assert "first: attempt 0: gradient of norm.weight is off by 0.5, bound 0.016" in out
+    assert "and 1 more: gradient of head.weight" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "want"),
+    [
+        ([], (2, 24)),
+        (["model.seq_len = 64"], (2, 64)),
+        (["training.micro_batch_size=8", "model.seq_len=256"], (8, 256)),
+    ],
+)
+def test_the_size_is_small_unless_an_override_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], overrides: list[str], want: tuple[int, int]
+) -> None:
+    seen = []
+
+    def verify_layout(config: Config, *_: object) -> Verdict:
+        seen.append((config.training.micro_batch_size, config.model.seq_len))
+        return Verdict(attempts=4)
+
+    monkeypatch.setattr(layout_lines, "verify_layout", verify_layout)
+    assert main(["verify", CONFIG, *overrides, "--layouts", "dp2,tp2"]) == 0
+    assert seen == [want, want]
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"at training.micro_batch_size={want[0]} model.seq_len={want[1]} (overrides take another size)"
+
+
+def test_wrong_layouts_are_named_before_any_rank_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", CONFIG, "--layouts", "dp2,xp4,dp0,tp4"]) == 2
+    said = capsys.readouterr().err
+    assert "tp4: parallelism.tp_size: got 4, must divide model.num_heads 6" in said
+    assert "got xp4" in said
+    assert "got dp0" in said
+
+
+def test_a_rank_that_fails_is_told_and_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> Verdict:
+        raise RankFailure("rank 1: ValueError: no such thing")
+
+    monkeypatch.setattr(layout_lines, "verify_layout", fails)
+    monkeypatch.setattr(layout_lines, "RankPool", lambda *_, **__: mock.Mock())
+    assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2,dp1"]) == 1
+    said = capsys.readouterr()
+    first, second = said.err.splitlines()
+    assert first == f"megamix verify: dp2 on 2 rank(s), 1 of 2; {layout_lines.ATTEMPTS}"
+    assert second.startswith("megamix verify: dp1 on 1 rank(s), 2 of 2; about 0 s left")
+    assert said.out.splitlines()[2:6] == [
+        line for name in ("dp2", "dp1") for line in (f"{name}           fails", "rank 1: ValueError: no such thing")
+    ]
+
+
+def test_how_long_the_rest_takes_is_told_by_the_ranks_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: Verdict(attempts=4))
+    monkeypatch.setattr(layout_lines.time, "monotonic", iter([0.0, 10.0, 40.0]).__next__)
+    assert main(["verify", CONFIG, *SMALL, "--layouts", "dp1,dp2,dp4"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("; ")[2] for line in told] == [layout_lines.ATTEMPTS, "about 60 s left", "about 53 s left"]
+
+
+def test_who_is_asked_to_end_ends_the_ranks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    pool = mock.Mock()
+    monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(layout_lines, "RankPool", lambda *_, **__: pool)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # where nobody listens, this goes on and fails
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", CONFIG, *SMALL, "--layouts", "dp1"])
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    pool.close.assert_called_once()

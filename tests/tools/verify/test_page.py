@@ -1,0 +1,210 @@
+"""Every command of docs/verify.md runs and prints what stands below it, and its script passes. A trainer whose
+gradients cannot be had is judged by its updates, one whose optimizer is none of torch's is told so, and what overflows
+is never within a bound.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamix.cli import main
+from megamix.tools.ranks import RankFailure
+from megamix.tools.verify import layout_lines, run_lines
+from megamix.tools.verify.hypotheses import AskedStep
+from megamix.tools.verify.judge_buffers import check_buffers
+from megamix.tools.verify.judge_trainer import judge_trainer
+from megamix.tools.verify.reference import Reference, finite
+from megamix.tools.verify.trainer import load_trainer
+from megamix.tools.verify.update_kinds import AskedUpdate
+from megamix.tools.verify.verdict import Verdict
+from megamix.tools.verify.watch import SeenStep, watch_trainer
+from tests.tools.verify.catalogue.foreign import ByHand, Half
+from tests.tools.verify.test_command import CONFIG, SMALL
+from tests.tools.verify.test_runs import Pool
+
+PAGE = (Path(__file__).parents[3] / "docs/verify.md").read_text(encoding="utf-8")
+
+
+class Blind(ByHand):
+    """Its gradients cannot be had."""
+
+    def gradients(self, module, optimizer):
+        return {}
+
+
+class BlindAndSlow(Blind):
+    def make(self, module):
+        made = self.optimizer(module)
+        for group in made.param_groups:
+            group["lr"] *= 1 + 1e-7  # the option is right, what it does is not
+        made.register_step_pre_hook(lambda *_: [param.grad.mul_(-1) for param in module.parameters()] and None)
+        return made
+
+
+class _NoOptimizer:
+    def step(self):
+        pass
+
+
+class NotTorchs(ByHand):
+    def make(self, module):
+        return _NoOptimizer()
+
+
+class Unscaled(Half):
+    """It has a scaler, and never scales: one process overflows, and this training does not."""
+
+    start = 2.0**40
+
+    def micro(self, number, batch, batches):
+        return ByHand.micro(self, number, batch, batches)
+
+    def update(self):
+        self.optim.step()
+
+
+def _verify(run_ranks, name: str, ranks: int = 1) -> Verdict:
+    where = f"{__file__}:{name}"
+    return judge_trainer(load_trainer(where, ranks=ranks), run_ranks(watch_trainer, ranks, where, 3))
+
+
+def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
+    run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, script = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)  # tests/tools/audit runs the other one
+    (tmp_path / "my_trainer.py").write_text(script)
+    (tmp_path / "configs").symlink_to(Path(CONFIG).parent)
+    monkeypatch.chdir(tmp_path)
+
+    def by_these_ranks(where: str, world: int, steps: int, bisect: bool) -> Verdict:
+        whole = str(tmp_path / where)
+        return judge_trainer(load_trainer(whole, ranks=world), run_ranks(watch_trainer, world, whole, steps, bisect))
+
+    monkeypatch.setattr(layout_lines, "verify_trainer", by_these_ranks)
+    monkeypatch.setattr(run_lines, "RankPool", Pool)
+    monkeypatch.setattr(Pool, "run", staticmethod(run_ranks), raising=False)
+    said = {}
+    for line, below in re.findall(r"^```\nmegamix ([^\n]*)\n```\n(?:\n```\n(.*?)^```$)?", PAGE, re.M | re.S):
+        assert main([*shlex.split(line), *(SMALL if "configs/" in line else [])]) == 0
+        said[line] = capsys.readouterr().out
+        assert _masked(below or said[line]) == _masked(said[line])
+    assert len(said) == PAGE.count("\nmegamix ") == 5
+    rows = [line.split() for line in said["verify --trainer my_trainer.py:Mine --ranks 1,2"].splitlines()[1:3]]
+    assert [(row[0], row[-1]) for row in rows] == [("1", "passes"), ("2", "passes")]
+    assert said["verify configs/quickstart.toml --twice --layouts dp2"].endswith(
+        "dp2           the same, bit for bit\n"
+    )
+
+
+def _masked(text: str) -> str:
+    """Return it without sizes, which are smaller here, and shares, which another machine rounds in another order."""
+    return re.sub(r"=\d+|\d+\.\d+", "#", text)
+
+
+def test_without_gradients_updates_are_judged(run_ranks) -> None:
+    verdict = _verify(run_ranks, "Blind")
+    assert verdict.differences == []
+    assert "gradient" not in verdict.worst
+    assert 0 < verdict.worst["weight"] < 1
+    first = _verify(run_ranks, "BlindAndSlow").differences[0]
+    assert (first.attempt, first.check) == (0, "weight")
+    assert first.looks_like == "its sign is turned"
+
+
+def test_an_optimizer_that_is_none_of_torchs_is_refused(run_ranks) -> None:
+    with pytest.raises(
+        RankFailure, match="returned an optimizer of type _NoOptimizer, must be a torch.optim.Optimizer"
+    ):
+        _verify(run_ranks, "NotTorchs")
+
+
+def test_a_training_that_does_not_overflow_where_one_process_does_is_a_difference(run_ranks) -> None:
+    first = _verify(run_ranks, "Unscaled").differences[0]
+    assert (first.attempt, first.check) == (0, "overflow")
+
+
+def test_nothing_is_within_a_bound_that_is_not_finite() -> None:
+    verdict = Verdict()
+    verdict.note(0, "gradient", "weight", 1.0, math.inf)
+    assert len(verdict.differences) == 1
+    verdict.equal(0, "weight", "bias", torch.ones(2), torch.ones(2))
+    assert len(verdict.differences) == 1
+
+
+def test_what_is_not_finite_after_an_update_is_never_within_a_bound() -> None:
+    verdict, weight = Verdict(), torch.ones(4)
+    became = {"master": torch.tensor([1.0, 1.0, torch.nan, 1.0])}
+
+    asked = AskedUpdate(
+        rule=lambda name, grad, before, **_: {"master": weight.double()}, name="w", before={"master": weight}, lr=1e-3,
+        grad=torch.zeros(4, dtype=torch.float64), weight_decay=0.0, update=1, attempts=1,
+    )  # fmt: skip
+    asked.note(verdict, 0, became, {"master": torch.float32})
+    assert [(one.check, one.error) for one in verdict.differences] == [("weight", math.inf)]
+
+
+def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale() -> None:
+    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.to(model.weight.dtype)).sum()
+
+    plain = torch.nn.Linear(1, 1, bias=False)
+    reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
+    many, few = torch.tensor([[1.0]]), torch.tensor([[3.0]])
+    weights = {"weight": torch.ones(1, 1, dtype=torch.float16)}
+    step = reference.native_step(weights, [many, few], [0.75, 0.25], 2.0**15)  # 3 * 2^15 is beyond FP16
+    assert finite(step)
+    assert step.grads["weight"].item() == pytest.approx(0.75 * 1 + 0.25 * 3, rel=2**-9)
+
+
+@pytest.mark.parametrize(("ranks", "numbers"), [(1, 2), (2, 1)])
+def test_a_factor_is_told_of_ranks_and_of_micro_batches_only_where_there_are_several(ranks: int, numbers: int) -> None:
+    plain = torch.nn.Linear(1, 1)
+    asked = AskedStep(Reference(plain, plain, *[lambda model, batch: batch] * 2), {}, [[0] * numbers] * ranks, [[1.0]])
+    (twice,) = (text for factor, text in asked.meanings() if factor == 2)
+    absent = "ranks" if ranks == 1 else "micro-batches"
+    assert "added up over" in twice
+    assert absent not in twice
+
+
+@pytest.mark.parametrize("group", [[0, 1], [0, 2]])
+def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group: list[int]) -> None:
+    plain = torch.nn.Linear(3, 2, bias=False)
+
+    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.to(model.weight.dtype)).square().sum()
+
+    reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
+    batches = [[torch.eye(3)[:1] * (rank + 1) + rank] for rank in range(4)]
+    asked = AskedStep(reference, dict(plain.named_parameters()), batches, [[0.25]] * 4)
+    found = {"weight": torch.stack([asked.parts[rank][0]["weight"] for rank in group]).sum(0) * 2}
+    told = asked.explain("weight", found, 1e-9)
+    assert told == f"that of ranks {group} alone, not reduced over the others"
+
+
+@pytest.mark.parametrize(("updates", "wrong"), [([0], []), ([1], ["0.running_mean", "0.running_var"])])
+def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(
+    updates: list[int], wrong: list[str]
+) -> None:
+    plain = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+
+    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.to(model[1].weight.dtype)).sum()
+
+    reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
+    kept = {name: buffer.clone() for name, buffer in plain.named_buffers() if buffer.is_floating_point()}
+    weights = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    asked = AskedStep(reference, weights | kept, [[torch.arange(12.0).view(4, 3)]], [[1.0]])
+    seen = SeenStep(
+        told={}, weights=weights, states={}, buffers=kept, updates=updates, gradients={}, options={}, loss_scale=1.0,
+        dtypes={}, tape={}, autocast=set(),
+    )  # fmt: skip
+    verdict = Verdict()
+    check_buffers(verdict, 0, asked, seen, seen)
+    assert [one.where for one in verdict.differences] == wrong
