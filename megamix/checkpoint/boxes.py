@@ -1,6 +1,6 @@
-"""Boxes of an N-d parameter: how a flat range is cut into them, and whether they cover it, each element once.
+"""Boxes of an N-d parameter: a flat range is cut into boxes, and boxes are checked to cover each element exactly once.
 
-Pure arithmetic: no tensors, no files.
+The module is pure arithmetic: no tensors, no files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PRIME = 2**61 - 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """The elements [offset, offset + size) in each dim. Of a 0-d parameter: both empty, one element."""
+    """The elements [offset, offset + size) in each dim. A 0-d parameter's box has both empty and holds one element."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -38,13 +38,13 @@ class Box:
         return Box(tuple(offset + step for offset, step in zip(self.offset, by, strict=True)), self.size)
 
     def inside(self, shape: tuple[int, ...]) -> bool:
-        """Return whether it is a box of a parameter of that shape."""
+        """Return whether this box lies within a parameter of that shape."""
         return len(self.offset) == len(shape) and all(
             0 <= offset <= length - size for offset, size, length in zip(self.offset, self.size, shape, strict=True)
         )
 
     def intersection(self, other: Box) -> Box | None:
-        """Return what both cover; None where that is nothing."""
+        """Return the box that both cover; None if they share no element."""
         offset = tuple(map(max, self.offset, other.offset))
         size = tuple(min(ends) - start for *ends, start in zip(self.end, other.end, offset, strict=True))
         return Box(offset, size) if all(length > 0 for length in size) else None
@@ -56,18 +56,17 @@ class Box:
 
 
 def boxes_of_range(start: int, end: int, block: Box) -> Iterator[Box]:
-    """Return the elements [start, end) of a row-major block, as boxes of the full parameter that the block is a part
-    of.
+    """Yield the elements [start, end) of a row-major block, as boxes of the full parameter that contains the block.
 
-    In order, each contiguous in the block, so that they cut the flat range into consecutive pieces: at most
-    2 (N - 1) + 1 of them, because at each dim but the last one there is at most one incomplete row at either end.
+    The boxes come in order and each is contiguous in the block, so they cut the flat range into consecutive pieces.
+    There are at most 2 (N - 1) + 1 of them: each dim but the last has at most one incomplete row at either end.
     """
     if not block.size:
         yield from [block][start:end]
         return
     row_sizes = [math.prod(block.size[dim + 1 :]) for dim in range(len(block.size))]
     while start < end:
-        # The outermost dim of which a whole row begins here, and as many of its rows as there are.
+        # Take the outermost dim that has a whole row beginning here, and as many of its rows as fit.
         dim = next(dim for dim, size in enumerate(row_sizes) if start % size == 0 and start + size <= end)
         place = tuple(start // size % length for size, length in zip(row_sizes, block.size, strict=True))
         rows = min((end - start) // row_sizes[dim], block.size[dim] - place[dim])
@@ -76,7 +75,7 @@ def boxes_of_range(start: int, end: int, block: Box) -> Iterator[Box]:
 
 
 def pieces(box: Box, largest: int | None = None) -> Iterator[Box]:
-    """Cut a box into boxes of at most `largest` elements (4 Mi), in order."""
+    """Cut a box into boxes of at most `largest` elements, in order. The default is 4 Mi elements."""
     largest = largest or _LARGEST_PIECE
     for start in range(0, box.numel, largest):
         yield from boxes_of_range(start, min(start + largest, box.numel), box)
@@ -102,14 +101,14 @@ def _text(box: Box) -> str:
 
 
 def _tile(boxes: Sequence[Box], region: Box) -> bool:
-    """Whether boxes within a region cover each of its elements exactly once.
+    """Return whether boxes within a region cover each of its elements exactly once.
 
-    Give each coordinate of each dim a random number. A box weighs the product, over the dims, of the number where it
-    ends minus the one where it starts. What tiles the region weighs what it weighs. Boxes that do not weigh something
-    else: by the lemma of Schwartz and Zippel the two are equal once in 2**61 / dims draws.
+    Each coordinate of each dim gets a random number. A box's weight is the product, over the dims, of the number at
+    its end minus the number at its start. The weights of a tiling add up to the region's weight. The weights of other
+    boxes do not: by the lemma of Schwartz and Zippel the two are equal once in 2**61 / dims draws.
     """
     if [*boxes] == [region]:
-        return True  # of most parameters there is one box: a moment for each, where there are 100,000
+        return True  # most parameters have one box, and a model may have 100,000 of them: skip the arithmetic
     if sum(box.numel for box in boxes) != region.numel:
         return False
     drawn = [defaultdict[int, int](lambda: secrets.randbelow(_PRIME)) for _ in region.size]
@@ -124,7 +123,7 @@ def _tile(boxes: Sequence[Box], region: Box) -> bool:
 
 
 def _fault(boxes: Sequence[Box], region: Box) -> Box:
-    """Find an element of a region that lies in none or several of the boxes, which do not tile it: by halving."""
+    """Find, by halving the region, an element that lies in none or in several of the boxes. They must not tile it."""
     while region.numel > 1:
         dim = max(range(len(region.size)), key=lambda dim: region.size[dim])
         start, end = region.offset[dim], region.end[dim]
@@ -139,7 +138,7 @@ def _fault(boxes: Sequence[Box], region: Box) -> Box:
 
 
 def _within(box: Box, dim: int, start: int, end: int) -> Box:
-    """What of a box lies in [start, end) of a dim."""
+    """Return the part of a box that lies in [start, end) of a dim."""
     first, last = box.offset[dim], box.end[dim]
     if start <= first and last <= end:
         return box

@@ -1,4 +1,4 @@
-"""An engine's checkpoints as one object: what a program of one's own needs to save, and to go on."""
+"""An engine's checkpoints as one object, with which a user's own program saves its run and continues it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megamix.checkpoint.together import Together
 from megamix.mixed_precision.engine import ShardedEngine
 
 _BY_ALL = "in Checkpoints.{}(): every rank must call it, so take it out of any `if rank == 0:`"
-_last_to_save: WeakValueDictionary[Path, Checkpoints] = WeakValueDictionary()  # by folder: they wait for each other
+_last_to_save: WeakValueDictionary[Path, Checkpoints] = WeakValueDictionary()  # by folder: savers wait for each other
 
 
 class Checkpoints:
@@ -30,10 +30,10 @@ class Checkpoints:
         ...
         checkpoints.save({"step": 100})
 
-    A checkpoint is of the whole model: it loads on any number of ranks. After a save all but the `keep` newest, at
-    least 2, are removed. It knows the frozen parameters beside which it was saved, and loads beside no others; with
-    `frozen` the folder keeps their values, once, and a load sets them. Units: `timeout_s` bounds the wait for the
-    slowest rank.
+    A checkpoint holds the whole model: it loads on any number of ranks. A save removes all checkpoints but the `keep`
+    newest; `keep` is at least 2. A checkpoint holds digests of the model's frozen parameters, and loads only into a
+    model whose frozen parameters have these digests. With `frozen` the folder keeps their values, once, and a load
+    sets them. Units: `timeout_s` bounds the wait for the slowest rank.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Checkpoints:
         self._together = Together.apart(engine.topology.world, timeout_s)
         self._saver = Saver(self._folder, keep, self._together, lambda path: None, self._failed)
         self._error: Exception | None = None
-        self._goes_on = False  # what the folder held before is loaded, or older than this run
+        self._goes_on = False  # True: the folder's earlier checkpoints are loaded, or older than this run
         if self._together.first(self._folder.is_file):
             raise ValueError(f"folder: {self._folder} is a file; give a folder, there already or not")
         if self._together.first((self._folder / "checkpoints").is_dir):
@@ -53,11 +53,11 @@ class Checkpoints:
         self._together.first(lambda: self._folder.parent.mkdir(parents=True, exist_ok=True))
 
     def load(self) -> dict[str, JsonValue] | None:
-        """Load the newest good checkpoint; return what `save` was given, or None where the folder has no checkpoint.
-        Damaged ones are set aside, with one line each in the log.
+        """Load the newest good checkpoint. Return the `progress` that `save` got; None if the folder has no checkpoint.
+        Damaged checkpoints are set aside, with one line each in the log.
 
-        Raises: ValueError naming all that does not fit the engine, before anything is changed; DamagedCheckpoint if
-        there are checkpoints and none is good.
+        Raises: ValueError naming everything that does not fit the engine, before anything is changed;
+        DamagedCheckpoint if there are checkpoints and none is good.
         """
         self._engine.progress.require_empty("Checkpoints.load()", "right after step()")
         self.wait()
@@ -72,14 +72,15 @@ class Checkpoints:
         return found.manifest.run.progress if found is not None else None
 
     def save(self, progress: Mapping[str, JsonValue], beside: bool = False) -> None:
-        """Save the state between two steps, with the caller's own `progress`, the same on every rank.
+        """Save the state between two steps, with the caller's own `progress`, which must be equal on every rank.
 
-        `progress`: of None, bool, int of up to 4,300 digits, finite float, str without lone surrogates, list, and dict
-        with keys of str; up to 190 deep.
+        `progress`: built of None, bool, int of up to 4,300 digits, finite float, str without lone surrogates, list,
+        and dict with keys of str; nested up to 190 deep.
         `beside`: return as soon as the state is copied, and write it while training goes on.
-        Raises, on every rank and before anything is written: ValueError if `progress` is not what JSON gives back, or
-        not the same on every rank; or if nothing was loaded, and the folder has a checkpoint of more updates.
-        Raises: OSError on every rank if this save fails, or one that was under way; the older checkpoints stay.
+        Raises, on every rank and before anything is written: ValueError if `progress` changes when JSON writes and
+        reads it, or differs between ranks; or if nothing was loaded and the folder has a checkpoint of more updates.
+        Raises: OSError on every rank if this save fails, or if an earlier one still under way fails. The older
+        checkpoints stay.
         """
         self._engine.progress.require_empty("Checkpoints.save()", "right after step()")
         self.wait()
@@ -104,7 +105,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Return when no save is under way, nor one by another object for the same folder. Raises: as `save`."""
+        """Wait until no save into this folder is under way, by this object or another one. Raises: as `save`."""
         _last_to_save.get(self._folder, self)._saver.finish()
         self._saver.finish()
         error, self._error = self._error, None
@@ -116,20 +117,20 @@ class Checkpoints:
 
 
 def _judge(progress: Mapping[str, JsonValue]) -> int | str:
-    """Return a checksum; or a line on the first value that a reader would not give back."""
+    """Return a checksum of `progress`, or one line about the first value that JSON would not give back."""
     if not isinstance(progress, Mapping):
         return f"progress is a {type(progress).__name__}; give a dict of plain JSON, such as {{}}"
     for key, value in progress.items():
         where, bad = str(key), value
         try:
-            # "run" is for a manifest's own level: a reader goes down only so far.
+            # The key "run" stands for the manifest around it: JSON readers limit the depth, so every level counts.
             text = RunRecord(progress={"run": {key: value}}).model_dump_json()
             if RunRecord.from_json(text).progress == {"run": {key: value}}:
                 continue
         except ValueError as error:
-            if isinstance(error, ValidationError):  # any other tells of a text that the caller has not seen
+            if isinstance(error, ValidationError):  # other errors describe the JSON text, which the caller never saw
                 first = error.errors()[0]
-                where, bad = ".".join(map(str, first["loc"][3::2])), first["input"]  # between the keys stand types
+                where, bad = ".".join(map(str, first["loc"][3::2])), first["input"]  # types stand between the keys
         if isinstance(bad, float):
             return f"progress.{printable(where, 80)}: {bad} is no JSON number; write None"
         return f"progress.{printable(where, 80)}: JSON gives no such {type(bad).__name__} or key back; write plain JSON"

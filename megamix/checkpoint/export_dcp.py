@@ -1,8 +1,8 @@
-"""A checkpoint as a folder of torch.distributed.checkpoint, for what loads such: full tensors under torch's names.
+"""The export of a checkpoint as a folder of torch.distributed.checkpoint (DCP): full tensors under torch's names.
 
 `model.NAME` holds the masters in FP32, under every name of a shared parameter, and the buffers.
-`optimizer.state.NAME.STATE` holds the optimizer's states, and as `step` the number of applied updates, as torch's AdamW
-does. The settings of the optimizer (torch's `param_groups`) are not in a checkpoint; its configuration is.
+`optimizer.state.NAME.STATE` holds the optimizer's states. Its `step` is the number of applied updates, as in torch's
+AdamW. A checkpoint does not hold the optimizer's settings (torch's `param_groups`); it holds the run's configuration.
 """
 
 import warnings
@@ -25,25 +25,26 @@ from megamix.checkpoint.manifest import BUFFER, MASTER, ParamRecord
 from megamix.checkpoint.snapshot import DTYPES
 from megamix.checkpoint.verify import Checkpoint, PieceReader
 
-_Path = tuple[str, ...]  # of a tensor in the nested dictionaries that torch's users know
+_Path = tuple[str, ...]  # a tensor's keys in the nested state dict that DCP's users load
 
 
 def export_dcp(checkpoint: Checkpoint, output: Path) -> None:
-    """Write a folder that torch.distributed.checkpoint.load reads. Holds one piece at a time; whole or not there.
+    """Write a folder that torch.distributed.checkpoint.load reads. Memory holds one piece at a time. The folder appears
+    at `output` only when it is complete.
 
-    Raises: ValueError if there is something at `output`; OSError.
+    Raises: ValueError if `output` exists; OSError.
     """
     with new_folder(output, "OUT:") as aside:
         try:
-            with warnings.catch_warnings(category=UserWarning, action="ignore"):  # that this is one process
+            with warnings.catch_warnings(category=UserWarning, action="ignore"):  # it warns of a single process
                 save({}, storage_writer=FileSystemWriter(aside), planner=_Planner(checkpoint), no_dist=True)
-        except CheckpointException as error:  # no Exception to Python
+        except CheckpointException as error:  # a BaseException and no Exception: callers would miss it
             reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
             raise OSError(f"{output} cannot be written: {reasons}") from None
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans by the manifest alone, and reads each piece when torch asks for it to write it."""
+    """A planner that plans by the manifest alone, and reads each piece when torch is about to write it."""
 
     def __init__(self, checkpoint: Checkpoint):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Frozen parameters, which no checkpoint holds: its manifest knows their values by digests, and a folder may keep them
-once for all of its checkpoints.
+"""Frozen parameters. No checkpoint holds them: its manifest has digests of their values, and a folder may keep the
+values once for all of its checkpoints.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ log = logging.getLogger("megamix")
 
 
 def _values_of(folder: Path, digests: Mapping[str, str]) -> Path:
-    """Return what has, or gets, the values of these digests."""
+    """Return the path of the file for the values of these digests, whether it exists or not."""
     own_name = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
     return folder / f"frozen_{own_name}" / "values.safetensors"
 
 
 def save_frozen(folder: Path, engine: ShardedEngine) -> None:
-    """Write the values of the engine's frozen parameters, unless the folder has these; then remove those that belong to
-    no checkpoint any more. Raises: OSError.
+    """Write the values of the engine's frozen parameters, unless the folder has them already. After writing, remove the
+    values that belong to no checkpoint any more. Raises: OSError.
     """
     values = _values_of(folder, frozen_digests(engine))
     if not values.exists():
@@ -51,20 +51,21 @@ def save_frozen(folder: Path, engine: ShardedEngine) -> None:
 def _remove_unneeded(folder: Path) -> None:
     needed = set[Path]()
     for path in (*checkpoints(folder), *set_aside(folder)):
-        with suppress(ValueError, OSError):  # no load takes what cannot be read
+        with suppress(ValueError, OSError):  # no load takes a checkpoint whose manifest cannot be read
             needed.add(_values_of(folder, read_manifest(path / MANIFEST).frozen or {}).parent)
     kept = sorted(folder.glob("frozen_*"), key=lambda path: path.stat().st_mtime)
-    for path in kept[:-2]:  # the newest is this save's, the one before it may be of a save that is still being written
+    for path in kept[:-2]:  # the newest belongs to this save, the one before it perhaps to a save still being written
         if path not in needed:
             shutil.rmtree(path)
 
 
 def fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, takes: bool) -> None:
-    """See that the engine's frozen parameters are those beside which the checkpoint was saved; `takes`: set them to the
-    values that its folder keeps. Every rank must call it; the first one's values count, as at the build.
+    """Compare the engine's frozen parameters with those of the model that was saved. With `takes`, set them to the
+    values that the checkpoint's folder keeps. Every rank must call it. The first rank's values are compared, as when
+    the engine is built.
 
-    Raises, on every rank and before anything is changed: ValueError naming what differs; FailedTogether if the values
-    cannot be read, or are not what was saved.
+    Raises, on every rank and before anything is changed: ValueError naming the parameters that differ; FailedTogether
+    if the kept values cannot be read, or are not what was saved.
     """
     saved, own = checkpoint.manifest.frozen, together.first(lambda: frozen_digests(engine))
     if saved is None or saved == own:
@@ -89,7 +90,7 @@ def fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, together: Together
 
 
 def _read(path: Path, wanted: Mapping[str, str], engine: ShardedEngine) -> dict[str, Tensor]:
-    """Return the values of these digests. Raises: ValueError, OSError."""
+    """Return the values of the `wanted` parameters. Raises: ValueError if one has another digest or shape; OSError."""
     values, params = load_file(path), frozen_params(engine)
     for name, text in wanted.items():
         if digest(values[name]) != text or values[name].shape != params[name].shape:

@@ -1,6 +1,6 @@
-"""The newest good checkpoint, and its way into an engine with any number of ranks, bucket size and groups.
+"""Loading the newest good checkpoint into an engine with any number of ranks, any bucket size and any groups.
 
-Its bytes are verified on their way into a rank's memory: none is read twice for it.
+The bytes are verified on their way into a rank's memory: verification reads no byte a second time.
 """
 
 import logging
@@ -27,13 +27,13 @@ from megamix.mixed_precision.weights import misfit_names
 
 log = logging.getLogger("megamix")
 
-_Wanted = dict[Stored, list[Part]]  # of one file: which parts have something of what lies where
+_Wanted = dict[Stored, list[Part]]  # the stored boxes of one file, each with the parts that overlap it
 
 
 def read_together(path: Path, together: Together, check: Check | None = None) -> Checkpoint:
-    """Check all but the tensors' bytes, which `load` verifies. Every rank must call it.
+    """Check everything but the tensors' bytes, which `load` verifies. Every rank must call it.
 
-    Raises: DamagedCheckpoint on every rank, with what any of them found; ConfigError, likewise.
+    Raises: DamagedCheckpoint on every rank, with the problems that any rank found; ConfigError, likewise.
     """
     checkpoint: Checkpoint | None = None
     problems: list[str] = []
@@ -56,10 +56,10 @@ def read_together(path: Path, together: Together, check: Check | None = None) ->
 def newest_checkpoint(
     folder: Path, together: Together, *, before: str | None = None, check: Check | None = None
 ) -> Checkpoint | None:
-    """Return the newest, or the newest before the one of that name, that `read_together` finds good; those that it does
-    not are set aside, with one line each. Every rank must call it.
+    """Return the newest checkpoint that `read_together` finds good; with `before`, the newest one older than that name.
+    Damaged checkpoints on the way are set aside, with one line each. Every rank must call it.
 
-    Raises: ConfigError on every rank: behind one that is whole, no older one is looked for.
+    Raises: ConfigError on every rank for a checkpoint that is whole but refused: no older one is tried instead.
     """
     for name in together.first(lambda: [path.name for path in checkpoints(folder, before)]):
         try:
@@ -77,10 +77,10 @@ def load_or_older(
     check: Check | None = None,
     frozen: bool = False,
 ) -> Checkpoint | None:
-    """Load a checkpoint or, where it is damaged, the newest good one before it in its folder. Damaged ones are set
+    """Load a checkpoint or, if it is damaged, the newest good one before it in its folder. Damaged checkpoints are set
     aside, with one line each. Every rank must call it.
 
-    Returns what is loaded; None if none is good, after which the engine holds NaN, as `load` says.
+    Returns: the checkpoint that was loaded; None if none is good, after which the engine holds NaN, as `load` says.
     Raises: as `load`, apart from DamagedCheckpoint; ConfigError.
     """
     found: Checkpoint | None = checkpoint
@@ -110,12 +110,13 @@ def load(
 ) -> None:
     """Set masters, optimizer states, counters, loss scale and half parameters. Every rank must call it.
 
-    `anew`: states that the checkpoint lacks, or has in another dtype, as after another optimizer, are zero then; the
-    log says which. `frozen`: take the frozen parameters that the folder keeps.
-    Raises: ValueError naming what does not fit the engine, by kind, before anything is changed; DamagedCheckpoint on
-    every rank if one finds that a file is not what was written, after which masters and optimizer states are NaN, until
-    another load succeeds; FailedTogether on every rank if one cannot do its part, after which the engine holds some of
-    each.
+    `anew`: accept a checkpoint of another optimizer. States that it lacks, or has in another dtype, become zero; the
+    log says which. `frozen`: set the frozen parameters to the values that the folder keeps.
+    Raises: ValueError naming what does not fit the engine, by kind, before anything is changed.
+    Raises: DamagedCheckpoint on every rank if one rank finds that a file is not what was written. Masters and optimizer
+    states are NaN from then on, until another load succeeds.
+    Raises: FailedTogether on every rank if one rank cannot do its part. The engine then holds a mixture of old and
+    loaded state.
     """
     manifest = checkpoint.manifest
     if problems := misfits(manifest, engine, anew=anew):
@@ -128,13 +129,15 @@ def load(
             )
         )
     except DamagedCheckpoint:
-        # What was there before is lost: to keep it would take as much memory again, and to verify first would mean to
-        # read every byte twice. Whoever trained on without another load would go on from the file's damage; from NaN
-        # nobody does.
+        # The engine's state from before is lost: keeping it would take as much memory again, and verifying first would
+        # read every byte twice. A caller that trains on without another load would train from damaged values
+        # unnoticed. NaN cannot go unnoticed.
         for part in owned_parts(engine):
             part.tensor.fill_(math.nan)
         raise
-    if anew and not manifest.weights_only and together.rank == 0:  # it is of the whole model, whatever a rank owns
+    if (
+        anew and not manifest.weights_only and together.rank == 0
+    ):  # it counts the whole model: one rank's line is enough
         _tell_of_new_states(manifest, engine)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
@@ -144,7 +147,7 @@ def load(
 
 
 def _saved_parts(manifest: Manifest, engine: ShardedEngine) -> list[Part]:
-    """What of the engine's own state the checkpoint has. All that it lacks is zero."""
+    """Return the parts of the engine's state that the checkpoint has. Set the owned parts that it lacks to zero."""
     common = {
         (name, state)
         for name, _, states, saved in _sets(manifest, engine)
@@ -159,7 +162,7 @@ def _saved_parts(manifest: Manifest, engine: ShardedEngine) -> list[Part]:
 
 
 def _sets(manifest: Manifest, engine: ShardedEngine) -> Iterator[tuple[str, tuple[int, ...], StateSet, StateSet]]:
-    """Yield each parameter and buffer: name, shape, the states that the engine has, and those of the checkpoint."""
+    """Yield for each parameter and buffer: name, shape, the engine's states, and the checkpoint's states."""
     saved = {param.name: manifest.states[param.state_set] for param in manifest.params}
     for spec, states in state_sets(engine):
         yield spec.name, spec.full_shape, states, saved.get(spec.name, {})
@@ -174,15 +177,15 @@ def _tell_of_new_states(manifest: Manifest, engine: ShardedEngine) -> None:
 
 
 def _agree_on(problems: list[list[str]]) -> None:
-    """Raises: DamagedCheckpoint if any rank has found anything."""
+    """Refuse the checkpoint on every rank. Raises: DamagedCheckpoint if any rank has found a problem."""
     if found := dict.fromkeys(line for lines in problems for line in lines):
         raise DamagedCheckpoint(list(found))
 
 
 def misfits(manifest: Manifest, engine: ShardedEngine, *, anew: bool = False) -> list[str]:
-    """Return why this checkpoint cannot become the engine's state; empty if it can."""
+    """Return the reasons why this checkpoint cannot become the engine's state; empty if it can."""
     sets = [*_sets(manifest, engine)]
-    # A buffer that was not saved stays as it is: older checkpoints have none, nor has a model that nobody has trained.
+    # A buffer that was not saved stays as it is: older checkpoints have no buffers, nor has an untrained model's.
     problems = misfit_names(
         {param.name: param.shape for param in manifest.params},
         {name: shape for name, shape, _, _ in sets},
@@ -207,7 +210,9 @@ def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
     same_names = {name: value.dim() for name, value in saved.items()} == {
         name: value.dim() for name, value in scale.state_dict().items()
     }
-    if not same_names or manifest.loss_scale_rule != scale.rule:  # as where a run that gave up goes on in BF16
+    if (
+        not same_names or manifest.loss_scale_rule != scale.rule
+    ):  # for example an FP16 run that gave up continues in BF16
         log.warning(
             "the checkpoint's loss scale has another rule (%s): it begins anew at %.10g",
             manifest.loss_scale_rule, scale.loss_scale,
@@ -219,10 +224,10 @@ def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
 
 
 def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int = 0, size: int = 1) -> list[str]:
-    """Fill the parts' memory, and verify one file in `size`: it is read whole, of the others what lies in the parts.
-    `clock.loaded` counts what is read.
+    """Fill the parts' memory, and verify every `size`-th file from number `rank` on. A verified file is read whole;
+    from the other files only the parts' bytes are read. `clock.loaded` counts the bytes read.
 
-    Returns what is wrong, a line for each file. Only where no rank has found anything do the parts hold what was saved.
+    Returns: the problems, a line for each bad file. The parts hold what was saved only if no rank found a problem.
     """
     wanted: dict[str, _Wanted] = defaultdict(dict)
     for part in parts:
@@ -233,7 +238,7 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int 
     for number, record in enumerate(checkpoint.manifest.files):
         path = checkpoint.path / record.name
         try:
-            # Saved by as many ranks, it is the rank's own file that it verifies, and all that it needs.
+            # When as many ranks saved as load, each verifies its own file, and needs no other.
             if number % size == rank:
                 _fill_and_verify(path, record, wanted[record.name], clock)
             elif wanted[record.name]:
@@ -244,7 +249,9 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int 
 
 
 def _fill_and_verify(path: Path, record: FileRecord, wanted: _Wanted, clock: Clock) -> None:
-    """Read the whole file, in order. Raises: ValueError at the end if it is not what was written; OSError."""
+    """Fill the parts from one file, read whole and in order. Raises: ValueError at the end if the bytes are not what
+    was written; OSError.
+    """
     to_come = deque(sorted(wanted, key=lambda stored: stored.start))
     position = 0
     for chunk in verified_chunks(path, record):
@@ -259,7 +266,7 @@ def _fill_and_verify(path: Path, record: FileRecord, wanted: _Wanted, clock: Clo
 
 
 def _fill_beside(reader: PieceReader, wanted: _Wanted, clock: Clock) -> None:
-    """Read only what lies in the parts, of a file that another rank verifies. Raises: ValueError, OSError."""
+    """Fill the parts from a file that another rank verifies, reading only their bytes. Raises: ValueError, OSError."""
     for stored, parts in wanted.items():
         for part in parts:
             if common := part.box.intersection(stored.box):
@@ -269,7 +276,9 @@ def _fill_beside(reader: PieceReader, wanted: _Wanted, clock: Clock) -> None:
 
 
 def _copy_from_chunk(chunk: memoryview, position: int, stored: Stored, parts: list[Part]) -> None:
-    """Copy what of a stored box lies in the chunk, of which `position` is the place in the file: bytes."""
+    """Copy into the parts those elements of a stored box that lie in the chunk. `position`: the chunk's first byte in
+    the file.
+    """
     start, end = max(position, stored.start), min(position + len(chunk), stored.end)
     dtype = DTYPES[stored.dtype]
     values = torch.frombuffer(chunk, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start - position)
@@ -282,6 +291,6 @@ def _copy_from_chunk(chunk: memoryview, position: int, stored: Stored, parts: li
 
 
 def _copy_common(values: Tensor, box: Box, part: Part) -> None:
-    """Copy what lies in the part as well. Shapes: values (*box.size), of the part's dtype."""
+    """Copy the elements of `box` that the part has, too. Shapes: values (*box.size), in the part's dtype."""
     if common := part.box.intersection(box):
         part.tensor.view(part.box.size)[common.slices_in(part.box)].copy_(values[common.slices_in(box)])

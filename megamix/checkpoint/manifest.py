@@ -1,9 +1,9 @@
-"""The manifest: the JSON file that says what a checkpoint holds. What lies in no manifest is no checkpoint.
+"""The manifest: the JSON file that says what a checkpoint holds. A folder without a manifest is no checkpoint.
 
-Its last line is its own checksum, over every byte before that line; so a damaged manifest is told apart from one that
-was never right, and no byte of it is free to change.
+Its last line is its checksum, over every byte before that line. The checksum tells a damaged manifest from one that was
+written wrong, and covers every byte.
 
-JSON is checked when read: no unknown field, no other type, no number that another reader would not have.
+JSON is checked when read: no unknown field, no other type, no number that another JSON reader would read differently.
 """
 
 import json
@@ -22,19 +22,19 @@ from megamix.config import ConfigError
 from megamix.config.load import toml_tables
 
 Count = Annotated[int, Field(ge=0, le=2**53)]  # JSON's numbers are exact up to here in every reader
-_SHOWN = 5  # problems, of a text that may have thousands
-_LONGEST = 500  # characters of a line that says what is wrong
+_SHOWN = 5  # problems that an error lists; a text may have thousands
+_LONGEST = 500  # characters of a line of an error
 
 
 def printable(text: str, longest: int = _LONGEST) -> str:
-    """Return one line of a text that may hold anything: what would move a terminal's cursor is escaped, the end cut."""
+    """Return a text that may hold anything as one safe line: unprintable characters are escaped, and the end is cut."""
     shown = text if len(text) <= longest else text[:longest] + "..."
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in shown)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let what is wrong with a file or folder name it. Raises: ValueError."""
+    """Put the path before the text of any error about its content. Raises: ValueError instead of the error."""
     try:
         yield
     except (ValueError, SafetensorError) as error:
@@ -50,25 +50,25 @@ class DamagedCheckpoint(ValueError):
 
 
 class Record(BaseModel):
-    """Base of what is kept as JSON."""
+    """Base class of everything that is kept as JSON."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Raises: ValueError naming the fields."""
+        """Parse a record. Raises: ValueError naming the wrong fields."""
         try:
             record = cls.model_validate_json(text)
         except ValidationError as error:
             problems = error.errors()[:_SHOWN]
             where = [f"{'.'.join(map(str, problem['loc'])) or 'the text'}: {problem['msg']}" for problem in problems]
             raise ValueError("; ".join(where)) from None
-        json.loads(text, object_pairs_hook=_each_once)  # of a field that is there twice, readers take this or that one
+        json.loads(text, object_pairs_hook=_each_once)  # JSON readers differ in which of two equal fields they take
         return record
 
 
 def _each_once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises: ValueError naming a field that is there twice."""
+    """Return the fields as a dict. Raises: ValueError naming a field that is there twice."""
     once = dict(fields)
     if len(once) < len(fields):
         names = [name for name, _ in fields]
@@ -77,40 +77,40 @@ def _each_once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _VERSION = re.compile(rb'\{\s*"format": "megamix checkpoint",\s*"version": (\d{1,9}),')
-_LAST_TO_READ_1 = "50476c4"  # it reads keys of configurations that were renamed until then, too
-LARGEST = 16 << 20  # bytes: no larger file is read as a manifest; of 10,000 parameters it has 2 MB
-_MOST_VALUES = 1 << 20  # in it: each takes some 100 bytes of memory, and may be written in two
+_LAST_TO_READ_1 = "50476c4"  # last commit that reads version 1, and the configuration keys renamed until then
+LARGEST = 16 << 20  # bytes: no larger file is read as a manifest; 10,000 parameters take 2 MB
+_MOST_VALUES = 1 << 20  # values in a manifest: one may be two bytes of text, and takes some 100 bytes of memory
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
-_Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # of a state or a rule: a Python name
+_Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # a Python name of a state or of a loss scale's rule
 Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # safetensors' names
-StateSet = dict[_Name, Dtype]  # by state
+StateSet = dict[_Name, Dtype]  # dtypes by name of the state
 
-# The state name of the weights themselves, as optimizers.MASTER, which needs torch; the others are the optimizer's.
+# The weights' state name, the same as optimizers.MASTER, whose module imports torch. The optimizer names other states.
 MASTER = "master"
-BUFFER = "buffer"  # that of a persistent buffer, which has no other
-UNTRAINED: StateSet = {MASTER: "F32"}  # of a model that nobody has trained yet
+BUFFER = "buffer"  # the only state name of a persistent buffer
+UNTRAINED: StateSet = {MASTER: "F32"}  # the states of a model that nobody has trained yet
 
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 _Ranks = Annotated[int, Field(ge=1, le=2**31)]
 
 
 def states_text(states: StateSet) -> str:
-    """Return a set's names, and dtypes other than FP32."""
+    """Return a set's state names as text, each with its dtype unless that is FP32."""
     return ", ".join(state if dtype == "F32" else f"{state} ({dtype})" for state, dtype in states.items())
 
 
 class FileRecord(Record):
-    """One file: its name in the checkpoint's folder, bytes and checksum."""
+    """One file: its name in the checkpoint's folder, its size in bytes and its checksum."""
 
-    name: Annotated[str, Field(pattern=r"^rank_\d{5,9}\.safetensors$")]  # so a name leads nowhere else
+    name: Annotated[str, Field(pattern=r"^rank_\d{5,9}\.safetensors$")]  # the pattern keeps it inside the folder
     size: Count
     crc32: Count
 
 
 def check_size(path: Path, record: FileRecord) -> None:
-    """Raises: ValueError, OSError."""
+    """Refuse a file that is missing, no ordinary file, or of another size. Raises: ValueError, OSError."""
     if path.is_symlink() or not path.is_file():
         raise ValueError(f"{path}: not there, or no ordinary file")
     if (size := path.stat().st_size) != record.size:
@@ -118,35 +118,35 @@ def check_size(path: Path, record: FileRecord) -> None:
 
 
 class ParamRecord(Record):
-    """One parameter or persistent buffer, whole, under its first registered name."""
+    """One whole parameter or persistent buffer, under its first registered name."""
 
     name: str
     shape: Annotated[tuple[Count, ...], Field(max_length=64)]  # as many dims as numpy's arrays have
     aliases: tuple[str, ...]
-    state_set: Count = Field(default=0, alias="states")  # the place of its set in `Manifest.states`
+    state_set: Count = Field(default=0, alias="states")  # index of its set in `Manifest.states`
 
 
 class LayoutRecord(Record):
-    """How the saving ranks had cut the parameters. For people: loading does not depend on it."""
+    """The layout of the ranks that saved. It informs people: loading does not depend on it."""
 
     dp_size: _Ranks
     tp_size: _Ranks = 1
     pp_size: _Ranks = 1
-    buckets: tuple[Count, ...]  # elements, with padding, of the first rank
+    buckets: tuple[Count, ...]  # elements of each bucket of the first rank, with padding
 
 
 class RunRecord(Record):
-    """What the caller wants back with the state. A checkpoint keeps it as it is."""
+    """Holds what the caller wants back with the state. A checkpoint keeps it unchanged."""
 
     progress: dict[str, JsonValue] = Field(default_factory=dict)  # consumed samples, batches to try again
     config: Annotated[str, Field(max_length=1 << 20)] = ""  # the effective configuration, TOML
-    fingerprints: dict[str, str] = Field(default_factory=dict)  # of the data, by the key that names it
-    code: dict[str, str] = Field(default_factory=dict)  # versions and hashes of sources; empty: they were not kept
-    # Of what every random number is a function: there is no generator whose state to keep.
+    fingerprints: dict[str, str] = Field(default_factory=dict)  # fingerprints of data files, by configuration key
+    code: dict[str, str] = Field(default_factory=dict)  # versions and hashes of sources; empty: not recorded
+    # The rule that computes every random number from its arguments: there is no generator state to keep.
     rng_rule: Annotated[str, Field(max_length=10_000)] = ""
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """Return the configuration as it was written, section by section. Raises: ValueError."""
+        """Return the configuration as it was written, by section. Raises: ValueError if it is no TOML."""
         try:
             return toml_tables(self.config)
         except ValueError as error:
@@ -154,36 +154,36 @@ class RunRecord(Record):
 
 
 class Manifest(Record):
-    """All that a checkpoint says of itself."""
+    """All that a checkpoint says about itself."""
 
     format: Literal["megamix checkpoint"] = "megamix checkpoint"
     version: Literal[2] = 2
     applied_updates: Count
     skipped_steps: Count
     loss_scale: dict[_Name, _Number | list[_Number]]  # by the loss scale's own state names
-    loss_scale_rule: _Name | None = None  # what they mean; None: of a model that nobody has trained
+    loss_scale_rule: _Name | None = None  # the rule whose states `loss_scale` has; None: nobody has trained the model
     run: RunRecord
     layout: LayoutRecord
-    states: tuple[StateSet, ...]  # the sets that there are: "master" and the optimizer's, or "buffer" alone
+    states: tuple[StateSet, ...]  # the distinct sets: "master" and the optimizer's states, or "buffer" alone
     params: tuple[ParamRecord, ...]
-    # Frozen parameters': dtype and SHA-256 of the values, by name; None: of a model that nobody has trained.
+    # Dtype and SHA-256 of each frozen parameter's values, by name. None: nobody has trained the model.
     frozen: dict[str, Annotated[str, Field(pattern=r"^torch\.\w+ [0-9a-f]{64}$")]] | None = None
     files: tuple[FileRecord, ...] = ()
 
     @property
     def weights_only(self) -> bool:
-        """Whether it holds a model for a run to begin from: masters, and nothing of a training."""
+        """Return whether it holds only masters, from which a run begins, and no state of a training."""
         return self.states == (UNTRAINED,) and not self.applied_updates and not self.run.progress
 
     def tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
-        """Yield all that the files hold: name of parameter or buffer, state, shape, dtype."""
+        """Yield every tensor that the files hold: name of the parameter or buffer, state, shape, dtype."""
         for param in self.params:
             for state, dtype in self.states[param.state_set].items():
                 yield param.name, state, param.shape, dtype
 
 
 def manifest_text(manifest: Manifest) -> bytes:
-    """Return the whole file. Raises: ValueError if it is larger than `read_manifest` takes."""
+    """Return the content of the file. Raises: ValueError if it is larger than `read_manifest` takes."""
     body = manifest.model_dump_json(indent=1, by_alias=True).removesuffix("\n}").encode()
     text = body + (_CHECKSUM_LINE % zlib.crc32(body)).encode()
     if len(text) > LARGEST or text.count(b",") > _MOST_VALUES:
@@ -195,7 +195,9 @@ def manifest_text(manifest: Manifest) -> bytes:
 
 
 def _refuse_other_version(path: Path, body: bytes) -> None:
-    """Raises: ConfigError. Not damaged: a whole checkpoint must not be set aside for the code that reads it."""
+    """Refuse a manifest of another version. Raises: ConfigError, not DamagedCheckpoint: a checkpoint must not be set
+    aside only because this code cannot read it.
+    """
     found = _VERSION.match(body)
     if found is None or found[1] == b"2":
         return
@@ -206,8 +208,9 @@ def _refuse_other_version(path: Path, body: bytes) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises: ValueError naming the file, and the field where it is one's fault; ConfigError for another version;
-    OSError.
+    """Read and check a manifest.
+
+    Raises: ValueError naming the file, and the field if one is wrong; ConfigError for another version; OSError.
     """
     if path.is_symlink() or not path.is_file():
         raise ValueError(f"{path}: not there, or no ordinary file")

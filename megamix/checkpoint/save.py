@@ -1,11 +1,11 @@
-"""The commit: a fresh folder, a file from each rank, the manifest, and a rename that makes it a checkpoint.
+"""The commit: a fresh folder, a file from each rank, the manifest, and a rename that makes the folder a checkpoint.
 
-`Saver` does it at once, or while training goes on: a copy in the host's memory, written by a thread. What is no longer
-kept is removed beside training in any case, for nothing waits for it.
+`Saver` saves at once, or while training goes on: a thread then writes a copy in the host's memory. Old checkpoints are
+always removed beside training, because nothing waits for their removal.
 
-A thread and not a process: all that takes long (write, fsync, crc32, the copy from the device) runs without the
-interpreter's lock, and a process would need the copy in shared memory, a start of its own, ranks of its own, and an
-end of its own when this one is killed.
+The writer is a thread and not a process. Everything slow (write, fsync, crc32, the copy from the device) runs without
+the interpreter's lock. A process would need the copy in shared memory, its own start, its own ranks, and its own end
+when this process is killed.
 """
 
 import contextlib
@@ -26,11 +26,12 @@ log = logging.getLogger("megamix")
 
 
 def save(folder: Path, snapshot: Snapshot, together: Together, files: Files | None = None) -> Path:
-    """Write a checkpoint that is on the disk when this returns. Every rank must call it; one path for all.
+    """Write a checkpoint that is on the disk when this returns, and return its path. Every rank must call it, and gets
+    the same path.
 
-    What killed saves left over is removed; older checkpoints stay, for `remove_old`.
-    Raises: FailedTogether on every rank if anything fails on one; what was begun is removed, the older checkpoints
-    are as they were.
+    Leftovers of killed saves are removed. Older checkpoints stay, for `remove_old`.
+    Raises: FailedTogether on every rank if anything fails on one. The unfinished folder is removed, and the older
+    checkpoints are unchanged.
     """
     files = files or Files()
     begun = folder / together.first(lambda: begin(folder, snapshot, files))
@@ -46,7 +47,7 @@ def save(folder: Path, snapshot: Snapshot, together: Together, files: Files | No
 
 
 def begin(folder: Path, snapshot: Snapshot, files: Files) -> str:
-    """The name of a fresh folder for the files. Raises: OSError, also where there is too little space."""
+    """Make a fresh folder for the files, and return its name. Raises: OSError, also if there is too little space."""
     if not folder.is_dir():
         files.make_directory(folder)
         files.sync_directory(folder.parent)
@@ -61,14 +62,14 @@ def begin(folder: Path, snapshot: Snapshot, files: Files) -> str:
 
 
 def write_rank(begun: Path, rank: int, chunks: Iterable[memoryview], files: Files) -> dict[str, str | int]:
-    """Write one rank's file, and return a FileRecord's fields."""
+    """Write one rank's file, and return the fields of its FileRecord."""
     name = f"rank_{rank:05d}.safetensors"
     size, crc32 = files.write_file(begun / name, chunks)
     return {"name": name, "size": size, "crc32": crc32}
 
 
 def commit(begun: Path, manifest: Manifest, written: Sequence[dict[str, str | int]], files: Files) -> str:
-    """Return the name of the checkpoint that the files in `begun` are from now on."""
+    """Make the files in `begun` a checkpoint, and return its name. Raises: OSError."""
     records = tuple(FileRecord.model_validate(fields) for fields in written)
     for record in records:
         path = begun / record.name
@@ -84,13 +85,14 @@ def commit(begun: Path, manifest: Manifest, written: Sequence[dict[str, str | in
 
 
 def remove_old(folder: Path, keep: int, saved: Path, files: Files) -> None:
-    """Keep the newest, whatever becomes of the rest: a failure here loses nothing, so it is only told. One rank calls
-    it, after a save and before the next one, beside whatever else: it takes as long as the disk needs to free them.
+    """Remove all checkpoints but the `keep` newest and `saved`. A failure loses nothing, so it is only logged. One rank
+    calls it, between a save and the next one. It takes as long as the disk needs to free the files, so it runs beside
+    other work.
     """
     try:
         for path in checkpoints(folder)[keep:]:
             if path != saved:
-                # First it loses its name, in one instant, and then its manifest: it must not be taken for whole.
+                # A half-removed checkpoint must not look whole: first its name goes, in one instant, then its manifest.
                 doomed = path.with_name(aside_name(path.name))
                 files.rename(path, doomed)
                 files.remove_tree(doomed / MANIFEST)
@@ -100,12 +102,12 @@ def remove_old(folder: Path, keep: int, saved: Path, files: Files) -> None:
 
 
 class Saver:
-    """Saves an engine's states into one folder. Every call must be made by all ranks, in the same order.
+    """Saves an engine's states into one folder. All ranks must make every call, in the same order.
 
-    `together`: over a group that nobody else uses, for the thread's collectives would be matched with others'.
-    `saved(path)`, `failed(error)`: how each save ended, called by whichever thread wrote it, before the next one
-    begins. An error of the disk is the same one on every rank; if a peer died, each has its own.
-    After a save all but the `keep` newest are removed.
+    `together`: its group must have no other user, or the thread's collectives would be matched with that user's.
+    `saved(path)`, `failed(error)`: called at the end of each save, by the thread that wrote it, before the next save
+    begins. Every rank gets the same error of a disk; if a peer died, each rank gets its own error.
+    After a save all checkpoints but the `keep` newest are removed.
     """
 
     def __init__(
@@ -120,27 +122,27 @@ class Saver:
         self._thread: threading.Thread | None = None
 
     def save(self, engine: ShardedEngine, run: RunRecord) -> None:
-        """Save the state as it is now, between two steps, and return when that has ended."""
+        """Save the state as it is now, between two steps. Return when the save has ended."""
         self.finish()
         saved = self._write(take_snapshot(engine, run))
         self._begin(lambda: self._remove_old(saved))
 
     def start(self, engine: ShardedEngine, run: RunRecord) -> None:
-        """Save it beside training: return as soon as the state is copied. Waits for the save before it, if that is
-        still under way.
+        """Save the state beside training: return as soon as it is copied. Wait first for an earlier save that is still
+        under way.
         """
         self.finish()
         snapshot = self._copy.take(take_snapshot(engine, run))
         self._begin(lambda: self._remove_old(self._write(snapshot)))
 
     def finish(self) -> None:
-        """Return when no save is under way, and what it has replaced is gone."""
+        """Wait until no save is under way and the checkpoints that it replaced are removed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _begin(self, work: Callable[[], None]) -> None:
-        # A daemon, for a run that fails does not wait for it: to a save, that is a kill like any other.
+        # The thread is a daemon, so a run that fails does not wait for it: the save ends as if it were killed.
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -149,11 +151,11 @@ class Saver:
             remove_old(self.folder, self._keep, saved, self._files)
 
     def _write(self, snapshot: Snapshot) -> Path | None:
-        """The checkpoint; None if there is none."""
+        """Write the snapshot, and return the checkpoint's path; None if the save failed."""
         try:
             self._copy.wait()
             path = save(self.folder, snapshot, self._together, self._files)
-        except Exception as error:  # in a thread, nobody else would learn of it
+        except Exception as error:  # an error in a thread reaches nobody unless it is handed on
             self._failed(error)
             return None
         self._saved(path)

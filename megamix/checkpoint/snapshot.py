@@ -1,6 +1,6 @@
-"""What one rank holds of a run's state, and where it belongs in the full, unsharded parameters.
+"""One rank's part of a run's state, and its place in the full, unsharded parameters.
 
-It is saved as the snapshot of one instant: views of the engine, or a copy that training leaves alone.
+The part is saved as a snapshot of one instant: views of the engine, or a copy that training leaves alone.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from megamix.mixed_precision.optimizers import Optimizer
 from megamix.names import by_plain_name
 
 DTYPES: dict[str, torch.dtype] = dict(zip(get_args(Dtype), SAVED_DTYPES, strict=True))
-DTYPE_NAMES: dict[str, Any] = {str(dtype): name for name, dtype in DTYPES.items()}  # each of a Literal type
+DTYPE_NAMES: dict[str, Any] = {str(dtype): name for name, dtype in DTYPES.items()}  # Any: each name has a Literal type
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ class StateBox:
 
 @dataclass(frozen=True, slots=True)
 class Part(StateBox):
-    """A box with the memory that holds it: (box.numel,) or the box's shape."""
+    """A box with the tensor that holds its values. Shapes: (box.numel,) or box.size."""
 
     tensor: Tensor
 
 
 def state_set(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> StateSet:
-    """Return the states that the optimizer has of a parameter, the master first."""
+    """Return the states that the optimizer keeps of a parameter, the master first."""
     states = optimizer.states(name, shape).items()
     return {MASTER: "F32", **{state: DTYPE_NAMES[str(dtype)] for state, dtype in states}}
 
 
 def state_sets(engine: ShardedEngine) -> list[tuple[Entry, StateSet]]:
-    """Return what there is to save of the whole model: every parameter, then every buffer."""
+    """Return everything that the whole model has to save: every parameter, then every buffer, each with its states."""
     params = [
         (entry, state_set(engine.optimizer, entry.name, entry.full_shape)) for entry in engine.plan.entries.params
     ]
@@ -59,7 +59,7 @@ def state_sets(engine: ShardedEngine) -> list[tuple[Entry, StateSet]]:
 def parts_of_range(param: str, state: str, block: Box, start: int, flat: Tensor) -> Iterator[Part]:
     """Cut a flat range of a block into parts of the full parameter.
 
-    `start`: the place in the block of the first of `flat`'s elements. Shapes: flat (n,) -> views of it.
+    `start`: the index in the block of `flat`'s first element. Shapes: flat (n,) -> parts that are views of it.
     """
     done = 0
     for box in boxes_of_range(start, start + flat.numel(), block):
@@ -68,7 +68,7 @@ def parts_of_range(param: str, state: str, block: Box, start: int, flat: Tensor)
 
 
 def owned_parts(engine: ShardedEngine) -> list[Part]:
-    """Everything that this rank owns: views of its masters and optimizer states, good until the next step.
+    """Return everything that this rank owns: views of its masters and optimizer states, valid until the next step.
 
     Raises: RuntimeError in the middle of a step.
     """
@@ -81,24 +81,26 @@ def owned_parts(engine: ShardedEngine) -> list[Part]:
 
 
 def buffer_parts(engine: ShardedEngine) -> list[Part]:
-    """Return the buffers of this rank's module, as they are."""
+    """Return the buffers of this rank's module, without copies."""
     held = by_plain_name(engine.module.named_buffers(remove_duplicate=False))
     own = [entry for entry in engine.plan.entries.buffers if entry.name in held]
     return [Part(entry.name, BUFFER, Box.whole(entry.full_shape), held[entry.name]) for entry in own]
 
 
 def frozen_params(engine: ShardedEngine) -> dict[str, Tensor]:
-    """Return the module's parameters that are not trained, but for empty ones."""
+    """Return the module's parameters that are not trained, without the empty ones."""
     params = by_plain_name(engine.module.named_parameters()).items()
     return {name: param for name, param in params if not param.requires_grad and param.numel()}
 
 
-_digests: MutableMapping[Tensor, dict[tuple[int, ...], str]] = WeakTensorKeyDictionary()  # by what moves with values
+_digests: MutableMapping[Tensor, dict[tuple[int, ...], str]] = (
+    WeakTensorKeyDictionary()
+)  # digests by pointer, version, bits
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 def frozen_digests(engine: ShardedEngine) -> dict[str, str]:
-    """Return the digest of each frozen parameter, as it is kept. Each is read once, and again when it was written."""
+    """Return each frozen parameter's digest. It is computed once, and again after the parameter was written."""
     found = {}
     for name, param in frozen_params(engine).items():
         known, values = _digests.get(param, {}), (param.data_ptr(), param._version, _sum_of_bits(param))
@@ -108,13 +110,15 @@ def frozen_digests(engine: ShardedEngine) -> dict[str, str]:
 
 
 def _sum_of_bits(tensor: Tensor) -> int:
-    """Return what a write changes that moves no version, as a teacher's through `.data`; a pass as fast as memory."""
+    """Return the sum of a tensor's bits as integers. It shows writes that leave `_version` alone, such as the update of
+    a teacher through `.data`. It takes one pass at the speed of memory.
+    """
     flat = tensor.detach().reshape(-1)
     return int(flat.view(_INTEGERS.get(flat.itemsize, torch.uint8)).sum(dtype=torch.int64))
 
 
 def digest(tensor: Tensor) -> str:
-    """Return the dtype, and the SHA-256 of shape and values."""
+    """Return the tensor's dtype and the SHA-256 of its shape and values, as one text."""
     content = hashlib.sha256(repr(tuple(tensor.shape)).encode())
     for piece in torch.split(tensor.detach().reshape(-1), tuned.SAVED_PIECE):
         content.update(piece.cpu().view(torch.uint8).numpy().data)
@@ -123,20 +127,20 @@ def digest(tensor: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank saves."""
+    """Holds what one rank saves."""
 
-    manifest: Manifest  # its files still to be named; the same on every rank
+    manifest: Manifest  # the same on every rank but for `frozen`; `files` is still empty
     parts: Sequence[Part]
 
     @property
     def largest_size(self) -> int:
-        """Bytes that all ranks together will not exceed: the states, and room for names."""
+        """Return bytes that all ranks' files together do not exceed: the states, and room for names."""
         size = sum(DTYPES[dtype].itemsize * math.prod(shape) for _, _, shape, dtype in self.manifest.tensors())
         return int(size * 1.01) + (1 << 20)
 
 
 def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
-    """Return the engine's state between two steps: views, so save it before the next one. Reads the device.
+    """Return the engine's state between two steps, as views: save or copy it before the next step. Reads the device.
 
     Raises: RuntimeError on every rank if half parameters were written past the engine.
     """
@@ -160,27 +164,27 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
             ParamRecord(name=entry.name, shape=entry.full_shape, aliases=entry.aliases, states=places[states])
             for entry, states in sets
         ),
-        frozen=frozen_digests(engine) if engine.topology.world.rank == 0 else None,  # whose manifest is written
+        frozen=frozen_digests(engine) if engine.topology.world.rank == 0 else None,  # rank 0 writes the manifest
     )
     parts = owned_parts(engine) if engine.topology.saves_shard else []
     if engine.topology.stage.rank == 0:
         first = {entry.name for entry in engine.plan.entries.buffers if entry.stage == engine.topology.pp.rank}
         own = (part for part in buffer_parts(engine) if part.param in first)
         parts += [replace(part, tensor=part.tensor.contiguous()) for part in own]
-    # The widest first, so that in a file and in the host's memory each begins at a multiple of its elements' size.
+    # The widest dtype comes first, so that in a file and in the host's memory each tensor is aligned to its elements.
     return Snapshot(manifest, sorted(parts, key=lambda part: -part.tensor.itemsize))
 
 
 def pinned_sizes(size: int) -> list[int]:
-    """Return blocks that hold so many bytes: powers of two, the largest first, for torch rounds each pinned one up to
-    one. In one block 11.2 GiB would take 16.
+    """Return sizes of blocks that together hold `size` bytes, rounded up to 1 MiB: powers of two, the largest first.
+    torch rounds each pinned block up to a power of two: 11.2 GiB in one block would take 16.
     """
     size += -size % (1 << 20)
     return [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
 
 
 def _cut(parts: Iterable[Part], borders: Sequence[int]) -> Iterator[Part]:
-    """Cut parts that lie one behind the other so that none crosses a border. Units: bytes from the first part on."""
+    """Cut consecutive parts so that none crosses a border. Units: borders in bytes from the first part on."""
     start = 0
     for part in parts:
         flat, end = part.tensor.view(-1), start + part.tensor.nbytes
@@ -193,8 +197,8 @@ def _cut(parts: Iterable[Part], borders: Sequence[int]) -> Iterator[Part]:
 
 
 class HostCopy:
-    """Memory of the host for one snapshot, used again by the next: on a GPU pinned, so that the device copies into it
-    while the host goes on.
+    """Host memory for one snapshot, used again by the next one. For a GPU it is pinned, so that the device copies into
+    it while the host goes on.
     """
 
     def __init__(self) -> None:
@@ -203,7 +207,9 @@ class HostCopy:
         self._device = torch.device("cpu")
 
     def take(self, snapshot: Snapshot) -> Snapshot:
-        """Start copying. The engine may go on at once: on a GPU its next step is queued behind the copy."""
+        """Start copying, and return a snapshot of the copy. The engine may go on at once: on a GPU its next step is
+        queued behind the copy.
+        """
         size = sum(part.tensor.nbytes for part in snapshot.parts)
         self._device = next((part.tensor.device for part in snapshot.parts if part.tensor.is_cuda), self._device)
         on_gpu = self._device.type == "cuda"
@@ -224,8 +230,8 @@ class HostCopy:
         return replace(snapshot, parts=parts)
 
     def wait(self) -> None:
-        """Return once the copy is whole; for any thread."""
+        """Wait until the copy is complete. Any thread may call it."""
         if self._copied is not None:
-            # The current device belongs to the thread: without this, waiting would open a context on GPU 0.
+            # Each thread has its own current device: without this line, waiting would open a context on GPU 0.
             torch.cuda.set_device(self._device)
             self._copied.synchronize()

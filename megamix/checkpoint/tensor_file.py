@@ -1,7 +1,7 @@
-"""A safetensors file as a stream of chunks, so that nothing as large as the file is ever held.
+"""A safetensors file as a stream of chunks, so that memory never holds anything as large as the file.
 
-The format (github.com/huggingface/safetensors): 8 bytes, the header's length; the header, JSON that gives each
-tensor's dtype, shape and place; the tensors' bytes without gaps. What reads it here is the `safetensors` library.
+The format (github.com/huggingface/safetensors): 8 bytes with the header's length; the header, JSON with each tensor's
+dtype, shape and place; the tensors' bytes without gaps. The `safetensors` library reads it here.
 """
 
 import json
@@ -25,21 +25,21 @@ from megamix.checkpoint.manifest import FileRecord
 from megamix.checkpoint.snapshot import DTYPE_NAMES, DTYPES, Part, StateBox
 from megamix.names import plain_name
 
-_ALIGNMENT = 64  # of the first tensor's bytes in the file
-_USUAL_HEADER = 1 << 16  # bytes; of a longer one the rest is only read more slowly
-# Bytes: 65,000 tensors with usual names, 20,000 parameters of a rank. It takes two seconds to check, and ten times its
-# size in memory; the library would take 100 MB.
+_ALIGNMENT = 64  # bytes: the first tensor begins at a multiple of it
+_USUAL_HEADER = 1 << 16  # bytes read ahead; the rest of a longer header is read more slowly
+# Bytes: enough for 65,000 tensors with usual names, or 20,000 parameters of a rank. Checking such a header takes two
+# seconds, and ten times its size in memory. The library itself would accept 100 MB.
 _LARGEST_HEADER = 8 << 20
 
 
 def key_of(param: str, state: str, box: Box) -> str:
-    """Return a tensor's name in the file; the box's size is the tensor's shape."""
+    """Return a tensor's name in the file. The box's size is not in it: it is the tensor's shape."""
     return f"{param}|{state}|{','.join(map(str, box.offset))}"
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a box lies on the disk."""
+    """The place of a box on the disk."""
 
     file: str
     key: str
@@ -53,9 +53,9 @@ class Stored:
 
 
 def _parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
-    """Return the parameter, the state and the box of `key_of`. Raises: ValueError."""
+    """Return the parameter, state and box that `key_of` put into the key. Raises: ValueError for another form."""
     try:
-        param, state, numbers = key.rsplit("|", 2)  # from the right: a module may bear any name
+        param, state, numbers = key.rsplit("|", 2)  # from the right: a module's name may contain "|"
         offset = tuple(map(int, numbers.split(","))) if numbers else ()
     except ValueError:
         raise ValueError(f"{key[:200]!r} is not parameter|state|offset") from None
@@ -65,7 +65,7 @@ def _parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
 
 
 def header(parts: Sequence[StateBox], dtypes: Iterable[str]) -> bytes:
-    """Return all that precedes the tensors' bytes. Raises: ValueError if it is longer than `read_header` takes."""
+    """Return all bytes before the tensors'. Raises: ValueError if they are more than `read_header` takes."""
     keys = (key_of(part.param, part.state, part.box) for part in parts)
     kinds = zip(dtypes, (part.box.size for part in parts), strict=True)
     text = safetensors_header(dict(zip(keys, kinds, strict=True)))
@@ -80,8 +80,9 @@ def header(parts: Sequence[StateBox], dtypes: Iterable[str]) -> bytes:
 def safetensors_header(
     tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the header of tensors, each with the format's name of its dtype and its shape, that follow each other in
-    this order.
+    """Return the header of a file whose tensors follow each other in this order.
+
+    `tensors`: by name, the format's name of the dtype, and the shape.
     """
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
@@ -96,12 +97,12 @@ def safetensors_header(
 def read_header(path: Path) -> Iterator[tuple[str, str, Stored]]:
     """Yield parameter, state and place of every tensor. Raises: ValueError, OSError."""
     with open(path, "rb", buffering=0) as file:
-        # Left alone, the disk reads megabytes beyond a header while one waits for it: of every file, on every rank.
+        # Without advice the kernel reads megabytes beyond a header while the caller waits: every file, on every rank.
         os.posix_fadvise(file.fileno(), 0, _USUAL_HEADER, os.POSIX_FADV_WILLNEED)
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
         if length > _LARGEST_HEADER:
             raise ValueError(f"header too large: {length} bytes; it has at most {_LARGEST_HEADER}")
-    with safe_open(path, "pt"), open(path, "rb") as file:  # the library judges the header, and the tensors' places
+    with safe_open(path, "pt"), open(path, "rb") as file:  # safe_open checks the header and the tensors' places
         file.seek(8)
         entries = json.loads(file.read(length))
     entries.pop("__metadata__", None)
@@ -109,15 +110,16 @@ def read_header(path: Path) -> Iterator[tuple[str, str, Stored]]:
         start, dtype = 8 + length + entry["data_offsets"][0], entry["dtype"]
         if dtype not in DTYPES:
             raise ValueError(f"{key[:200]!r} is {dtype}, no state or buffer is")
-        if start % DTYPES[dtype].itemsize:  # its elements would not be whole in a chunk
+        if start % DTYPES[dtype].itemsize:  # chunks would cut through its elements
             raise ValueError(f"{key[:200]!r} begins at byte {start}, no multiple of {DTYPES[dtype].itemsize}")
         param, state, box = _parse_key(key, entry["shape"])
         yield plain_name(param), state, Stored(path.name, key, dtype, box, start)
 
 
 def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
-    """Yield the first `size` bytes of a file, 1 MiB at a time, each good until the next is asked for. A thread reads
-    one ahead, since the disk would rest while the bytes are used. Raises: OSError, also if the file ends before.
+    """Yield the first `size` bytes of a file in chunks of 1 MiB, each valid until the next one is asked for. A thread
+    reads one chunk ahead; otherwise the disk would be idle while a chunk is used. Raises: OSError, also if the file is
+    shorter.
     """
     being_read, used = memoryview(bytearray(tuned.READ_AHEAD)), memoryview(bytearray(tuned.READ_AHEAD))
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
@@ -133,7 +135,7 @@ def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
 
 def _read_whole(file: FileIO, buffer: memoryview) -> memoryview:
     rest = buffer
-    while rest:  # one read may give less than it is asked for
+    while rest:  # one read may give fewer bytes than it is asked for
         length = file.readinto(rest)
         if not length:
             raise OSError(f"{file.name}: it has become shorter while it was read")
@@ -142,8 +144,8 @@ def _read_whole(file: FileIO, buffer: memoryview) -> memoryview:
 
 
 def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
-    """Yield all bytes of a file, 1 MiB at a time, each good until the next is asked for. Whether they are what was
-    written is known when all have gone by. Raises: ValueError then, if they are not; OSError.
+    """Yield all bytes of a file in chunks of 1 MiB, each valid until the next one is asked for. The checksum is
+    compared after the last chunk. Raises: ValueError then, if the bytes are not what was written; OSError.
     """
     crc32 = 0
     for chunk in read_ahead(path, record.size):
@@ -154,7 +156,7 @@ def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
 
 
 def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
-    """Yield the whole file, in order."""
+    """Yield the bytes of a checkpoint's file with these parts, in order: the header, then the tensors."""
     yield memoryview(header(parts, [DTYPE_NAMES[str(part.tensor.dtype)] for part in parts]))
     for part in parts:
         assert part.tensor.numel() == part.box.numel, (part.tensor.shape, part.box)
@@ -162,6 +164,6 @@ def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
 
 
 def tensor_chunks(flat: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor (n,), on whatever device."""
+    """Yield the bytes of a tensor on any device, in pieces. Shapes: flat (n,)."""
     for piece in torch.split(flat, tuned.SAVED_PIECE):
-        yield memoryview(piece.cpu().view(torch.uint8).numpy().data)  # as bytes: numpy knows no BF16
+        yield memoryview(piece.cpu().view(torch.uint8).numpy().data)  # viewed as bytes: numpy knows no BF16

@@ -1,4 +1,4 @@
-"""Work that succeeds on every rank or on none, and whose results all ranks know."""
+"""Work that succeeds on every rank or on none. All ranks learn its results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megamix.comm.topology import Axis
 
 
 class FailedTogether(OSError):
-    """Some rank could not do its part; raised on every rank alike, with every such rank named."""
+    """An error of at least one rank that could not do its part. Every rank raises it; it names each such rank."""
 
 
 class Together:
-    """Every call must be made by all ranks, in the same order.
+    """Runs work on the ranks and gathers the results. All ranks must make every call, in the same order.
 
-    `device`: where the collectives' tensors live. `what`: added to the backend's error, which names no call.
+    `device`: the device of the collectives' tensors. `what`: a hint added to the backend's error, which names no call.
     """
 
     what = ""
@@ -30,18 +30,18 @@ class Together:
 
     @staticmethod
     def apart(world: Axis, timeout_s: float) -> Together:
-        """Over `host_collectives`, for use beside the engine's. Every rank must call it."""
+        """Return one over new `host_collectives`, independent of the engine's collectives. Every rank must call it."""
         return Together(host_collectives(world, timeout_s), torch.device("cpu"))
 
     def every(self, work: Callable[[], Any]) -> list[Any]:
-        """Let every rank work; return all the results to all, in rank order. They must be JSON.
+        """Let every rank work. Return all results to all ranks, in rank order. Results must be JSON values.
 
         Raises: FailedTogether on every rank if the work raised anything on one.
         """
         cause = None
         try:
             answer = {"result": work()}
-        except Exception as error:  # whatever it was, the other ranks wait for this one's answer
+        except Exception as error:  # any error: the other ranks wait for this rank's answer
             cause, answer = error, {"error": f"{type(error).__name__}: {error}"}
         with noting(self.what):
             answers = gather_json(self._collectives, answer, self._device)
@@ -51,5 +51,5 @@ class Together:
         return [answer["result"] for answer in answers]
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Let the first rank work; return its result to all. Raises: as `every`."""
+        """Let the first rank work. Return its result to all ranks. Raises: as `every`."""
         return self.every(work if self.rank == 0 else lambda: None)[0]

@@ -1,6 +1,7 @@
-"""A checkpoint found good, or what is wrong with it, file by file. Nothing in it is executed or believed unchecked.
+"""The check of a checkpoint: it is good, or its problems are listed file by file. Nothing in it is executed, and
+nothing is believed unchecked.
 
-`PieceReader` reads the states of a good one piece by piece, so that nothing as large as a parameter is ever held.
+`PieceReader` reads the states of a good checkpoint piece by piece, so memory never holds a whole parameter.
 """
 
 from collections import defaultdict
@@ -29,16 +30,16 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     stored: dict[tuple[str, str], list[Stored]]  # by parameter and state
-    refusal: str = ""  # why the code of now does not take what it says, if it does not
+    refusal: str = ""  # the reason why the current code refuses this whole checkpoint; empty: it does not
 
 
-# A reader's own check: raises ValueError where no saver of that kind can have written what the manifest says,
-# and ConfigError where one can have, whose code was another.
+# A caller's own check of a manifest. It raises ValueError if no saver of the caller's kind can have written the
+# manifest, and ConfigError if another version of that saver may have.
 Check = Callable[[Manifest], None]
 
 
 def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
-    """Check every byte. Raises: as `read_checkpoint`."""
+    """Check every byte of a checkpoint. Raises: as `read_checkpoint`."""
     checkpoint = read_checkpoint(path, check)
     problems = []
     for record in checkpoint.manifest.files:
@@ -53,7 +54,9 @@ def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
 
 
 def verify_named(path: Path, check: Check | None = None) -> Checkpoint:
-    """`verify_checkpoint` of one that a user names. Raises: DamagedCheckpoint, naming the newest good one beside it."""
+    """Check every byte of a checkpoint that a user named. Raises: DamagedCheckpoint, naming the newest good one beside
+    it.
+    """
     try:
         return verify_checkpoint(path, check)
     except DamagedCheckpoint as error:
@@ -67,9 +70,9 @@ def verify_named(path: Path, check: Check | None = None) -> Checkpoint:
 
 
 def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
-    """Check everything but the tensors' bytes: whoever reads those has them verified.
+    """Check everything but the tensors' bytes; the code that reads those verifies them.
 
-    Raises: DamagedCheckpoint; ConfigError for one of another version.
+    Raises: DamagedCheckpoint; ConfigError for a checkpoint of another version.
     """
     if path.is_symlink() or not path.is_dir():
         raise DamagedCheckpoint([f"{path}: not there, or no folder"])
@@ -94,7 +97,7 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
                     stored[param, state].append(place)
         except (ValueError, OSError) as error:
             problems.append(str(error))
-    if not problems:  # else what is missing is known already
+    if not problems:  # a bad file is reported already, and its boxes would only be missing here
         for (param, state), (shape, _) in wanted.items():
             if problem := tiling_problem([place.box for place in stored[param, state]], shape):
                 problems.append(f"{path}: {state} of {param}: {problem}")
@@ -112,7 +115,7 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
 
 
 class PieceReader:
-    """Reads pieces of a checkpoint. Opening a file means parsing its header, so the last one is kept open."""
+    """Reads pieces of a checkpoint. Opening a file means parsing its header, so the last file stays open."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._folder, self._stored = checkpoint.path, checkpoint.stored
@@ -120,8 +123,9 @@ class PieceReader:
         self._file: Any = None
 
     def read(self, stored: Stored, piece: Box) -> Tensor:
-        """Read a part of a stored box, in its dtype: the piece's shape, a view of the mapped file.
+        """Read a piece of a stored box. Return a view of the mapped file, in the stored dtype.
 
+        Shapes: (*piece.size).
         Raises: ValueError naming the file; OSError.
         """
         path = self._folder / stored.file
@@ -132,7 +136,7 @@ class PieceReader:
         return part
 
     def gather(self, param: str, state: str, box: Box) -> Tensor:
-        """Put together a box of a parameter from the boxes that were saved of it: in their dtype, the box's shape."""
+        """Return a box of a parameter, put together from its saved boxes, in their dtype. Shapes: (*box.size)."""
         boxes = self._stored[param, state]
         out = torch.empty(box.size, dtype=DTYPES[boxes[0].dtype])
         for stored in boxes:
