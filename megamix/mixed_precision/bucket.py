@@ -1,4 +1,4 @@
-"""A bucket: neighbouring parameters in one flat buffer, from their gradients to their next values."""
+"""The bucket: neighbouring parameters in one flat buffer, from their gradients to their next values."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ log = logging.getLogger("megamix")
 
 
 class OwnedRange(NamedTuple):
-    """A run of one parameter's elements, flattened, from number `start` on, that this rank owns."""
+    """A run of one parameter's flattened elements that this rank owns, from element number `start` on."""
 
     spec: ParamSpec
     start: int
-    tensors: States  # (n,) each, views: "master" in FP32, then the optimizer's states
+    tensors: States  # views (n,): "master" in FP32, then the optimizer's states
 
 
 @dataclass(slots=True, eq=False)
 class ParamGrad:
-    """One parameter's place in its bucket's gradients, and what has come there in this step."""
+    """One parameter's place in its bucket's gradients, and its state in the current step."""
 
     name: str
-    view: Tensor  # gradient dtype, of the parameter's shape
+    view: Tensor  # gradient dtype, shape of the parameter
     counts: bool  # False: another rank's copy of this gradient is the one that is summed
-    waits: bool  # for others of its bucket: it is so small that a call costs more than its bytes
+    waits: bool  # True: it waits for others of its bucket, since it is so small that a call costs more than its bytes
     touched: bool = False
-    ready: bool = False  # whole: nothing more is to come in this step
+    ready: bool = False  # complete: no more gradients come in this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketBytes:
-    """Bytes of a bucket's buffers on one rank, of each while it has memory."""
+    """Bytes of a bucket's buffers on one rank, each counted while it has memory."""
 
     plan: BucketPlan
     storage: Storage
     params: int
     grads: int
-    rank_sum: int  # 0: it lies in `grads`
-    total: int  # 0: there is none
+    rank_sum: int  # 0: the sum lies in `grads`
+    total: int  # 0: the bucket has no total
     master: int
     states: int
 
@@ -67,8 +67,10 @@ class BucketBytes:
         owner_adds: bool,
         shard: int | None,
     ) -> BucketBytes:
-        """Count without tensors or ranks. `owner_adds`: it adds up a step's micro-batches; `shard`: which one is the
-        rank's; None: the one with the most bytes of states, which no rank exceeds.
+        """Count bytes without tensors or ranks.
+
+        `owner_adds`: the owner adds up a step's micro-batches. `shard`: the number of the rank's shard; None: the shard
+        with the most bytes of states, which is an upper bound for every rank.
         """
         storage = STORAGE[sharding.shard]
         states = [
@@ -87,13 +89,13 @@ class BucketBytes:
         )
 
     def held(self) -> int:
-        """Return those of what is there between steps."""
+        """Return the bytes of the buffers that have memory between steps."""
         params = 0 if self.storage.params_pass else self.params
         grads = 0 if self.storage.grads_pass else self.grads + self.total
         return params + grads + self.master + self.states
 
     def passing(self) -> BucketBytes:
-        """Return those of what is there only while a step needs it."""
+        """Return the buffers that have memory only while a step needs them; the others count 0."""
         params = self.params if self.storage.params_pass else 0
         if self.storage.grads_pass:
             return replace(self, params=params, master=0, states=0)
@@ -103,20 +105,21 @@ class BucketBytes:
 class Bucket:
     """Neighbouring parameters in one flat buffer: the unit of one reduce-scatter, one update and one all-gather.
 
-    `params` half (padded_numel,): the module's Parameters, `named_params`, are views into it; its padding is zero.
-    `param_shard` half (shard_numel,): this rank's part of it, casts of the masters.
-    `grads` gradient dtype (padded_numel,): a step's sum over this rank's micro-batches, with the loss scale in it.
-    `rank_sum` (shard_numel,): this rank's part of its sum over the owners.
-    `total` FP32 (shard_numel,): the sum of these over micro-batches, where the owner adds them up.
-    `master` FP32 (shard_numel,): the truth. `states`: for each of `spans` the states of its group, in their own dtypes.
+    `params` half (padded_numel,): the module's Parameters, `named_params`, are views into this buffer; padding is zero.
+    `param_shard` half (shard_numel,): this rank's part of `params`, casts of the masters.
+    `grads` gradient dtype (padded_numel,): a step's sum over this rank's micro-batches, loss scale included.
+    `rank_sum` (shard_numel,): this rank's part of the sum of `grads` over the owners.
+    `total` FP32 (shard_numel,): the sum of `rank_sum` over micro-batches, if the owner adds them up; else None.
+    `master` FP32 (shard_numel,): the master weights. `states`: for each of `spans` the states of its group, in their
+    own dtypes.
 
-    Which of `params`, `grads`, `rank_sum` and `total` have memory only while a step needs them says `storage`.
+    `storage` says which of `params`, `grads`, `rank_sum` and `total` have memory only while a step needs them.
     """
 
     params: Tensor
     param_shard: Tensor
     named_params: dict[str, nn.Parameter]
-    _classes: dict[str, type[nn.Parameter]]  # their own, which may be subclasses
+    _classes: dict[str, type[nn.Parameter]]  # their own classes, which may be subclasses
     grads: Tensor
     rank_sum: Tensor
 
@@ -132,8 +135,10 @@ class Bucket:
         device: torch.device,
         owner_adds: bool,
     ):
-        """Make the truth, zeros. `owners`: the ranks that have a shard each; `place`: among the buckets of these,
-        from 1 on; `owner_adds`: it adds up a step's micro-batches.
+        """Allocate masters and states, all zeros.
+
+        `owners`: the ranks that hold one shard each. `place`: number of this bucket among its owners' buckets, from 1
+        on. `owner_adds`: the owner adds up a step's micro-batches.
         """
         self.number = number
         self.plan = plan
@@ -142,42 +147,47 @@ class Bucket:
         self.precision = precision
         self.storage = STORAGE[sharding.shard]
         self.bytes = BucketBytes.count(plan, precision, sharding, groups, owner_adds, owners.axis.rank)
-        self.spans = plan.shard_spans(owners.axis.rank)  # of this rank's shard, one for each optimizer group in it
-        self.pieces = plan.shard_pieces(owners.axis.rank)  # the parts of parameters in it
+        self.spans = plan.shard_spans(owners.axis.rank)  # spans of this rank's shard, one per optimizer group
+        self.pieces = plan.shard_pieces(owners.axis.rank)  # parts of parameters in this rank's shard
         self.piece_rows = [(piece.end - piece.start) // ROW for piece in self.pieces]
         borders = [0, *(piece.end // ROW for piece in self.pieces)]
         self.row_borders = torch.tensor(borders, device=device)
-        self.piece_starts = np.array(borders[:-1], dtype=np.int64)  # the first row of each piece
+        self.piece_starts = np.array(borders[:-1], dtype=np.int64)  # first row of each piece
         self.master = torch.zeros(plan.shard_numel, dtype=torch.float32, device=device)
         self.states = [groups[span.group].new_states(span.end - span.start, device) for span in self.spans]
         self.total: Tensor | None = None
         self.param_grads: dict[str, ParamGrad] = {}
-        self.missing = 0  # how many gradients are not ready
-        self._waiting: dict[str, Tensor] = {}  # gradients of this pass that are not in `grads` yet
-        self._paddings: list[Tensor] = []  # behind the parameters' places in `grads`
+        self.missing = 0  # number of gradients that are not ready
+        self._waiting: dict[str, Tensor] = {}  # this pass's gradients that are not in `grads` yet
+        self._paddings: list[Tensor] = []  # padding of `grads` behind each parameter
         self.sum_pending: Pending | None = None
         self.gather_pending: Pending | None = None
-        self._rows: Tensor | None = None  # statistics of the sum, taken while it was made
+        self._rows: Tensor | None = None  # statistics of the sum, taken while it was computed
         self._total_begun = False
         self._told_of_shared = False
         self._parts: dict[GroupSpan, UpdateSlice] = {}
 
-    # The half parameters.
+    # Half parameters.
 
     def flattened(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return values of this bucket's parameters, each of its spec's shape: FP32 (padded_numel,)."""
+        """Return the given values as one flat buffer: FP32 (padded_numel,).
+
+        `values`: one tensor for each parameter of this bucket, with the shape of its spec.
+        """
         full = torch.zeros(self.plan.padded_numel, dtype=torch.float32, device=self.master.device)
         for slot in self.plan.slots:
             full[slot.start : slot.end].copy_(values[slot.spec.name].detach().reshape(-1))
         return full
 
     def adopt(self, params: Mapping[str, nn.Parameter], full: Tensor) -> None:
-        """Let the module's Parameters be views into the flat buffer, which takes these values in half. Their own
-        weights go: with all buckets' at once a model would need 1.5 times the memory of its FP32 weights.
+        """Turn the module's Parameters into views of the flat buffer, which takes the values `full` in half.
 
-        `param.data = view` and not `nn.Parameter(view)`: the view then has its own version counter, so that a gather
-        which lands in the buffer during forward does not make backward refuse its saved tensors, and the user's
-        references stay good. Shapes: full FP32 or half (padded_numel,).
+        The Parameters' own memory is freed here, bucket by bucket. Freeing it for all buckets at the end would need 1.5
+        times the memory of the model's FP32 weights.
+        `param.data = view` is used instead of `nn.Parameter(view)` for two reasons. The view then has its own version
+        counter, so a gather that writes the buffer during forward does not make backward refuse its saved tensors. The
+        user's references to the Parameters stay valid.
+        Shapes: full FP32 or half (padded_numel,).
         """
         self.params = full.to(self.precision.dtype)
         self.param_shard = self.owners.own_part(self.params)
@@ -196,17 +206,17 @@ class Bucket:
             self.params.copy_(full)
 
     def take_params(self) -> None:
-        """Let the half parameters have memory."""
+        """Give the half parameters memory."""
         if self.storage.params_pass:
             take(self.params)
 
     def show_params(self) -> None:
-        """Let everybody read the module's Parameters, which are there."""
+        """Let the module's Parameters be read again; their values are there."""
         for name, param in self.named_params.items():
             param.__class__ = self._classes[name]
 
     def free_params(self) -> None:
-        """Let nobody read them any more, and give their memory back."""
+        """Make reads of the Parameters raise, and free their memory."""
         for param in self.named_params.values():
             param.__class__ = FreedParameter
         if not free(self.params) and not self._told_of_shared:
@@ -217,14 +227,15 @@ class Bucket:
                 self.params.nbytes / 1e6,
             )
 
-    # The gradients, and their sum.
+    # Gradients and their sum.
 
     def make_grads(self) -> None:
-        """Make the buffers of gradients and sums.
+        """Allocate the buffers of gradients and sums.
 
-        A sum lies in the bucket itself, where gradients keep their memory: in its own dtype over this rank's part; in
-        FP32, of halves, at the start, all of which has been sent by then: 4 bytes for each element of a share of a
-        bucket with 2 bytes an element, so it has at least 2 owners.
+        If gradients keep their memory between steps, the sum reuses it. A sum in the gradients' dtype overwrites this
+        rank's own part of `grads`. An FP32 sum of half gradients overwrites the start of `grads`, all of which has been
+        sent by then. That sum has 4 bytes for each of shard_numel elements, and `grads` has 2 bytes for each of
+        padded_numel elements, so it fits from 2 owners on.
         """
         plan, device = self.plan, self.master.device
         dtype = self.precision.own_grad_dtype
@@ -251,21 +262,21 @@ class Bucket:
 
     @property
     def grad_sum(self) -> Tensor:
-        """Return where the sum is that an update reads: (shard_numel,)."""
+        """Return the sum that an update reads: (shard_numel,)."""
         return self.rank_sum if self.total is None else self.total
 
     def expect_grads(self) -> None:
-        """Forget what has arrived so far: the next gradient is the first."""
+        """Forget the gradients so far: the next one of each parameter is its first."""
         for place in self.param_grads.values():
             place.touched = place.ready = False
         self._waiting.clear()
         self.missing = len(self.param_grads)
 
     def collect(self, name: str, grad: Tensor, completes: bool) -> None:
-        """Take a gradient: a large one at once, a small one of its own memory when the bucket is complete or the pass
-        is over.
+        """Take a gradient. A large one is copied or added at once. A small one with memory of its own waits until the
+        bucket is complete or the pass is over.
 
-        `completes`: no other comes in this step.
+        `completes`: no more gradients of this parameter come in this step.
         """
         place = self.param_grads[name]
         if self.missing == 0:
@@ -275,7 +286,7 @@ class Bucket:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         if not place.counts:
-            grad = torch.where(grad.isfinite(), 0.0, grad)  # an overflow counts wherever it is
+            grad = torch.where(grad.isfinite(), 0.0, grad)  # an overflow counts on every rank that has it
         if place.waits and _has_memory_alone(grad):
             if name in self._waiting:
                 self.add_waiting()
@@ -289,13 +300,13 @@ class Bucket:
                 self.add_waiting()
 
     def add_waiting(self) -> None:
-        """Let what has been taken be in `grads`."""
+        """Copy or add the waiting gradients into `grads`."""
         if self._waiting:
             self._add(self._waiting)
             self._waiting.clear()
 
     def _add(self, grads: Mapping[str, Tensor]) -> None:
-        """Copy first gradients, add later ones: copying costs 4 bytes an element where zeroing and adding costs 8."""
+        """Copy first gradients, add later ones: copying costs 4 bytes per element, zeroing and adding would cost 8."""
         if self.storage.grads_pass:
             take(self.grads)
         places = {self.param_grads[name]: grad for name, grad in grads.items()}
@@ -309,7 +320,7 @@ class Bucket:
             place.touched = True
 
     def fill_missing(self) -> list[str]:
-        """Let parameters that got no gradient count as zeros; return their names."""
+        """Zero the place of each parameter without a gradient; return the names of these parameters."""
         self.add_waiting()
         silent = [place for place in self.param_grads.values() if not place.touched]
         if silent and self.storage.grads_pass:
@@ -319,7 +330,7 @@ class Bucket:
         return [place.name for place in silent]
 
     def close(self) -> None:
-        """Be complete: no gradient comes any more before the sum."""
+        """Count the bucket as complete: no more gradients come before the sum."""
         self.missing = 0
 
     def launch_sum(self, row_stats: RowStats) -> Pending:
@@ -327,7 +338,7 @@ class Bucket:
         if self.storage.grads_pass:
             take(self.rank_sum)
         if self._paddings:
-            torch._foreach_zero_(self._paddings)  # the last step's sum may lie there, or anything
+            torch._foreach_zero_(self._paddings)  # padding may hold the last step's sum, or fresh memory
 
         def sum_here(parts: Tensor) -> None:
             rows = row_stats.of_sum(parts, self.rank_sum)
@@ -355,7 +366,7 @@ class Bucket:
         self._free_sum(self.rank_sum)
 
     def wait_for_sum(self) -> None:
-        """Return once `grad_sum` may be read, and give the gradients' memory back."""
+        """Return once `grad_sum` may be read, and free the gradients' memory."""
         if self.sum_pending is not None:
             self.sum_pending.wait()
         if self.storage.grads_pass:
@@ -366,12 +377,12 @@ class Bucket:
         return row_stats.of_shard(self.grad_sum) if self._rows is None else self._rows
 
     def expect_sum(self) -> None:
-        """Let the next micro-batch's sum come: what was begun has ended."""
+        """Wait for the sum under way, then allow the next micro-batch's sum."""
         self.wait_for_sum()
         self.sum_pending = None
 
     def discard_sum(self) -> None:
-        """Let the next step's first sum come, and give the sums' memory back; none is under way."""
+        """Forget the step's sums and free their memory. No sum may be under way."""
         self._rows = None
         self._total_begun = False
         self._free_sum(self.rank_sum)
@@ -382,11 +393,11 @@ class Bucket:
         if self.storage.grads_pass:
             free(sum_of_grads)
 
-    # The truth, and its casts on their way to all owners.
+    # Masters, and their casts on the way to all owners.
 
     def part(self, span: GroupSpan) -> UpdateSlice:
-        """Return what an update reads and writes of a span of this rank's shard, which lies in one of `spans`; the same
-        whenever it is asked for one of these.
+        """Return the tensors that an update reads and writes in `span`, a range of this rank's shard inside one of
+        `spans`. For an element of `spans` it is the same object every time.
         """
         if span in self._parts:
             return self._parts[span]
@@ -400,33 +411,36 @@ class Bucket:
 
     @property
     def updated_dtype(self) -> torch.dtype | None:
-        """Return in which dtype an update writes parameters; None: their gather casts the masters."""
+        """Return the dtype in which an update writes parameters; None: it writes none, because their gather casts the
+        masters.
+        """
         return None if self.storage.params_pass else self.params.dtype
 
     def states_of(self, start: int, end: int) -> States:
-        """Return the states of the elements [start, end) of the shard, which lie in one of `spans`: views."""
+        """Return views of the states of the shard's elements [start, end), a range inside one of `spans`."""
         of_spans = zip(self.spans, self.states, strict=True)
         first, states = next((span.start, states) for span, states in of_spans if start < span.end)
         return {name: state[start - first : end - first] for name, state in states.items()}
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
-        """Yield every element of a parameter that this rank owns, without the padding."""
+        """Yield every run of a parameter's elements that this rank owns, without padding."""
         for piece in self.pieces:
             if piece.numel:
                 states = self.states_of(piece.start, piece.start + piece.numel)
                 yield OwnedRange(piece.spec, piece.first, {MASTER: self.master[piece.elements], **states})
 
     def gather_master(self) -> Tensor:
-        """Return the master weights of all owners: FP32 (padded_numel,). All of them must call it."""
+        """Return the master weights of all owners: FP32 (padded_numel,). All owners must call it."""
         return self.owners.gather(self.master).view(-1)
 
     def cast_master(self) -> None:
-        """Make this rank's half parameters the casts of its masters."""
+        """Overwrite this rank's half parameters with the casts of its masters."""
         self.param_shard.copy_(self.master)
 
     def launch_gather(self, number: int = 0, what: str = "") -> Pending:
-        """Start sending this rank's shard to all owners, and receiving theirs. `number`: as `Collectives.all_gather`
-        has it; `what`: goes with an error.
+        """Start sending this rank's shard to all owners and receiving their shards.
+
+        `number`: as in `Collectives.all_gather`. `what`: text for an error message.
         """
         assert self.gather_pending is None
         with noting(what):
@@ -435,7 +449,7 @@ class Bucket:
         return self.gather_pending
 
     def wait_for_params(self) -> None:
-        """Return once the half parameters may be read: on NCCL by what the current stream does next."""
+        """Return once the half parameters may be read. On NCCL only the current stream waits, not the host."""
         if self.gather_pending is not None:
             pending = self.gather_pending
             self.gather_pending = None
@@ -443,8 +457,8 @@ class Bucket:
 
 
 def _has_memory_alone(grad: Tensor) -> bool:
-    """Return whether no other tensor shares its memory, which a later node of a backward could write."""
-    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) == 2  # with the one that asks
+    """Return whether no other tensor shares the gradient's memory. A later node of backward could write it."""
+    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) == 2  # 2: the gradient and this temporary handle
 
 
 def make_buckets(
@@ -456,7 +470,7 @@ def make_buckets(
     device: torch.device,
     owner_adds: bool = False,
 ) -> list[Bucket]:
-    """Return the buckets of a layout, each with its truth, zeros. `owners_by_axis`: by `BucketPlan.axis`."""
+    """Return the buckets of a layout, with zeroed masters and states. `owners_by_axis`: by `BucketPlan.axis`."""
     buckets = list[Bucket]()
     num_owned = Counter[Collectives]()
     for number, plan in enumerate(layout.buckets):

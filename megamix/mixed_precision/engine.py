@@ -1,4 +1,4 @@
-"""The conductor: calls the stages of a mixed-precision step in the order in which the data flows."""
+"""The conductor of a mixed-precision step: calls its stages in the order in which the data flows."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from megamix.mixed_precision.weights import Fill, full_weights, load_weights, ta
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """Says for what an engine was built. Nothing of it changes."""
+    """Facts for which an engine was built. None of them changes."""
 
     precision: Precision
     sharding: Sharding
     layout: FlatLayout
     entries: Entries  # parameters and buffers of the whole model
     pieces: list[Piece]  # the parts of parameters that this rank owns, in the order of `StepResult.by_piece`
-    fingerprint: str  # of what states must have in common
+    fingerprint: str  # hash of what two engines must share to exchange states
 
     @property
     def param_names(self) -> list[str]:
@@ -62,16 +62,17 @@ class EnginePlan:
 
 
 class ShardedEngine:
-    """Trains any module in half precision with the FP32 truth sharded over the data-parallel ranks.
+    """Trains any module in half precision, with FP32 master weights sharded over the data-parallel ranks.
 
         engine = ShardedEngine(model, AdamW(lr=3e-4), Precision(torch.bfloat16))
         for tokens, targets in batches:
             engine.backward(loss_of(model(tokens), targets))
             engine.step()
 
-    The module keeps its Parameters; their data become views into flat half buffers, starting from the first rank's
-    values, or from what `fill` writes; the module needs none then (`without_values`). Gradients are averaged over ranks
-    and over `grad_accum_steps` calls of `backward` per `step`, by weight. `clip_grad`: largest global norm; 0 is off.
+    The module keeps its Parameters; their data become views into flat half buffers. Their first values are those of the
+    first rank, or those that `fill` writes; the module then needs no values of its own (`without_values`). Gradients
+    are averaged over ranks and over `grad_accum_steps` calls of `backward` per `step`, by weight. `clip_grad`: largest
+    global norm; 0 is off.
     """
 
     __reduce__ = refusals.refuse_copy
@@ -82,7 +83,7 @@ class ShardedEngine:
         compile_update: bool = True, fill: Fill | None = None,
     ):  # fmt: skip
         precision = Precision() if precision is None else precision
-        sharding = Sharding() if sharding is None else sharding  # by `or` an empty list would not be refused
+        sharding = Sharding() if sharding is None else sharding  # `or` would let an empty list pass
         refusals.check_arguments(model, optimizer, precision, sharding, clip_grad, grad_accum_steps)
         refuse_second_engine(model)
         refuse_shared_elements(model)
@@ -95,14 +96,14 @@ class ShardedEngine:
         self.device = single_device(model)
         self.clock = Clock(self.device)
 
-        # Parameters, their places, and who talks to whom: arithmetic, then one agreement of all ranks.
+        # Parameters, their places and the links between ranks: arithmetic first, then one agreement of all ranks.
         census = take_census(model, self.optimizer, self.topology, sharding)
         layout = build_layout(census.specs, [axis.size for axis in census.axes], sharding.bucket_size)
         self._links = Links.connect(self.topology, census.axes, precision, sharding, self.device)
         self.world = self._links.world  # all ranks of the model
         self.plan = self._agree(layout, census, precision, sharding, compile_update)
 
-        # Memory, a bucket at a time: the module's own weights go as their bucket comes.
+        # Memory, one bucket at a time: the module's own weights are freed as their bucket takes them over.
         owner_adds = sharding.owner_adds(grad_accum_steps)
         owners, groups = self._links.owners, census.groups
         self.buckets = make_buckets(layout, owners, groups, precision, sharding, self.device, owner_adds)
@@ -111,18 +112,19 @@ class ShardedEngine:
             bucket.make_grads()
         self._connect_stages(census.groups, compile_update)
 
-        # Counters, on the device.
+        # Counters on the device.
         self.loss_scale.to(self.device)
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=self.device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._lr_table = put_lr_table(self.optimizer.lr_table(), self.device)
-        # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
+        # A user fills it with a positive number on any rank. From the next step() on, every rank's `stop_requested` is
+        # positive.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _agree(
         self, layout: FlatLayout, census: Census, precision: Precision, sharding: Sharding, compile_update: bool
     ) -> EnginePlan:
-        """Return what all ranks have in common. Raises: ValueError on every rank if one was given something else."""
+        """Return the plan that all ranks share. Raises: ValueError on every rank if one was given something else."""
         links = self._links
         entries = describe_whole(self.module, census.specs, links.pp, self.device)
         if links.world.axis.rank == 0:
@@ -148,7 +150,7 @@ class ShardedEngine:
         return EnginePlan(precision, sharding, layout, entries, [*chain.from_iterable(shards)], fingerprint)
 
     def _connect_stages(self, groups: Sequence[UpdateGroup], compile_update: bool) -> None:
-        """Make the stages of a step, in the order in which the data flows."""
+        """Build the stages of a step, in the order in which the data flows."""
         model, clock = self.module, self.clock
         buckets = self.buckets
         units, overlap = self.plan.sharding.units, self.plan.sharding.overlap
@@ -185,7 +187,7 @@ class ShardedEngine:
 
     @contextmanager
     def observe(self, observer: StepObserver) -> Iterator[None]:
-        """Show `observer` what passes through the steps inside: `with engine.observe(observer): ...`."""
+        """Show `observer` gradients, transfers and updates of steps inside: `with engine.observe(observer): ...`."""
         if not isinstance(observer, StepObserver):
             raise TypeError(f"observe() takes a megamix.StepObserver, got {observer!r}; derive its class from that")
         self._observers.append(observer)
@@ -197,9 +199,10 @@ class ShardedEngine:
     def backward(self, loss: Tensor, weight: float = 1.0, last: bool = False) -> None:
         """Back-propagate `loss` (one element, the mean over this rank's micro-batch), times the loss scale.
 
-        Where only some of its targets count, give the sum over those, divided by the number of all, and the share that
-        counts as `weight`: a step's gradient and loss are the sums of what was given over the sum of the weights, the
-        exact mean over all targets of all ranks. Where none counts anywhere they are zero.
+        If only some targets count, give as `loss` the sum over the counted targets divided by the number of all
+        targets, and as `weight` the share that counts. A step's loss and gradient are the sums over ranks and
+        micro-batches divided by the sum of the weights: the exact mean over all counted targets of all ranks. If no
+        target counts anywhere, both are zero.
         In the last micro-batch of a step each bucket's reduction starts as soon as its gradients are complete.
         `last=True` ends the step early; ranks may end at different counts, except with shard="parameters" or
         accumulate="owner".
@@ -215,16 +218,18 @@ class ShardedEngine:
 
     @contextmanager
     def micro_batches(self, count: int) -> Iterator[None]:
-        """Take `count` of the step's micro-batches, their forwards and backwards inside, as a pipeline's schedule runs
-        them: their losses through `progress.scaled`, their gradients within `backward_pass`.
+        """Take `count` of the step's micro-batches, whose forwards and backwards run inside, as in a pipeline's
+        schedule. Their losses go through `progress.scaled`, their backward passes run inside `backward_pass`.
         """
         with self._taking(count, last=False):
-            self._moving_buffers.begin()  # no forward of the whole module does
+            self._moving_buffers.begin()  # a pipeline calls no forward of the whole module, which would begin them
             yield
 
     @contextmanager
     def _taking(self, micro_batches: int, last: bool) -> Iterator[None]:
-        """Take the step's next micro-batches. With the last one, what is left of the sums over the ranks begins."""
+        """Take the step's next micro-batches. After the last one, start the sums over the ranks that are not started
+        yet.
+        """
         with self.progress.alone("engine.backward"):
             self._guard.check_gradients()
             self.progress.require_room(micro_batches)
@@ -237,7 +242,7 @@ class ShardedEngine:
                 self._moving_buffers.note()
                 self._forget_step()
                 if isinstance(error, RuntimeError):
-                    self._guard.check()  # what it finds may be why
+                    self._guard.check()  # a changed module may be the cause, and is the better message
                 raise
             self._moving_buffers.note()
             ends = self.progress.add(micro_batches, last)
@@ -245,10 +250,11 @@ class ShardedEngine:
                 self._grads.end_micro_batch(ends)
 
     def backward_pass(self, micro_batch: int, completes: Collection[str], loss: Tensor | None = None) -> Context[None]:
-        """Take the gradients of one pass through the model, or through a stage of it, by the ready hooks.
+        """Collect, by the ready hooks, the gradients of one backward pass through the model or through a stage of it.
 
-        `completes`: the parameters whose gradients of this step are whole with it; a bucket's sum over the ranks begins
-        when all of it is. `loss`: what is back-propagated, for what it reads beside the model's output.
+        `completes`: names of the parameters whose gradients are complete after this pass; a bucket's sum over the ranks
+        starts once all its gradients are. `loss`: the tensor to back-propagate; its graph is searched for parameters
+        that it reads outside the model's output.
         """
         grads = self._grads.backward_pass(micro_batch, completes)
         if isinstance(self._gather, UnitGather):
@@ -256,29 +262,33 @@ class ShardedEngine:
         return self._gather.backward_pass(grads)
 
     def collect(self, names: Iterable[str]) -> None:
-        """Take the gradients that a pass has put into `param.grad` of these parameters without firing ready hooks."""
+        """Collect the gradients that a pass has put into `param.grad` of these parameters without firing hooks."""
         self._grads.collect(names)
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
-        """Replace the learning rate, from the next `step()` on: a number, or one per update as in the constructor, of
-        which the entry of the next update comes next. Groups keep their factors. The host does not wait.
+        """Replace the learning rate from the next `step()` on. The host does not wait.
 
-        The first rank's holds for all, and travels with the step's agreement; other ranks need not call it. No state
-        keeps it: whoever loads a state sets it again.
+        `lr`: a number, or a table with one entry per update as in the optimizer's constructor; update n reads entry n.
+        Groups keep their factors.
+        The first rank's learning rate holds for all ranks and travels with the step's agreement; other ranks need not
+        call this. No state dict holds it: set it again after loading a state.
         """
-        self.optimizer = replace(self.optimizer, lr=lr)  # refuses what cannot be
+        self.optimizer = replace(self.optimizer, lr=lr)  # refuses invalid values
         self._lr_table = put_lr_table(self.optimizer.lr_table(), self.device)
 
     def wait(self) -> None:
-        """Return once no transfer of parameters is under way, so they may be read in any way, if the rank has them.
-        Without `Sharding.units` none is after `step()`; with them a forward and `state_dict()` await them.
+        """Return once no transfer of parameters is under way. Then any read of parameters is safe, if the rank has
+        them.
+
+        Without `Sharding.units` no transfer is under way after `step()`. With them, forwards and `state_dict()` wait by
+        themselves.
         """
         self._gather.wait_all()
 
     def discard_step(self) -> None:
-        """Forget the micro-batches since the last `step()`, what their forwards have moved of buffers, and
-        `examine_next_step()`, for instance when a forward has failed; a `backward` that fails does it by itself. Every
-        rank must call it.
+        """Forget the micro-batches since the last `step()`, the changes that their forwards made to buffers, and
+        `examine_next_step()`. Call it for instance when a forward has failed; a failed `backward` does it by itself.
+        Every rank must call it.
         """
         self._forget_step()
         self._gather.release()
@@ -290,7 +300,7 @@ class ShardedEngine:
         self._moving_buffers.put_back(torch.ones_like(self.stop_request, dtype=torch.bool))
 
     def examine_next_step(self) -> None:
-        """Look closely at the next step: `StepResult.examination`. What it computes stays the same, bit for bit."""
+        """Examine the next step closely: `StepResult.examination`. Its results stay the same, bit for bit."""
         self.progress.require_empty("examine_next_step()", "before the first")
         self._end_examination()
         self._examiner = Examiner(self.plan.param_names, self.grad_accum_steps, self.device)
@@ -304,13 +314,13 @@ class ShardedEngine:
             self._examiner = None
 
     def step(self) -> StepResult:
-        """Agree, update and send out; the host never waits for the device.
+        """Agree on overflow and norm, update, and send the new parameters; the host never waits for the device.
 
-        If any gradient on any rank is not finite, nothing changes anywhere but the loss scale and `skipped_steps`.
+        If any gradient on any rank is not finite, nothing changes anywhere except the loss scale and `skipped_steps`.
         """
         with self.progress.alone("step()"):
             by_piece, stats = self._sum_and_agree("step()")
-            # The scale that backward used: the next step's may differ from it by the growth factor.
+            # The scale that backward used. The next step's may differ from it by the growth factor.
             scale_used = self.progress.scale_used
             with self._grads.freed_after(), self._examined() as examination:
                 with self.clock.span("update"):
@@ -338,7 +348,7 @@ class ShardedEngine:
 
     @contextmanager
     def _examined(self) -> Iterator[Examination | None]:
-        """Let an examination that was asked for see the update inside, and nothing behind it."""
+        """Show the update inside to an examination that was asked for, and end the examination."""
         examination = None if self._examiner is None else self._examiner.examination
         try:
             yield examination
@@ -346,7 +356,7 @@ class ShardedEngine:
             self._end_examination()
 
     def probe_loss_scale(self) -> None:
-        """Let the loss scale take note of these gradients and forget them, in place of the first `step()`.
+        """Show the gradients so far to the loss scale, then drop them; call it in place of the first `step()`.
 
         Nothing else changes, so the first step may take the same batch. Every rank must call it.
         """
@@ -356,11 +366,11 @@ class ShardedEngine:
         self._moving_buffers.put_back(torch.ones_like(stats.found_inf))
 
     def _sum_and_agree(self, call: str) -> tuple[Tensor, GradStats]:
-        """End the step's sums; return their statistics by piece, FP64 (2, pieces), and those of the whole model."""
+        """Finish the step's sums; return their statistics by piece, FP64 (2, pieces), and those of the whole model."""
         self.progress.require_complete(call)
         self._guard.check()
         self._unseen_writes.refuse_told()
-        self._release_for_write(call)  # what no forward has awaited, e.g. of a unit it skipped
+        self._release_for_write(call)  # waits for gathers that no forward has awaited, e.g. of a skipped unit
         if self._unseen_writes.due:
             self._unseen_writes.look(self._kept_buckets)
         for bucket in self.buckets:
@@ -381,9 +391,11 @@ class ShardedEngine:
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Let the module's parameters be read in any way inside; every rank must enter and leave. Those of
-        `Sharding(shard="parameters")` have no memory otherwise. A forward inside gathers nothing: a rank may go alone.
-        What is written inside is refused by the `step()` two steps later, or when weights are given or saved before.
+        """Allow any read of the module's parameters inside the block. Every rank must enter and leave it.
+
+        With `Sharding(shard="parameters")` they have no memory while their unit does not compute. A forward inside the
+        block gathers nothing, so a rank may run one alone. Writes inside the block are refused by the `step()` two
+        steps later, or earlier when weights are handed out or saved.
         """
         self._require_between_steps("whole_parameters()")
         with self._gather.whole():
@@ -391,7 +403,7 @@ class ShardedEngine:
             try:
                 yield
             finally:
-                if not self._kept_buckets:  # what was written inside goes with the memory
+                if not self._kept_buckets:  # the writes inside are lost with the memory, so look now
                     self._unseen_writes.look(self.buckets)
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -413,7 +425,7 @@ class ShardedEngine:
         self._guard.note_written()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the run's state (copies): masters, optimizer states, counters, loss scale."""
+        """Return copies of this rank's part of the run's state: masters, optimizer states, counters, loss scale."""
         self._require_between_steps("state_dict()")
         self.refuse_unseen_writes(on_every_rank=False)
         return {
@@ -427,9 +439,9 @@ class ShardedEngine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave on the same rank of the same layout. Every rank must call it.
+        """Load the result of `state_dict` of the same rank and the same layout. Every rank must call it.
 
-        Masters, states and counters are taken over; lr and all other settings stay this engine's own.
+        Masters, states, counters and the loss scale are replaced; lr and all other settings stay this engine's own.
         Raises: ValueError if the layout (with the optimizer's groups), the names of the optimizer's states, the loss
         scale's rule or the rank differ; nothing is changed then.
         """
@@ -446,24 +458,26 @@ class ShardedEngine:
         return [state for bucket in self.buckets for states in bucket.states for state in states.values()]
 
     def owned_ranges(self) -> list[OwnedRange]:
-        """Return what this rank owns of masters and states: views, to read or, before `publish_masters`, to write."""
+        """Return this rank's masters and states as views: to read, or to write before `publish_masters`."""
         self._require_between_steps("owned_ranges()")
         return [owned for bucket in self.buckets for owned in bucket.owned_ranges()]
 
     def publish_masters(self) -> None:
-        """Make every half parameter the cast of its master, which was written. Every rank must call it."""
+        """Cast all masters, which the caller has written, to half parameters on every rank. Every rank must call it."""
         self._require_between_steps("publish_masters()", writes=True)
         for bucket in self._gather.order:
-            if not bucket.storage.params_pass:  # else the next gather casts
+            if not bucket.storage.params_pass:  # otherwise the next gather casts
                 bucket.cast_master()
                 self._gather.updated(bucket)
         self._unseen_writes.forget()
         self._guard.note_written()
 
     def refuse_unseen_writes(self, on_every_rank: bool = True) -> None:
-        """Compare half parameters that this rank keeps of its own masters with these; reads the device.
+        """Compare this rank's half parameters with the casts of its masters; the host waits for the device.
 
-        Raises: RuntimeError naming the first that differs: `on_every_rank`, which all must call then, or on this alone.
+        Only half parameters that have memory between steps are compared.
+        Raises: RuntimeError naming the first parameter that differs. With `on_every_rank` all ranks must call it, and
+        all raise; without it this rank alone does.
         """
         self._unseen_writes.look(self._kept_buckets)
         self._unseen_writes.refuse(self.world if on_every_rank else None)
@@ -481,7 +495,7 @@ class ShardedEngine:
             self._gather.wait_all()
 
     def _release_for_write(self, call: str) -> None:
-        """Let nothing be read of half parameters, for `call` is about to write the masters."""
+        """Wait for gathers and end reads of half parameters, since `call` is about to write the masters."""
         if self._gather.is_whole:
             raise RuntimeError(f"{call} inside engine.whole_parameters(): end the block first")
         self._gather.release_for_write()

@@ -1,4 +1,5 @@
-"""The one write: unscale, average, clip, the optimizer's equation and the cast to half, in one pass over a run.
+"""The one write of a step: unscale, average, clip, the optimizer's equation and the cast to half, in one pass over a
+span.
 
 28 bytes per element with Adam and half sums of gradients: gradient 2, master 8, two states 16, half parameter 2.
 """
@@ -36,11 +37,11 @@ log = logging.getLogger("megamix")
 
 
 class CompiledUpdate:
-    """One compiled loop, from the optimizer's own equation: Triton on a GPU, vectorised C++ on a CPU.
+    """One compiled loop, made from the optimizer's own equation: Triton on a GPU, vectorised C++ on a CPU.
 
-    Compiled once for each set of states, for any length (a compile per length would hit the recompile limit of 8);
-    everything that changes from step to step or group to group is a device tensor, since a Python number would be baked
-    into the code.
+    It is compiled once for each set of states, for any length (a compile per length would hit the recompile limit of
+    8). Values that change between steps or groups are device tensors, since a Python number would be baked into the
+    code.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup], device: torch.device):
@@ -49,7 +50,7 @@ class CompiledUpdate:
         by_states = {group.states: _compile(gated_update(optimizer)) for group in groups}
         self._updates_ = [by_states[group.states] for group in groups]
         self._step: StepScalars | None = None
-        self._told: list[UpdateScalars] = []  # to each group, by this step
+        self._told: list[UpdateScalars] = []  # scalars of each group in this step
 
     def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
         if step is not self._step:
@@ -65,17 +66,19 @@ class CompiledUpdate:
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    # With 512-bit vectors torch loads and stores 16 halves as the masked half of a vector, slowly: the update takes
-    # 0.70 ns per parameter against 0.62 (BF16) and 0.54 (FP16) with 256-bit ones, where it waits for memory alone.
+    # With 512-bit vectors torch loads and stores 16 halves as a masked half vector, which is slow: the update takes
+    # 0.70 ns per parameter. With 256-bit vectors it takes 0.62 (BF16) and 0.54 (FP16), and waits for memory alone.
     wide = {"cpp.simdlen": 256} if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else {}
-    # On a GPU nothing is chosen by timing: each process of a run, and of its next start, adds up a row in one order,
-    # and the update has the one block in which every access is of 128 bits.
+    # On a GPU no kernel is chosen by timing. So all processes of a run, also after a restart, add up a row in one
+    # order, and the update gets the one block size in which every access has 128 bits.
     options: dict[str, Any] = {"deterministic": True, "triton.autotune_pointwise": False, **wide}
     return torch.compile(function, dynamic=True, fullgraph=True, options=options)
 
 
 def gated_update(optimizer: Optimizer) -> Callable[..., None]:
-    """Return the update of a span as plain tensor operations, for the compiler to fuse (uncompiled right, and slow)."""
+    """Return the update of a span as plain tensor operations for the compiler to fuse. Uncompiled, it is right and
+    slow.
+    """
 
     def update_(
         grad: Tensor, master: Tensor, states: States, half: Tensor | None,
@@ -85,15 +88,15 @@ def gated_update(optimizer: Optimizer) -> Callable[..., None]:
         if half is not None:
             half.copy_(master)
 
-    # A code object of its own: what is compiled is kept by code object, for at most 8 sets of constants and dtypes, and
-    # every engine of the process would share this one.
+    # A new code object: torch keeps compiled code by code object, for at most 8 sets of constants and dtypes, and all
+    # engines of the process would share one.
     return types.FunctionType(update_.__code__.replace(), update_.__globals__, closure=update_.__closure__)
 
 
 class LibraryUpdate:
-    """torch's own kernels, in pieces that stay in cache: for machines where nothing can be compiled.
+    """The update by torch's own kernels, in pieces that stay in cache: for machines where nothing can be compiled.
 
-    The gradient is multiplied in FP32 first: the fused kernels' `grad_scale` divides, and so rounds otherwise.
+    The gradient is multiplied in FP32 first. The fused kernels' `grad_scale` would divide, which rounds differently.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup]):
@@ -108,7 +111,7 @@ class LibraryUpdate:
         halves = repeat(None) if part.half is None else torch.split(part.half, size)
         for (grad, master, *states), half in zip(pieces, halves, strict=False):
             unscaled = buffer[: len(grad)].copy_(grad).mul_(step.multiplier)
-            wide = [state.float() for state in states]  # FP32 ones themselves
+            wide = [state.float() for state in states]  # an FP32 state is not copied
             piece = UpdateSlice(part.group, unscaled, master, dict(zip(part.states, wide, strict=True)), half=None)
             if not self._optimizer.library_update_(piece, at, step):
                 self._by_operations(piece, at, step)
@@ -119,7 +122,7 @@ class LibraryUpdate:
                 half.copy_(master)
 
     def _by_operations(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> None:
-        """Do one operation of torch's after the other."""
+        """Run the equation operation by operation, with torch's own kernels."""
         tensors = (part.grad, part.master, *part.states.values())
         size = tuned.piece(tuned.EQUATION_PIECE, part.grad.numel(), on_gpu=not part.grad.is_cpu)
         for grad, master, *rest in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
@@ -131,12 +134,12 @@ def gated_update_(
     equation: Callable[[Tensor, Tensor, States, UpdateScalars], tuple[Tensor, States]], grad: Tensor, master: Tensor,
     states: States, at: UpdateScalars, found_inf: Tensor,
 ) -> None:  # fmt: skip
-    """Put what an equation gives into master and states; leave them as they were where `found_inf` is set. States in
-    their own dtypes.
+    """Write the equation's results into master and states, unless `found_inf` is set. States stay in their
+    own dtypes.
     """
     wide = {name: state.float() for name, state in states.items()}
     new_master, new_states = equation(grad, master, wide, at)
-    # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
+    # The gate selects. Multiplying by zero would fail: 0 * inf is NaN, and would poison the states for ever.
     master.copy_(torch.where(found_inf, master, new_master))
     for name, state in states.items():
         state.copy_(torch.where(found_inf, wide[name], new_states[name]))
@@ -144,7 +147,7 @@ def gated_update_(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Hold what a machine computes an update with."""
+    """Holds the functions with which this machine computes an update."""
 
     update: Kernel
     row_stats: RowStats
@@ -155,11 +158,11 @@ def choose_kernels(
     optimizer: Optimizer, groups: Sequence[UpdateGroup], buckets: Sequence[Bucket], world: Collectives,
     try_compiler: bool,
 ) -> Kernels:  # fmt: skip
-    """Return what this machine computes with: compiled if the real functions compile on every rank, else torch's
-    kernels.
+    """Return this machine's kernels: compiled if the real functions compile on every rank, else torch's own.
 
-    What the buckets have of dtypes is tried with each set of states, since what is first compiled amid a step may fail
-    there. One answer for all ranks: the two paths round differently (fused multiply-adds), and the choice is logged.
+    Each combination of a bucket's dtypes and a set of states is compiled here, because a first compilation within a
+    step could fail there. All ranks use the same path, because the two paths round differently (fused multiply-adds).
+    The log says if nothing could be compiled.
     """
     groups = optimizer.kernel_groups(groups)
     stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
@@ -172,11 +175,12 @@ def choose_kernels(
     compiles = True
     reason = "another rank has no compiler"
     try:
-        # dynamic=True would take the optimizer's constants (betas, eps) for variables too, and load them in every turn.
+        # Without this, dynamic=True would turn the optimizer's constants (betas, eps) into variables, too, and load
+        # them in every iteration.
         with torch._dynamo.config.patch(specialize_float=True):
             for bucket in alike.values():
                 _try_out(compiled, optimizer, groups, bucket)
-    except Exception as error:  # a missing g++, Python.h or Triton each raise something else
+    except Exception as error:  # a missing g++, Python.h and Triton each raise another error
         compiles = False
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if world.agree(compiles):
@@ -186,7 +190,7 @@ def choose_kernels(
 
 
 def _compiled_stats(device: torch.device) -> RowStats:
-    # Always without autograd, as where hooks of backward call them: its state is part of what a graph is compiled for.
+    # Always without autograd, as in hooks of backward, which call them: a compiled graph holds for one grad mode only.
     of_shard = torch.no_grad()(_compile(row_stats))
     in_pieces = partial(sum_in_pieces, of_shard)
     if device.type == "cpu":
@@ -194,7 +198,7 @@ def _compiled_stats(device: torch.device) -> RowStats:
     at_once: Callable[[Tensor, Tensor], Tensor] = torch.no_grad()(_compile(sum_at_once))
 
     def of_sum(parts: Tensor, grad_shard: Tensor) -> Tensor:
-        if grad_shard.numel() == ROW:  # which would be compiled apart
+        if grad_shard.numel() == ROW:  # a single row would be compiled separately
             return in_pieces(parts, grad_shard)
         return at_once(as_rows(parts, ROW), as_rows(grad_shard, ROW))
 
@@ -202,7 +206,7 @@ def _compiled_stats(device: torch.device) -> RowStats:
 
 
 def _try_out(kernels: Kernels, optimizer: Optimizer, groups: Sequence[UpdateGroup], bucket: Bucket) -> None:
-    """Let all that will be compiled for a bucket be so."""
+    """Compile everything that a step will call for this bucket."""
     device = bucket.master.device
     grad = torch.zeros(tuned.TRIAL, dtype=bucket.grad_sum.dtype, device=device)
     one = torch.ones((), device=device)

@@ -1,4 +1,6 @@
-"""One agreement on the gradient: is anything not finite, where, and how long is that of the whole model?"""
+"""The ranks' agreement on the gradient: whether it is finite, which parameter is not, and the norm of the
+whole model.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +20,34 @@ from megamix.mixed_precision.update_slice import StepScalars
 
 
 def stats_by_piece(buckets: Sequence[Bucket], row_stats: RowStats, counts: bool) -> Tensor:
-    """Add up rows by parameter: 1/64 of the data, so that every step knows which parameter is not finite, and how large
-    each one's gradient is, without another pass over the gradient.
+    """Add up the statistics of rows by parameter.
 
-    `counts`: False where another rank tells the same sums.
-    Return FP64 (2, pieces): the sum of squares and max abs of each piece that this rank owns, bucket after bucket.
+    It reads 1/64 of the data. So every step knows which parameter is not finite and how large each gradient is, without
+    another pass over the gradient.
+    `counts`: False if another rank reports the same sums. Return FP64 (2, pieces): the sum of squares and max abs of
+    each piece that this rank owns, bucket after bucket.
     """
     rows = [bucket.row_stats(row_stats) for bucket in buckets]
     if rows[0].is_cpu:
         total, peaks = _on_cpu(buckets, rows)
-    else:  # where segment_reduce is a launch for each bucket, with one block of threads for a piece
+    else:  # on a GPU segment_reduce would be a launch per bucket, one block of threads a piece
         total = torch.stack(torch._foreach_norm(_by_piece(buckets, rows, 0), 1, dtype=torch.float64))
         peaks = torch.stack(torch._foreach_max(_by_piece(buckets, rows, 1)))
     return torch.stack([total if counts else torch.zeros_like(total), peaks.double()])
 
 
 def _on_cpu(buckets: Sequence[Bucket], rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return each piece's sum, FP64, and its largest. By a call for each bucket: of a small piece a call costs hundreds
-    of times its data, 2.6 ms for 580 pieces where this takes 0.03. All of these keep NaN.
+    """Return each piece's sum, FP64, and its maximum, with one call per bucket.
+
+    A call per piece takes 2.6 ms for 580 pieces, this 0.03: a call costs hundreds of times the data of a small piece.
+    All of these operations keep NaN.
     """
     sums = []
     peaks = []
     for bucket, (squares, largest) in zip(buckets, rows, strict=True):
         borders = bucket.row_borders
         sums.append(torch.segment_reduce(squares.double(), "sum", offsets=borders, unsafe=True))
-        # Not segment_reduce: its maximum takes 40 times as long.
+        # Not segment_reduce, whose maximum takes 40 times as long.
         peaks.append(torch.from_numpy(np.maximum.reduceat(np.from_dlpack(largest), bucket.piece_starts)))
     return torch.cat(sums), torch.cat(peaks)
 
@@ -56,16 +61,16 @@ def _by_piece(buckets: Sequence[Bucket], rows: Sequence[Tensor], kind: int) -> l
 class GradStats:
     """Holds what every rank knows of this step's gradients, all of it still on the device."""
 
-    # Taken from the ranks' one table by the same operation, so equal on every rank.
-    sum_of_squares: Tensor  # FP64 (): of the summed gradient, with the scale
-    max_abs: Tensor  # FP64 (): likewise
-    loss_sum: Tensor  # FP64 (): over ranks and micro-batches, without the scale
-    weight_sum: Tensor  # FP64 (): likewise; 1 where it is 0, and the loss and every gradient too
-    found_inf: Tensor  # bool ()
-    stop_requested: Tensor  # FP64 (): the largest of the ranks' requests
-    lr: Tensor  # FP32 (): the first rank's, so that no two parts of the model can be updated with different ones
-    recorded: Recorded  # by this rank, and how many values by all
-    unseen_writes: Tensor  # FP64 (ranks,): each one's `UnseenWrites.found`
+    # Every rank computes these from the same table by the same operation, so they are equal on every rank.
+    sum_of_squares: Tensor  # FP64 (): of the summed gradient, loss scale included
+    max_abs: Tensor  # FP64 (): of the summed gradient, loss scale included
+    loss_sum: Tensor  # FP64 (): over ranks and micro-batches, without the loss scale
+    weight_sum: Tensor  # FP64 (): over ranks and micro-batches; 1 in place of 0 (then loss and gradients are 0)
+    found_inf: Tensor  # bool (): some gradient is not finite
+    stop_requested: Tensor  # FP64 (): the largest of all ranks' requests
+    lr: Tensor  # FP32 (): the first rank's, so that all parts of the model are updated with one
+    recorded: Recorded  # this rank's values, and the number of all ranks' values
+    unseen_writes: Tensor  # FP64 (ranks,): each rank's `UnseenWrites.found`
 
 
 def agree(
@@ -83,7 +88,7 @@ def agree(
         by_rank = collectives.table(row)  # FP64 (ranks, 8)
     largest = by_rank.amax(0)
     sum_of_squares, weight_sum = by_rank[:, 0].sum(), by_rank[:, 3].sum()
-    # A quotient of zeros would be NaN, and with it every weight.
+    # A quotient of zeros would be NaN and would make every weight NaN.
     weight_sum = weight_sum.masked_fill(weight_sum == 0, 1.0)
     return GradStats(
         sum_of_squares, largest[1], by_rank[:, 2].sum(), weight_sum,
@@ -95,8 +100,10 @@ def agree(
 def decide(
     stats: GradStats, scale_used: Tensor, clip_grad: float, optimizer: Optimizer, number: Tensor
 ) -> tuple[StepScalars, Tensor]:
-    """Return what the update with this number (INT64 ()) is told, and the norm of the averaged, unscaled gradient
-    (FP64 ()). `scale_used` FP32 (): the loss scale of the step's backward.
+    """Return the update's scalars, and the norm of the averaged, unscaled gradient (FP64 ()).
+
+    `number` INT64 (): the number of the update, 1 for the first. `scale_used` FP32 (): the loss scale of the step's
+    backward.
     """
     divisor = scale_used.double() * stats.weight_sum
     grad_norm = stats.sum_of_squares.sqrt() / divisor
@@ -106,7 +113,7 @@ def decide(
 
 
 def clip_coefficient(grad_norm: Tensor, clip_grad: float) -> Tensor:
-    """Return min(1, clip_grad / (norm + 1e-6)) as everybody's clip_grad_norm_ has it; 1 where clip_grad is 0."""
+    """Return min(1, clip_grad / (norm + 1e-6)), as torch's clip_grad_norm_ does; 1 if clip_grad is 0."""
     if clip_grad == 0:
         return torch.ones_like(grad_norm)
     return (clip_grad / (grad_norm + 1e-6)).clamp(max=1.0)

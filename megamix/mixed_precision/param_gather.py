@@ -1,4 +1,6 @@
-"""All-gather: every rank's updated half shard travels to all ranks while the next forward already runs."""
+"""The all-gather of parameters: every rank's updated half shard travels to all ranks while the next forward already
+runs.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,26 @@ log = logging.getLogger("megamix")
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _Need:
-    """The buckets that must be there before a module runs. Its hook holds it weakly, for it holds the buckets."""
+    """The buckets that must have arrived before a module runs. The module's hook holds this weakly, because it holds
+    the buckets.
+    """
 
     module: nn.Module
     buckets: list[Bucket]
 
 
 class ParamGather:
-    """Launches gathers in the order in which forward needs them, and awaits each where its weights are next read.
+    """Launches gathers in the order in which forward needs them, and awaits each one before its weights are read.
 
-    With units they overlap with the forward, and a pre-hook on each unit awaits them. A unit is a submodule whose
+    With units, gathers overlap with the forward, and a pre-hook on each unit awaits them. A unit is a submodule whose
     parameters are first read inside its own forward (a transformer block). Its hook awaits every bucket that its
-    subtree touches; parameters outside all units are awaited at the root. Hooks on smaller modules than units would not
-    do: some modules read a child's weight without calling the child. The `state_dict()` of any submodule awaits all;
-    who reads in another way calls `wait_all` first.
-    Without units nothing would overlap: the last `updated` awaits all, and every read after it is right.
+    subtree touches; the root awaits parameters outside all units. Hooks on smaller modules than units would fail: some
+    modules read a child's weight without calling the child. The `state_dict()` of any submodule awaits all gathers.
+    Code that reads in another way calls `wait_all` first.
+    Without units nothing would overlap: the last `updated` of a step awaits all gathers, and every later read is right.
     """
 
-    is_whole = False  # for a block's length alone: its parameters always are
+    is_whole = False  # True only inside a block of `UnitGather`; here parameters are always whole
 
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], overlap: bool, buckets: Sequence[Bucket],
@@ -51,15 +55,15 @@ class ParamGather:
         self._clock = clock
         self._observers = observers
         needs = self._needs = _needs(model, units, buckets)
-        # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order
-        # of issue.
+        # The root's own buckets first, then unit by unit. The order is equal on every rank, since collectives match by
+        # order of issue.
         self.order = [*dict.fromkeys(bucket for need in needs for bucket in need.buckets)]
-        self.under_way: dict[Bucket, None] = {}  # those whose gather is, in the order of launch
+        self.under_way: dict[Bucket, None] = {}  # buckets whose gather is under way, in launch order
         self._beside_forward = overlap and len(needs) > 1 and any(bucket.owners.axis.size > 1 for bucket in buckets)
         self.before_read = _before_read
         if self._beside_forward:
-            # Never traced: the compiler would refuse the collective or, where the whole model is compiled, silently
-            # split it. Here and not where it is defined, since it imports the compiler.
+            # Never traced: the compiler would refuse the collective or, if the whole model is compiled, silently split
+            # the graph. Disabled here and not at the definition, because `disable` imports the compiler.
             self.before_read = torch.compiler.disable(_before_read)  # type: ignore[no-untyped-call]  # no types
             for need in needs:
                 need.module.register_forward_pre_hook(_Await(self, need))
@@ -70,8 +74,8 @@ class ParamGather:
         self._told_of_copy = buckets[0].params.dtype == torch.float32
 
     def updated(self, bucket: Bucket) -> None:
-        """Send this rank's shard of a bucket, which is up to date, and receive the others'. Behind the last one all are
-        awaited, unless they can travel beside the next forward.
+        """Send this rank's updated shard of a bucket and receive the others'. After the last bucket await all gathers,
+        unless they can overlap with the next forward.
         """
         pending = bucket.launch_gather()
         self.under_way.setdefault(bucket)
@@ -84,9 +88,9 @@ class ParamGather:
 
     @contextmanager
     def backward_pass(self, grads: AbstractContextManager[None]) -> Iterator[None]:
-        """Take the gradients of one pass, inside `grads`.
+        """Collect the gradients of one backward pass, inside `grads`.
 
-        Raises: RuntimeError for those of weights that nothing has awaited.
+        Raises: RuntimeError if a gradient belongs to weights that no call has awaited.
         """
         with grads:
             yield
@@ -100,7 +104,7 @@ class ParamGather:
                 )
 
     def whole(self) -> AbstractContextManager[None]:
-        """Let all parameters be there inside, as they always are."""
+        """Return a block in which all parameters are whole, which they are anyway after the wait."""
         self.wait_all()
         return nullcontext()
 
@@ -108,10 +112,10 @@ class ParamGather:
         """Return once the half parameters of the whole model may be read."""
         self.wait([*self.under_way])
 
-    release = release_for_write = wait_all  # what has arrived stays
+    release = release_for_write = wait_all  # gathered parameters keep their memory
 
     def wait(self, buckets: Iterable[Bucket]) -> None:
-        """Return once these half parameters may be read: on NCCL by what the current stream does next."""
+        """Return once these half parameters may be read. On NCCL only the current stream waits, not the host."""
         for bucket in buckets:
             if bucket in self.under_way:
                 self.under_way.pop(bucket)
@@ -119,7 +123,7 @@ class ParamGather:
                     bucket.wait_for_params()
 
     def note_copy(self) -> None:
-        """Say once what a copy in half is no good for."""
+        """Log once for which uses a copy in half is unfit."""
         if not self._told_of_copy:
             log.warning(
                 "the module was copied in %s. Evaluate the copy as it is; an average of weights (EMA, AveragedModel) "
@@ -132,12 +136,12 @@ class ParamGather:
 
 def _before_read(gather: ParamGather, buckets: Sequence[Bucket]) -> None:
     if gather.under_way:
-        # Without gradients nothing would tell `backward_pass` of weights that are read and that no call awaits.
+        # Without gradients `backward_pass` could not notice a read that no unit awaits, so wait for everything.
         gather.wait(buckets if torch.is_grad_enabled() else gather.order)
 
 
 class _Await:
-    """The hook of a module: await these buckets before its forward, or before its state_dict.
+    """The hook of a module: it awaits these buckets before the module's forward or state_dict.
 
     It holds the gathers weakly: a module that outlives its engine must not keep the buffers and process groups alive.
     """
@@ -153,9 +157,9 @@ class _Await:
             gather.before_read(gather, need.buckets)
 
     def __reduce__(self) -> tuple[type[_Await], tuple[()]]:
-        """In a copy or a pickle of the module the hook awaits nothing: its weights are nobody's.
+        """Return an empty hook for a copy or a pickle of the module, whose weights belong to no engine.
 
-        Raises: RuntimeError while gathers are under way: some of the module's weights may be in the copy already.
+        Raises: RuntimeError while gathers are under way: the copy may already contain some of the module's weights.
         """
         gather = self._gather()
         if gather is not None and gather.under_way:
@@ -166,17 +170,17 @@ class _Await:
         return _Await, ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Await:
-        self.__reduce__()  # raises, if it must
+        self.__reduce__()  # raises while gathers are under way
         if (gather := self._gather()) is not None:
             gather.note_copy()
         return _Await()
 
 
 def _needs(model: nn.Module, units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[_Need]:
-    """Return the root's own need first, then the units' in registration order."""
+    """Return the root's own need first, then those of the units in registration order."""
     bucket_of = {
         name: bucket
-        for bucket in reversed(buckets)  # they lie in reverse registration order, forward needs the last one first
+        for bucket in reversed(buckets)  # buckets lie in reverse registration order, forward needs the last one first
         for slot in bucket.plan.slots
         for name in (slot.spec.name, *slot.spec.aliases)
     }

@@ -1,4 +1,4 @@
-"""A step under way on this rank, and the result that it tells when it is over."""
+"""The step under way on one rank, and its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
     """Return the table on the device, FP32 (updates,), without waiting for it."""
     if len(table) == 1:
-        return torch.full((1,), table[0], dtype=torch.float32, device=device)  # a kernel, where a copy would wait
+        return torch.full((1,), table[0], dtype=torch.float32, device=device)  # a copy would wait
     host = torch.tensor(table, dtype=torch.float32)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
@@ -24,7 +24,7 @@ def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
 
 
 def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
-    """Return the learning rate of an update; past the table's end its last entry holds.
+    """Return the learning rate of an update; updates past the table's end get its last entry.
 
     Shapes: lr_table FP32 (updates,), update INT64 (), 1 for the first -> FP32 ().
     """
@@ -34,19 +34,21 @@ def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examination:
-    """The tables of one examined step on one rank. Device tensors; nothing here waits for the device."""
+    """The tables of one examined step on one rank: device tensors. Nothing here waits for the device."""
 
-    param_names: tuple[str, ...]  # in registration order, which is that of `local`
+    param_names: tuple[str, ...]  # in registration order, the order of `local`
     layers: tuple[str, ...]  # in the order of their first parameters
-    # FP64 (micro-batches, parameters, 3): of this rank's own gradient of each micro-batch, before it is added to any
-    # other, the scale in it: how many elements are inf, how many NaN, and max abs (NaN where there is one).
+    # FP64 (micro-batches, parameters, 3): this rank's own gradient of each micro-batch, before it is added to any
+    # other, loss scale included. Columns: number of inf elements, number of NaN elements, max abs (NaN if there is
+    # one).
     local: Tensor
-    # INT64 (layers, 256): of the gradient that the step reads (summed over ranks and micro-batches, the scale in it)
-    # how many elements have each biased exponent of FP32. Bin e: 2^(e - 127) <= |g| < 2^(e - 126); bin 0: zero and
-    # FP32's subnormals; bin 255: inf and NaN. Every element that this rank owns is in one bin, padding in none.
+    # INT64 (layers, 256): the gradient that the step reads (summed over ranks and micro-batches, loss scale included),
+    # counted by biased exponent of FP32. Bin e: 2^(e - 127) <= |g| < 2^(e - 126); bin 0: zero and FP32's subnormals;
+    # bin 255: inf and NaN. Every element that this rank owns is in one bin, padding in none.
     exponents: Tensor
-    zeros: Tensor  # INT64 (layers,): exact zeros among them
-    # INT64 (layers, 2): master elements that the update changed, and of these the ones whose half copy it did not.
+    zeros: Tensor  # INT64 (layers,): exact zeros of that gradient
+    # INT64 (layers, 2): number of master elements that the update changed, and how many of them left the half copy as
+    # it was.
     updates: Tensor
 
 
@@ -54,48 +56,53 @@ Reduce = Literal["mean", "sum", "max", "min"]
 
 
 class Recorded(NamedTuple):
-    """Holds what one rank has recorded in a step. A name that has no values is of an earlier one."""
+    """Holds the values that one rank has recorded in a step. A name without values was recorded in an earlier step."""
 
     names: tuple[tuple[str, Reduce], ...]
-    table: Tensor  # FP32 (names, 2): of each name's values the sum, the largest or the smallest, and their number
-    num_values: Tensor  # FP64 (): of all names; in a `StepResult` of all ranks
+    table: Tensor  # FP32 (names, 2): sum, maximum or minimum of each name's values, and their number
+    num_values: Tensor  # FP64 (): over all names; in a `StepResult` over all ranks, too
 
     def values(self) -> dict[str, Tensor]:
-        """Return this rank's own, FP32 () each, without waiting for the device; NaN or 0 where there are none."""
+        """Return this rank's own values, FP32 () each, without waiting for the device; NaN or 0 for a name without
+        values.
+        """
         rows = zip(self.names, self.table, strict=True)
         return {name: row[0] / row[1] if reduce == "mean" else row[0] for (name, reduce), row in rows}
 
 
 class StepResult(NamedTuple):
-    """Device tensors; reading one waits for the device, so keep them until the value is needed."""
+    """Holds a step's results as device tensors. Reading one waits for the device, so keep them until the value is
+    needed.
+    """
 
-    loss: Tensor  # FP32 (): the mean over ranks and micro-batches, by weight, without the scale
-    found_inf: Tensor  # bool (): nothing was changed
-    grad_norm: Tensor  # FP32 (): of the averaged, unscaled gradient, before clipping
-    max_abs: Tensor  # FP32 (): of the summed, scaled gradient; of a half sum its distance to 65504 is the headroom
-    loss_scale: Tensor  # FP32 (): the one this step's backward used
+    loss: Tensor  # FP32 (): the mean over ranks and micro-batches, by weight, without the loss scale
+    found_inf: Tensor  # bool (): True: nothing was changed
+    grad_norm: Tensor  # FP32 (): norm of the averaged, unscaled gradient, before clipping
+    max_abs: Tensor  # FP32 (): of the summed, scaled gradient; a half sum's headroom is its distance to 65504
+    loss_scale: Tensor  # FP32 (): the loss scale of this step's backward
     lr: Tensor  # FP32 ()
-    stop_requested: Tensor  # FP64 (): the largest of the ranks' `engine.stop_request`; 0: none asks
+    stop_requested: Tensor  # FP64 (): the largest of all ranks' `engine.stop_request`; 0: no rank asks to stop
     by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.plan.pieces`
-    recorded: Recorded  # what `megamix.record` was given
-    examination: Examination | None = None  # of a step after `engine.examine_next_step()`
+    recorded: Recorded  # values given to `megamix.record`
+    examination: Examination | None = None  # set after `engine.examine_next_step()`
 
 
 class StepProgress:
-    """The one place that knows how far this rank's step is, from its first micro-batch to `engine.step()`.
+    """Tracks how far this rank's step is, from its first micro-batch to `engine.step()`. No other place knows.
 
-    `scale_used` FP32 (): the loss scale of this step's backward. `loss_sum` FP32 () and `weight_sum` FP64 (): of the
-    losses so far that this rank counts, without the scale. `micro_batches`: how many are in.
-    `recorded_rows`: those of `Recorded.table`, FP32 (2,), by name and reduce; they stay from step to step, for compiled
-    code holds on to them. `counts()`: whether what is recorded now does.
+    `scale_used` FP32 (): the loss scale of this step's backward. `loss_sum` FP32 () and `weight_sum` FP64 (): sums over
+    the losses so far that this rank counts, without the loss scale. `micro_batches`: the number of micro-batches so
+    far.
+    `recorded_rows`: the rows of `Recorded.table`, FP32 (2,), by name and reduce; the tensors stay from step to step,
+    because compiled code refers to them. `counts()`: whether a value recorded now counts.
     """
 
-    latest: ClassVar[Callable[[], StepProgress | None]] = lambda: None  # of the engine that was built or called last
+    latest: ClassVar[Callable[[], StepProgress | None]] = lambda: None  # progress of the last engine in use
 
     def __init__(self, grad_accum_steps: int, device: torch.device, counts: Callable[[], bool]):
         self.grad_accum_steps = grad_accum_steps
         self.micro_batches, self._ended = 0, False
-        self.examined = False  # whether this step is, or the next one will be
+        self.examined = False  # True: this step is examined, or the next one will be
         self.scale_used = torch.ones((), dtype=torch.float32, device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -106,12 +113,14 @@ class StepProgress:
         self.claim()
 
     def claim(self) -> None:
-        """Let `megamix.record` mean this step from now on."""
+        """Make `megamix.record` report to this step from now on."""
         StepProgress.latest = weakref.ref(self)
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
-        """Let nobody else go on with the step inside. Raises: RuntimeError if somebody is going on with it."""
+        """Keep everybody else from continuing the step inside the block. Raises: RuntimeError if a call is under way
+        already.
+        """
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 f"{call} is called while a backward or step of the same engine is under way, in another thread or "
@@ -140,7 +149,7 @@ class StepProgress:
             raise RuntimeError(f"{call} after {self.micro_batches} backward() calls of a step; call it {when}")
 
     def require_room(self, micro_batches: int) -> None:
-        """Raises: RuntimeError if the step has no room for so many more."""
+        """Refuse micro-batches that the step has no room for. Raises: RuntimeError."""
         if self._ended or self.micro_batches + micro_batches > self.grad_accum_steps:
             given = f"{self.micro_batches} times already" + (", with last=True" if self._ended else "")
             raise RuntimeError(
@@ -149,14 +158,14 @@ class StepProgress:
             )
 
     def begin(self, scale: Tensor) -> None:
-        """Begin the sums of a step whose losses are multiplied by `scale`, FP32 ()."""
+        """Reset the sums for a step whose losses are multiplied by `scale`, FP32 ()."""
         self.scale_used.copy_(scale)
         self.loss_sum.zero_()
         self.weight_sum.zero_()
 
     def scaled(self, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
-        """Return what is to be back-propagated of a micro-batch's loss. `counts`: it goes into the step's loss; of the
-        ranks that compute one loss together, one counts it.
+        """Return the tensor to back-propagate for a micro-batch's loss. `counts`: the loss is added to the step's loss;
+        among the ranks that compute one loss together, one counts it.
         """
         if counts:
             self.loss_sum += loss.detach().view(())
@@ -164,15 +173,15 @@ class StepProgress:
         return loss.float() * self.scale_used
 
     def add(self, micro_batches: int, last: bool) -> bool:
-        """Note that so many more are in; return whether all are. `last`: the step ends with these, however few came
-        before.
+        """Add to the number of micro-batches; return whether the step has all of them. `last`: the step ends with
+        these, however few came before.
         """
         self.micro_batches += micro_batches
         self._ended = last
         return self._ended or self.micro_batches == self.grad_accum_steps
 
     def reset(self) -> None:
-        """Let the next micro-batch be a step's first."""
+        """Make the next micro-batch the first of a step."""
         for row in self.recorded_rows.values():
             row.zero_()
         self.micro_batches, self._ended = 0, False

@@ -1,5 +1,5 @@
-"""Memory that is there only while a step needs it: buffers whose storage is resized, and parameters that nobody may
-read while their values are gone.
+"""Memory that exists only while a step needs it: buffers whose storage is resized, and parameters that raise when they
+are read without values.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megamix.mixed_precision.settings import Shard
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Says which of a bucket's buffers come and go."""
+    """Says which of a bucket's buffers have memory only for a time."""
 
-    grads_pass: bool  # gradients from the first one to their sum, and sums to the end of the step
-    params_pass: bool  # half parameters, with the unit that computes with them
+    grads_pass: bool  # True: gradients, from the first one to their sum; sums, to the end of the step
+    params_pass: bool  # gradients have memory from the first one to their sum, sums to the end of the step
 
 
 STORAGE: dict[Shard, Storage] = {
@@ -32,17 +32,17 @@ STORAGE: dict[Shard, Storage] = {
 
 
 def take(flat: Tensor) -> None:
-    """Let a buffer have memory. What it holds already stays; fresh memory holds anything."""
+    """Give a buffer memory unless it has some. Fresh memory holds arbitrary values."""
     storage = flat.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(flat.nbytes)
 
 
 def free(flat: Tensor) -> bool:
-    """Give a buffer's memory back. Its storage is resized, so that tensors, their views and whatever holds these stay
-    as they are; until `take` nothing may read them, for torch would read from address 0, nor make new views of them.
+    """Free a buffer's memory; return False if it stays because NumPy or another process has a view of it.
 
-    Return False where it stays, since NumPy or another process has a view of it.
+    The storage is resized, so tensors, their views and all references to them stay as they are. Until `take` nothing
+    may read them, since torch would read from address 0, nor make new views of them.
     """
     storage = flat.untyped_storage()
     if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
@@ -51,7 +51,7 @@ def free(flat: Tensor) -> bool:
     return True
 
 
-# These may be asked of a parameter whose values are not there.
+# Calls that are allowed on a parameter whose values are freed.
 _OF_ANY_VALUES: set[object] = {
     *(
         getattr(Tensor, name)
@@ -70,11 +70,11 @@ _OF_ANY_VALUES: set[object] = {
 
 
 class FreedParameter(nn.Parameter):
-    """The class of a parameter while its values have no memory: whoever reads them is told, where torch would read
+    """The class of a parameter while its values have no memory: reading them raises, where torch would read
     address 0.
     """
 
-    names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of all parameters that come and go, for the message
+    names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # names of all such parameters, for messages
 
     @classmethod
     def __torch_function__(

@@ -1,5 +1,7 @@
-"""Half parameters that live as long as a unit computes with them: cast from the ranks' masters and gathered for its
-forward and again for its backward, the next unit's beside it, and freed behind it. The last unit's stay in between.
+"""Half parameters that have memory while a unit computes with them.
+
+They are cast from the ranks' masters and gathered for the unit's forward and again for its backward, while the unit
+before it computes, and freed after it. The last unit of a forward keeps them for the backward.
 """
 
 from __future__ import annotations
@@ -32,52 +34,54 @@ from megamix.names import plain_name
 
 log = logging.getLogger("megamix")
 
-FORWARD = 1 << 32  # turns of one forward of the model, and what may be called behind it
+FORWARD = 1 << 32  # turns reserved for one forward of the model and for calls of units after it
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Parameters that come and go together: those of one module or, where they are few, of several neighbours; or the
-    root's, the parameters that no unit has alone.
+    """Parameters whose memory comes and goes together: those of one module, those of several small neighbours, or the
+    root's, which no unit has alone.
     """
 
     buckets: list[Bucket]
     members: list[Member] = field(default_factory=list)  # in the order in which a forward calls them
-    begun: bool = False  # the pass has come to it
-    inside: int = 0  # how many forwards of members are under way
-    # Members whose backward of this step may be still to come, and the turn in which a forward of each began first, by
-    # the number of the model's forward; 0 in 0 where only this backward pass has asked for it.
+    begun: bool = False  # True: the pass has come to this unit
+    inside: int = 0  # number of members' forwards under way
+    # Members whose backward in this step may still come. For each, by the number of the model's forward: the turn in
+    # which the member's first forward there began. {0: 0}: only this backward pass has called the member.
     due: dict[Member, dict[int, int]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """For a message."""
+        """Return the unit's name for a message."""
         first, last = self.members[0].name, self.members[-1].name
         return first if first == last else f"{first} to {last}"
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Member:
-    """A module of `Sharding.units`, or the model. Hooks hold it weakly, for its unit holds the buckets."""
+    """A module of `Sharding.units`, or the model. Hooks hold it weakly, because its unit holds the buckets."""
 
     name: str
     param_names: list[str]
-    storages: set[int]  # of its unit's half parameters
+    storages: set[int]  # storages of its unit's half parameters
     attributes: Attributes
 
 
 class UnitGather:
-    """Gathers each unit once in a forward of the model, in registration order, and once in a backward pass, in the
-    reverse one, whether it is called or not: so ranks that skip different units issue the same gathers.
+    """Gathers each unit once in a forward of the model, in registration order, and once in a backward pass, in reverse
+    order.
 
-    A forward begins with the gathers of its first two units, a backward with its first one's. The pre-hook of a unit's
-    first module launches the next unit's gather and awaits its own. The hook behind the last module's forward frees the
-    unit or, where that is not called, the pre-hook of the next unit. In backward the gradient of a module's output does
-    what a pre-hook does, and a unit is freed when the pass is at another one and no gradient of it can come any more.
-    Those that have not come count as zeros then, so that each rank starts a unit's sum between the same two gathers:
-    else one would wait in a sum for a rank that waits for a gather. Two units have memory at a time. The last one of a
-    forward stays for the backward, which begins with it, and so does the root. A unit that is called again, earlier
-    than the order says, or outside of the model's forward is gathered when it is called, if all ranks call it.
+    Skipped units are gathered, too, so that ranks which skip different units issue the same gathers.
+    A forward begins with the gathers of its first two units, a backward with that of its first one. The pre-hook of a
+    unit's first module launches the next unit's gather and awaits its own. The hook after the last module's forward
+    frees the unit; if that module is not called, the pre-hook of the next unit does. In backward the gradient of a
+    module's output takes the role of a pre-hook. A unit is freed once the pass is at another unit and no gradient of it
+    can come any more. Gradients that have not come by then count as zeros, so that each rank starts a unit's sum
+    between the same two gathers. Otherwise one rank would wait in a sum for a rank that waits in a gather.
+    Two units have memory at a time. The last unit of a forward stays for the backward, which begins with it, and so
+    does the root. A unit that is called again, out of order, or outside of the model's forward is gathered when it is
+    called, if all ranks call it.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class UnitGather:
         self._clock = clock
         self._observers = observers
         by_number: dict[int, Unit] = {0: Unit([])}
-        # Buckets lie in reverse registration order, a forward needs the last one first.
+        # Buckets lie in reverse registration order, and a forward needs the last one first.
         for bucket in reversed(buckets):
             by_number.setdefault(bucket.plan.unit, Unit([])).buckets.append(bucket)
         self._units = [by_number[number] for number in sorted(by_number)]
@@ -102,24 +106,24 @@ class UnitGather:
         axis = buckets[0].owners.axis
         if axis.ranks[axis.rank] == 0:
             _warn_of_rest(buckets, [member.name for unit in self._units[1:] for member in unit.members])
-        self._writes = 0  # of the masters, by all ranks
-        self._live: dict[Unit, None] = {}  # those whose gathers are under way, or have landed
-        self._pass: Sequence[Unit] = ()  # the units in this pass, in its order
-        self._place: dict[Unit, int] = {}  # of each in it
-        self._at = 0  # the place to which it has come
-        self._launched = 0  # of these
-        self._turn = FORWARD  # counts where forwards of members begin and end, and in steps of FORWARD the model's
-        self._reached = math.inf  # the turn to which a backward pass has come: all that began behind it is done
-        self._differentiated = set[int]()  # the model's forwards whose backward passes are over
-        self._in_pass = set[int]()  # those that this backward pass has come to
-        self._kept: Sequence[Unit] = ()  # behind this pass, for the next one
+        self._writes = 0  # number of writes to the masters, counted for all ranks
+        self._live: dict[Unit, None] = {}  # units whose gathers are under way or have landed
+        self._pass: Sequence[Unit] = ()  # units of the current pass, in its order
+        self._place: dict[Unit, int] = {}  # position of each unit in the pass
+        self._at = 0  # position that the pass has reached
+        self._launched = 0  # number of the pass's units whose gathers are launched
+        self._turn = FORWARD  # counts begins and ends of members' forwards, in blocks of FORWARD
+        self._reached = math.inf  # turn that the backward pass has reached; forwards that began later are done
+        self._differentiated = set[int]()  # numbers of the model's forwards whose backward passes are over
+        self._in_pass = set[int]()  # numbers of the forwards that this backward pass has come to
+        self._kept: Sequence[Unit] = ()  # units that stay after this pass, for the next one
         self._in_backward = False
         self.is_whole = False
         self._thread = OneThread()
 
     def _hook(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Make the modules members of what is gathered for them. One without parameters of its own, as a tied
-        embedding, is of no unit.
+        """Make each module a member of the unit that is gathered for it. A module without parameters of its own, such
+        as a tied embedding, is in no unit.
         """
         paths = {module: plain_name(path) for path, module in model.named_modules()}
         own = {
@@ -141,29 +145,29 @@ class UnitGather:
                 self._member_of |= dict.fromkeys(params, member)
         for module, member in hooked.items():
             self._unit_of[member].members.append(member)
-            # In front of the user's own, which may read parameters.
+            # Before the user's own hooks, which may read parameters.
             module.register_forward_pre_hook(OfModule(self.before_forward, member), prepend=True)
             module.register_forward_hook(OfModule(self.after_forward, member))
 
     def updated(self, bucket: Bucket) -> None:
-        """Send nothing: who computes with the bucket's parameters gathers the casts of its masters."""
+        """Send nothing: the next gather of the bucket casts its masters."""
 
     def wait_all(self) -> None:
-        """Return once nothing is under way. What is kept for the next pass stays: a rank that calls this alone gathers
-        in that pass what the others do.
+        """Return once no gather is under way. Free nothing: units kept for the next pass stay, so a rank that calls
+        this alone still issues the same gathers in that pass as the others.
         """
         for unit in [*self._live]:
             self._await(unit)
 
     def release(self) -> None:
-        """Return once no parameter has memory, nor is under way, unless all shall have it. Every rank must call it."""
+        """Finish all gathers and free all parameters, unless inside `whole`. Every rank must call it."""
         if not self.is_whole:
             self._end()
             self._drop()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Let all parameters be there inside."""
+        """Give all parameters memory and values inside the block."""
         if self.is_whole:
             yield
             return
@@ -178,18 +182,18 @@ class UnitGather:
             self._drop()
 
     def release_for_write(self) -> None:
-        """Free all, for the masters are about to be written. Every rank must call it."""
+        """Free all parameters, because the masters are about to be written. Every rank must call it."""
         self.release()
         self._writes += 1
 
     @contextmanager
     def backward_pass(self, grads: AbstractContextManager[None], loss: Tensor | None) -> Iterator[None]:
-        """Gather for a backward pass of the model, inside `grads`, which takes its gradients."""
+        """Gather units for a backward pass of the model, inside `grads`, which collects its gradients."""
         self._thread.enter("engine.backward", self._in_backward, stays=True)
         if loss is not None:
             for member in on_reads(self, self._member_of, loss):
                 self._unit_of[member].due.setdefault(member, {})[0] = 0
-        self._end()  # a pass that failed: other ranks may have come to its end
+        self._end()  # ends a pass that failed here, but that other ranks may have finished
         self._in_backward = True
         self._reached = math.inf
         try:
@@ -201,7 +205,7 @@ class UnitGather:
         finally:
             self._thread.leave()
             self._forget_passed()
-            self._in_backward = False  # what is left of a pass that failed is gathered with the next one
+            self._in_backward = False  # units left of a failed pass are gathered with the next pass
 
     def before_forward(self, member: Member, *_: object) -> None:
         unit = self._unit_of[member]
@@ -212,7 +216,7 @@ class UnitGather:
             if not self._in_backward:
                 self._turn += FORWARD - self._turn % FORWARD
                 self._end()
-                self._free(self._units)  # the root, too: after an evaluation without gradients a rank has none
+                self._free(self._units)  # the root, too: a rank that evaluated without gradients has freed its own
                 kept = [self._root, *self._units[1:][-1:]]
                 unit.inside = 1
                 self._begin(self._units[1:], kept if torch.is_grad_enabled() else ())
@@ -226,7 +230,7 @@ class UnitGather:
         unit.inside += not self._in_backward
 
     def after_forward(self, member: Member, module: nn.Module, output: object) -> None:
-        if self._in_backward:  # a forward that recompute repeats
+        if self._in_backward:  # a forward repeated by recompute
             return
         unit = self._unit_of[member]
         if unit is self._root:
@@ -244,9 +248,10 @@ class UnitGather:
             on_gradient(self, member, self._turn, member.attributes.tensors(output))
 
     def before_backward(self, member: Member, turn: float) -> None:
-        """Do it before the backward of what a member's forward gave in this turn; infinite: of what reads its weights.
+        """Gather a member's weights before the backward of its outputs of this turn. An infinite `turn` means: before
+        the backward of another operation that reads the weights.
 
-        Autograd computes what was computed last first: what began in a later turn is done.
+        Autograd differentiates later operations first, so forwards that began in a later turn are done.
         """
         if not (self._in_backward or self.is_whole):
             raise RuntimeError(
@@ -265,18 +270,18 @@ class UnitGather:
         self._pass, self._kept = order, kept
         self._place = {unit: place for place, unit in enumerate(order)}
         self._at = -1
-        self._launched = sum(unit in self._live for unit in order)  # a backward's first, which its forward has kept
+        self._launched = sum(unit in self._live for unit in order)  # 1 in backward: kept by its forward
         for unit in order:
             unit.begun = False
             unit.inside = 0
         self._launch(self._root)
         if self._overlap:
-            # A backward begins beside the loss's last memory, of which little time is left.
+            # A backward begins while the loss still has its memory, and the loss leaves little time to overlap.
             self._advance(1 if self._in_backward else 2)
         self._await(self._root)
 
     def _end(self) -> None:
-        """Gather what other ranks may have called, and this one has not."""
+        """End the pass: gather the units that this rank has skipped, since other ranks may have called them."""
         self._go_to(len(self._pass))
         self._pass = ()
         self._place = {}
@@ -292,20 +297,20 @@ class UnitGather:
             unit.due.clear()
 
     def _advance(self, to: int) -> None:
-        """Launch the first `to` units of the pass, as far as they are not."""
+        """Launch the gathers of the pass's first `to` units that are not launched yet."""
         while self._launched < min(to, len(self._pass)):
             self._launch(self._pass[self._launched])
             self._launched += 1
 
     def _go_to(self, place: int) -> None:
-        """Let the pass come to a place, past each one in front of it that is skipped here: other ranks are not."""
+        """Move the pass on to a place. Units skipped on the way are gathered, too, since other ranks gather them."""
         for at in range(min(self._at + 1, place), place + 1):
             self._leave([unit for unit in self._live if self._place.get(unit, at) < at])
             self._advance(at + 1 + self._overlap)
         self._at = max(self._at, place)
 
     def _leave(self, units: Iterable[Unit]) -> None:
-        """Free those that are over."""
+        """Free the units that are over."""
         for unit in units:
             if self._is_over(unit):
                 if self._in_backward:
@@ -325,7 +330,9 @@ class UnitGather:
         unit.begun = True
 
     def _is_over(self, unit: Unit) -> bool:
-        """Whether a pass that is past a unit needs it no more. A checkpoint of several begins all before one ends."""
+        """Return whether a pass that is past a unit needs the unit no more. A checkpoint around several units begins
+        all of them before the first one ends.
+        """
         if unit in self._kept or unit.inside:
             return False
         return not self._in_backward or all(
@@ -334,8 +341,8 @@ class UnitGather:
         )
 
     def _is_done(self, turns: Mapping[int, int]) -> bool:
-        """Return whether this backward pass is past all forwards that began in these turns: those of an earlier
-        micro-batch are in none of its graph.
+        """Return whether this backward pass is past all forwards that began in these turns. Forwards of earlier
+        micro-batches are not in its graph.
         """
         return all(began > self._reached for forward, began in turns.items() if forward not in self._differentiated)
 
@@ -349,13 +356,15 @@ class UnitGather:
                     del unit.due[member]
 
     def _meet_out_of_turn(self, unit: Unit) -> None:
-        """Let all ranks, which call this unit now, have launched as much of the pass: on NCCL gathers match by order of
-        issue. Raises: RuntimeError if another rank calls another unit.
+        """Wait until all ranks have launched the same number of the pass's gathers. All of them must call this unit
+        now: on NCCL gathers match by order of issue.
+
+        Raises: RuntimeError if another rank calls another unit.
         """
         first = unit.buckets[0]
         mine = torch.tensor([self._units.index(unit), self._launched], device=first.master.device)
         with noting(_gathering(unit)):
-            # By number: a rank that does not come goes on to its sums, which must not be taken for its answer.
+            # By number: a rank that does not come here goes on to its sums, which must not be taken for its answer.
             places, launched = first.owners.gather(mine, self._number(0)).T.tolist()
         if others := {self._units[place].name for place in places} - {unit.name}:
             raise RuntimeError(
@@ -376,11 +385,13 @@ class UnitGather:
                 observer.on_transfer("all_gather", bucket, pending)
 
     def _number(self, place: int) -> int:
-        """Return a gather's number: ranks that are not at the same unit and values wait, where they could mix them."""
+        """Return a gather's number, from the bucket's place and the number of writes. Ranks at different units or
+        values then wait for each other instead of mixing them up.
+        """
         return place + (self._writes << 20)
 
     def _await(self, unit: Unit) -> None:
-        """Return once a unit's parameters may be read, which are gathered unless they are there."""
+        """Launch the unit's gather unless it is launched; return once its parameters may be read."""
         self._launch(unit)
         for bucket in unit.buckets:
             if bucket.gather_pending is not None:
@@ -393,7 +404,7 @@ class UnitGather:
             return
         for unit in units:
             if unit in self._live:
-                self._await(unit)  # what arrives has nowhere else to go
+                self._await(unit)  # a gather under way still writes this memory
                 self._unseen_writes.before_free(unit.buckets)
                 for bucket in unit.buckets:
                     bucket.free_params()
@@ -409,8 +420,8 @@ def _gathering(unit: Unit) -> str:
 
 
 def _warn_of_rest(buckets: Sequence[Bucket], units: Sequence[str]) -> None:
-    """Log how much of the model is in no unit, by the units' paths, if that is over a quarter. What has several names,
-    as a tied table, can be in none.
+    """Log the share of the model that is in no unit, judged by the units' paths, if it is over a quarter. Parameters
+    with several names, such as a tied table, are not counted: they can be in none.
     """
     specs = [slot.spec for bucket in buckets for slot in bucket.plan.slots]
     inside = tuple(f"{unit}." for unit in units)
@@ -427,7 +438,9 @@ def _warn_of_rest(buckets: Sequence[Bucket], units: Sequence[str]) -> None:
 
 
 def _refuse_views(member: Member, given: Iterable[Tensor]) -> None:
-    """Raises: RuntimeError if a module has given a parameter of its unit or a view of one."""
+    """Refuse outputs of a module that are parameters of its unit or views of them. Raises: RuntimeError naming the
+    module.
+    """
     for tensor in given:
         if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in member.storages:
             raise RuntimeError(

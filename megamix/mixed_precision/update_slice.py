@@ -1,4 +1,4 @@
-"""An update's arguments: a slice of a bucket's shard, what its parameters share, and what the step has decided."""
+"""Arguments of an update: a slice of a bucket's shard, the values its group shares, and the step's decisions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from megamix.mixed_precision.flat_layout import ROW
 
-MASTER = "master"  # the name of the weights themselves among a parameter's states
+MASTER = "master"  # key of the master weights among a parameter's states
 
 Tensors = tuple[Tensor, ...]
-States = dict[str, Tensor]  # by name
+States = dict[str, Tensor]  # by name of the state
 
 
 class UpdateGroup(NamedTuple):
-    """Holds what the parameters of one group share."""
+    """Holds the values that the parameters of one group share."""
 
     lr_factor: float
     weight_decay: float
@@ -35,46 +35,50 @@ class UpdateGroup(NamedTuple):
 
 
 class UpdateScalars(NamedTuple):
-    """Holds what the equation needs besides tensors: FP32 () on the device, so that no value is baked into code."""
+    """Holds the scalars of the equation: FP32 () on the device, so that no value is baked into compiled code."""
 
-    lr: Tensor  # with the group's factor
-    weight_decay: Tensor | float  # a number only where nothing is compiled
-    coefficients: Tensors  # the optimizer's own
+    lr: Tensor  # group's factor included
+    weight_decay: Tensor | float  # a number only in uncompiled code
+    coefficients: Tensors  # coefficients of the optimizer
 
 
 class StepScalars(NamedTuple):
-    """Holds what a step decides once for all buckets: device scalars, never read by the host."""
+    """Holds the step's decisions, made once for all buckets: device scalars that the host never reads."""
 
     multiplier: Tensor  # FP32 (): clip coefficient / (loss_scale * sum of weights)
-    found_inf: Tensor  # bool (): nothing may change
-    lr: Tensor  # FP32 (), before a group's factor
+    found_inf: Tensor  # bool (): True: nothing may change
+    lr: Tensor  # FP32 (): learning rate before a group's factor
     update: Tensor  # FP32 (): the number of this update, 1 for the first
-    coefficients: Tensors  # FP32 (): the optimizer's, e.g. its bias corrections
+    coefficients: Tensors  # FP32 (): coefficients of the optimizer, e.g. bias corrections
 
 
 @dataclass(eq=False)
 class UpdateSlice:
-    """Neighbouring elements of one group, which an update changes in place: (n,) each, n a multiple of ROW."""
+    """Neighbouring elements of one group, which an update changes in place: tensors (n,), n a multiple of ROW."""
 
     group: int
-    grad: Tensor  # half or FP32: the sum over ranks and micro-batches, with the loss scale in it
+    grad: Tensor  # half or FP32: the sum over ranks and micro-batches, loss scale included
     master: Tensor  # FP32
     states: States  # in their own dtypes
-    half: Tensor | None  # takes the cast of the new master; None: nothing is written in half
+    half: Tensor | None  # receives the cast of the new master; None: nothing is written in half
 
     @cached_property
     def rows(self) -> UpdateSlice:
-        """The same as the compiled loop takes it, made once for a slice that is updated in every step."""
+        """Return the same slice in the shape that the compiled loop takes, made once for a slice updated in
+        every step.
+        """
         states = {name: as_rows(state) for name, state in self.states.items()}
         half = None if self.half is None else as_rows(self.half)
         return UpdateSlice(self.group, as_rows(self.grad), as_rows(self.master), states, half)
 
 
 def as_rows(flat: Tensor, size: int = ROW // 2) -> Tensor:
-    """View a span, or several of one length, as rows. Of a flat span the compiler knows no factor of its length, and
-    loads and stores element by element on a GPU: 24 + 8 accesses where 7 + 7 of 128 bits move the same 8 elements. Two
-    rows for each of the statistics, as a span of a single one would be compiled apart. Detached, for a view's base has
-    a size of its own: spans of buckets of other sizes would be compiled again.
+    """View a span, or several of one length, as rows.
+
+    In a flat span of unknown length the compiler finds no factor, and on a GPU loads and stores element by element: 24
+    + 8 accesses, where 7 + 7 of 128 bits move the same 8 elements. A row here is half a row of the statistics, because
+    a span of one single row would be compiled separately. The view is detached, because a view's base has a size of its
+    own, and spans of buckets of other sizes would be compiled again.
     Shapes: ([spans,] n) -> ([spans,] n / size, size).
     """
     rows = flat.view(*flat.shape[:-1], -1, size).detach()
