@@ -1,7 +1,7 @@
-"""What travels where a divided layer begins and ends. Awaited at once; every rank gets the same bits.
+"""The collectives at the beginning and end of a divided layer. They are awaited at once; every rank gets the same bits.
 
 Between such borders a rank computes with plain tensors, so the modules and operations of `megamix/model` are those of
-one process: what computes half tensors wide on a CPU never meets a distributed tensor.
+one process: the operations that compute half tensors wide on a CPU never meet a distributed tensor.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from torch.autograd.function import once_differentiable
 from megamix.comm.collectives import Collectives
 from megamix.model.wide import apply
 
-SEQUENCE = -2  # the dim of positions, of activations (B, T, hidden)
+SEQUENCE = -2  # the dim of positions in activations (B, T, hidden)
 
 Operation = Callable[[Tensor], Tensor]
 
 
 class Border:
-    """Around each divided layer of one model.
+    """The collectives around each divided layer of one model.
 
-    `sequence`: between divided layers every rank has a part of the positions; else each has them all. The same traffic
-    either way: a sum that every rank needs whole is a sum by parts and a gather.
+    `sequence`: between divided layers every rank has a part of the positions; otherwise each has all positions. Both
+    ways move the same bytes: a sum that every rank needs whole is a sum by parts and a gather.
     """
 
     def __init__(self, tp: Collectives, *, sequence: bool):
         self.tp, self.sequence = tp, sequence
         self._divides = sequence
-        # A compiled block is cut in pieces at its borders: the compiler can trace some collectives of some backends.
-        # Here and not above, since it imports the compiler: 2 s.
+        # A compiled block is cut into pieces at its borders, because the compiler can trace only some collectives of
+        # some backends. `disable` is called here and not at import, since it imports the compiler: 2 s.
         self._cross: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]  # no types
 
     def begin(self, num_positions: int) -> None:
-        """Begin a forward. Positions are divided where activations are kept for backward; a prompt has any length.
+        """Begin a forward. Positions are divided only if gradients are on: `generate` takes prompts of any length.
 
-        Raises: ValueError if they must be and cannot.
+        Raises: ValueError if positions must be divided and `num_positions` does not divide by the ranks.
         """
         self.sequence = self._divides and torch.is_grad_enabled()
         if self.sequence and num_positions % self.tp.axis.size:
@@ -49,7 +49,7 @@ class Border:
             )
 
     def enter(self, x: Tensor) -> Tensor:
-        """Give every rank all positions. Shapes: (B, T or T / tp_size, hidden) -> (B, T, hidden)."""
+        """Return all positions on every rank. Shapes: (B, T or T / tp_size, hidden) -> (B, T, hidden)."""
         if self.sequence:
             return self._cross(_Crossing, x, self._gather, self._sum_positions)
         return self._cross(_Crossing, x, _same, self._sum)
@@ -62,36 +62,37 @@ class Border:
 
     def join_columns(self, x: Tensor) -> Tensor:
         """Put every rank's columns side by side. Shapes: (..., n) -> (..., n * tp_size)."""
-        # What is computed of all columns, every rank computes alike: of their gradient each takes its own.
+        # Every rank computes the same from all columns, so all have the same gradient: each takes its own columns of
+        # it.
         return self._cross(_Crossing, x, partial(self._gather, dim=-1), lambda grad: self._own(grad, -1))
 
     def own_positions(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of what has an entry for every position."""
+        """Return this rank's part of a tensor whose `dim` has an entry for every position."""
         return self._own(x, dim) if self.sequence else x
 
     def _own(self, x: Tensor, dim: int) -> Tensor:
         return x.chunk(self.tp.axis.size, dim)[self.tp.axis.rank]
 
     def _sum(self, x: Tensor) -> Tensor:
-        """The ranks' sum, in FP32 in rank order and rounded once where the backend lets us choose. Any shape."""
+        """Return the ranks' sum: in FP32, in rank order and rounded once, if the backend lets us choose. Any shape."""
         flat = x.reshape(-1)
         short = -flat.numel() % self.tp.axis.size
         parts = torch.nn.functional.pad(flat, (0, short)).view(self.tp.axis.size, -1)
         return self.tp.gather(self.tp.sum_parts(parts)).view(-1)[: flat.numel()].view(x.shape)
 
     def _sum_positions(self, x: Tensor) -> Tensor:
-        """This rank's positions of the ranks' sum."""
+        """Return this rank's positions of the ranks' sum."""
         parts = torch.stack(x.chunk(self.tp.axis.size, SEQUENCE))
         return self.tp.sum_parts(parts.view(self.tp.axis.size, -1)).view(parts.shape[1:])
 
     def _gather(self, x: Tensor, dim: int = SEQUENCE) -> Tensor:
-        """The ranks' tensors one behind the other in `dim`."""
+        """Return the ranks' tensors, concatenated along `dim`."""
         parts = self.tp.gather(x.reshape(-1)).view(self.tp.axis.size, *x.shape)
         return torch.cat(parts.unbind(), dim)
 
 
 class _Crossing(torch.autograd.Function):
-    """One operation on the way there, and one for the gradient on the way back."""
+    """An autograd function with one operation for forward, and another one for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Operation, back: Operation) -> Tensor:

@@ -25,8 +25,9 @@ def build_model(
     config: DecoderConfig, topology: Topology, device: torch.device, stages: Sequence[StagePlan] = (), *,
     sequence_parallel: bool,
 ) -> tuple[Decoder, dict[str, Placement]]:  # fmt: skip
-    """Build this rank's part of the model, its weights without values, and say where all parameters stand in the whole.
-    Every rank must call it. `stages`: of the pipeline, if there is one.
+    """Build this rank's part of the model, with weights that have no values yet. Return it with the placement of each
+    parameter in the whole model, by name. Every rank must call it. `stages`: all stages of the pipeline, if there is
+    one.
     """
     model, placements = outline(config, topology, stages, sequence_parallel=sequence_parallel)
     if topology.tp.size > 1:
@@ -45,7 +46,7 @@ def build_model(
                     f"module {name} has persistent buffers {', '.join(sorted(kept))}, which no weights of a family "
                     "hold: register them with persistent=False, and let its `_apply` fill them"
                 )
-            # Not to_empty(): of a tensor on meta that imports the compiler, 0.6 s.
+            # to_empty() would do, but for a tensor on meta it imports the compiler: 0.6 s.
             module._apply(lambda table: torch.empty(table.shape, dtype=table.dtype, device=device), recurse=False)
     return model, placements
 
@@ -53,7 +54,9 @@ def build_model(
 def outline(
     config: DecoderConfig, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
 ) -> tuple[Decoder, dict[str, Placement]]:
-    """Build it without memory, on the meta device, its layers undivided. `topology`: of any rank, connected or not."""
+    """Build a rank's part of the model on the meta device, without memory and without divided operations. Return it
+    with the placements. `topology`: any rank's, connected or not.
+    """
     layers = sorted(layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers)
     with torch.device("meta"):
         model = family_of(config).part(config, layers or range(config.num_layers))
@@ -67,7 +70,7 @@ def outline(
 
 
 def drawn(model: Decoder, seed: int) -> Fill:
-    """Return what draws the weights: each owner its own, the same ones on any mesh."""
+    """Return the function that draws the weights. Each owner draws its own; the values are the same on any mesh."""
 
     def fill(spec: ParamSpec, start: int, values: Tensor) -> None:
         rule = model.rules[spec.name]
@@ -77,4 +80,4 @@ def drawn(model: Decoder, seed: int) -> Fill:
 
 
 def undrawn(spec: ParamSpec, start: int, values: Tensor) -> None:
-    """Leave the weights zero, for an engine that loads a checkpoint."""
+    """Leave the weights at zero, for an engine that loads a checkpoint."""

@@ -1,4 +1,4 @@
-"""How a step's micro-batches pass through the model: one after the other, or through a pipeline of stages."""
+"""The passes of a step's micro-batches through the model, one after the other. A pipeline derives from them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megamix.mixed_precision.engine import ShardedEngine
 
 class MicroBatch(NamedTuple):
     batch: Batch
-    seed: int | None = None  # of what its forward drops out
+    seed: int | None = None  # the seed of its forward's dropout
 
 
 class Passes:
-    """One after the other, on a rank that has the whole of the model or a part of every layer. The base of a pipeline's
-    (pipeline_parallel.py).
+    """Runs micro-batches one after the other, on a rank that has the whole model or a part of every layer. It is the
+    base class of `Pipeline` (pipeline_parallel.py).
     """
 
     def __init__(self, engine: ShardedEngine):
         self.engine = engine
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
-        """Forward and backward of all micro-batches of a step; `engine.step()` comes next."""
+        """Run forward and backward of all micro-batches of a step. The caller then calls `engine.step()`."""
         for batch, seed in micro_batches:
             if seed is not None:
                 torch.manual_seed(seed)
@@ -35,8 +35,8 @@ class Passes:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """Forward of as many micro-batches as a step has: the sum of the losses that this rank knows and the sum of
-        their weights, FP64 (2,).
+        """Run forward of as many micro-batches as a step has. Return the sum of the losses that this rank knows and the
+        sum of their weights, FP64 (2,).
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
         for loss, weight in self._losses(batches):

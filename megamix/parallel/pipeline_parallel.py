@@ -1,8 +1,8 @@
-"""A step's micro-batches through the stages of a pipeline, by torch.distributed.pipelining's schedules.
+"""The passes of a step's micro-batches through a pipeline's stages, by torch.distributed.pipelining's schedules.
 
-The schedule decides when this rank runs which stage on which micro-batch; the engine is told of each backward pass and
-does what it does without a pipeline. Nothing is divided by the schedule (`scale_grads=False`): the loss scale is in the
-loss of the last stage, once, and the average is part of the update.
+The schedule decides when this rank runs which stage on which micro-batch. The engine is told of each backward pass, and
+does the same as without a pipeline. The schedule scales no gradient (`scale_grads=False`): the last stage multiplies
+its loss by the loss scale, once, and the update averages.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What passes from a stage to the next one, the same for all: a micro-batch's hidden states and their gradient."""
+    """The form of what each stage hands to the next: a micro-batch's hidden states, and back comes their gradient."""
 
     pp: Axis
     num_stages: int
     batch: tuple[int, int]  # (B, T)
-    parts: int = 1  # of T, between the stages, while activations are kept for backward; of which this rank has one
+    parts: int = 1  # equal parts into which T is divided between stages in training; this rank has one of them
 
 
 class Pipeline(Passes):
-    """Runs the stages of this rank; every rank of the pipeline has one and calls it together with the others.
+    """Runs the stages of this rank. Every rank of the pipeline has one, and all make each call together.
 
     Every call takes as many micro-batches as a step has, `engine.grad_accum_steps`.
     """
@@ -51,10 +51,10 @@ class Pipeline(Passes):
     def __init__(
         self, engine: ShardedEngine, model: Decoder, parts: Mapping[int, range], schedule: str, handover: Handover
     ):
-        """`parts`: the blocks of each of this rank's stages, by the stage's number."""
+        """Make the stages. `parts`: the blocks of each of this rank's stages, by the stage's number."""
         super().__init__(engine)
         width = model.config.hidden_size
-        # Two, since shapes may differ, and torch would set one up anew whenever the other use begins.
+        # Training and evaluation may have other shapes, and torch would set a shared schedule up again at each change.
         self._training, self._evaluation = (
             self._schedule(schedule, [*_stages(engine, model, parts, handover, (handover.batch[0], positions, width))])
             for positions in (handover.batch[1] // handover.parts, handover.batch[1])
@@ -79,7 +79,7 @@ class Pipeline(Passes):
     def _run(
         self, call: Callable[..., Any], batches: Sequence[Batch], seeds: Sequence[int | None], **more: Any
     ) -> None:
-        # torch cuts them apart again. Every rank has them all; those in the middle use positions alone.
+        # torch cuts the joined batch apart again. Every rank has all of it; the middle stages use only the positions.
         tokens, targets, positions, *_ = joined(batches)
         self._weights = iter([batch.weight for batch in batches])
         if positions is not None:
@@ -88,12 +88,12 @@ class Pipeline(Passes):
         call(tokens, target=targets, targets=targets, return_outputs=False, **more)
 
     def _loss(self, loss: Tensor, targets: Tensor) -> Tensor:
-        """What is to be back-propagated of a last stage's result, which is the loss; called in the order of the
+        """Return the scaled loss to back-propagate. `loss`: the last stage's result. torch calls it in the order of the
         micro-batches.
         """
         if not torch.is_grad_enabled():
             return loss
-        # On a V the last stage is not the last rank's: only that this one has it says so.
+        # In a V-shaped schedule the last rank does not have the last stage. torch calls this only where it is.
         counts = self.engine.topology.tp.rank == 0
         return self.engine.progress.scaled(loss, next(self._weights), counts=counts)
 
@@ -102,13 +102,14 @@ def _stages(
     engine: ShardedEngine, model: Decoder, parts: Mapping[int, range], handover: Handover, hidden: tuple[int, ...]
 ) -> Iterator[PipelineStage]:
     names = {param: name for name, param in model.named_parameters()}
-    # A tied table's sum begins when the whole schedule is over: one rank would send a gradient before it and the other
-    # after it, and where sends and sums are matched by their order (NCCL) both would wait for ever.
+    # A tied table's reduction begins only when the whole schedule is over. Otherwise one rank would send an activation
+    # gradient before the reduction and its peer after it. NCCL matches sends and reductions by their order, so both
+    # ranks would wait for ever.
     here = {*engine.topology.stage.ranks}
     shared = (bucket for bucket in engine.buckets if {*bucket.owners.axis.ranks} - here)
     done = {name for bucket in shared for name in bucket.named_params}
-    # The last micro-batch leaves a rank's stages from the last one to the first: a tied table that two of them use is
-    # whole when the first of them is done.
+    # Backward of the last micro-batch runs a rank's last stage first. The gradient of a tied table that two of them use
+    # is complete when the lower one is done.
     for number in sorted(parts):
         module = Stage(model, parts[number])
         own = [names[param] for param in module.parameters()]
@@ -117,18 +118,18 @@ def _stages(
 
 
 class _EngineStage(PipelineStage):
-    """A stage whose backward passes the engine takes note of.
+    """A stage that tells the engine of its backward passes.
 
-    A full backward fires the ready hooks. The halves of a split one do not: the second puts the weights' gradients
-    into `param.grad` (torch 2.13, `stage_backward_weight`), and would add up micro-batches there, in half whatever the
-    engine adds up in. So they are taken from there after each.
+    A full backward fires the ready hooks. The halves of a split backward do not: the second half puts the weights'
+    gradients into `param.grad` (torch 2.13, `stage_backward_weight`). It would add up micro-batches there in half,
+    whatever dtype the engine accumulates in. So the engine collects them from `param.grad` after each second half.
     """
 
     def __init__(
         self, engine: ShardedEngine, module: Stage, number: int, handover: Handover, shape: tuple[int, ...],
         names: Sequence[str], completes: Collection[str],
     ):  # fmt: skip
-        # Told the shapes, torch need not run every stage once to learn them.
+        # Given the shapes, torch need not run every stage once to learn them.
         hidden = torch.empty(shape, dtype=engine.plan.precision.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(handover.batch, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
@@ -138,7 +139,7 @@ class _EngineStage(PipelineStage):
         )  # fmt: skip
         self._engine, self._names, self._completes = engine, names, completes
 
-    # A span for each: a step of many micro-batches is not one place for the watchdog.
+    # Each pass is a span of its own, so the watchdog sees progress within a step of many micro-batches.
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._engine.clock.span("forward_backward"):
@@ -160,7 +161,7 @@ class _EngineStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             self._engine.collect(self._names)
 
-    # Between stages of one rank torch 2.13 asks for gradients to hand over without a backward (`eval`), too.
+    # Between stages of one rank torch 2.13 hands gradients over even without a backward (`eval`): give it none.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 

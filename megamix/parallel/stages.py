@@ -1,4 +1,4 @@
-"""A pipeline's stages: which blocks each one has, and the part of the model that a rank holds for its own."""
+"""A pipeline's stages: the blocks that each one has, and the part of the model that a rank holds for its stages."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from megamix.config import DecoderConfig
 from megamix.model.decoder import Costs, Decoder
 from megamix.model.family import family_of
 
-V_SHAPED = ("zbv_zero_bubble",)  # schedules of stages that go down the ranks and back up
+V_SHAPED = ("zbv_zero_bubble",)  # schedules whose stages go down the ranks and back up
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """What one stage computes and holds."""
+    """The work and the parameters of one stage."""
 
-    rank: int  # in the pipeline
+    rank: int  # its rank in the pipeline
     layers: range
-    flops: int  # per token, forward and backward
-    params: int  # with the table or head; a tied one on both stages that hold it
+    flops: int  # operations per token, forward and backward
+    params: int  # parameters, with the table or head; a tied table counts on both stages that hold it
 
 
 def plan_stages(
     config: DecoderConfig, pp_size: int, stages_per_rank: int, *, v_shaped: bool = False
 ) -> list[StagePlan]:
-    """Give each stage neighbouring blocks, so that the dearest stage costs as little as it can.
+    """Divide the blocks into stages of neighbouring blocks, so that the costliest stage costs as little as possible.
 
-    The first stage also looks tokens up, which holds a table and multiplies nothing; the last one has norm and head.
-    No split has a cheaper dearest stage. Among these the operations are the most even, then the parameters; then later
-    stages get more blocks, since they keep the activations of fewer micro-batches.
-    Stages are dealt to the ranks in turn or, on a V, down the ranks and back up.
+    The first stage also has the embedding: parameters, but no products. The last one has norm and head. No split has a
+    cheaper costliest stage. Among equal splits the one with the most even operations is taken, then the one with the
+    most even parameters, then the one with more blocks on later stages, which keep the activations of fewer
+    micro-batches.
+    Stages are dealt to the ranks in turn or, `v_shaped`, down the ranks and back up.
     Raises: ValueError if there are more stages than blocks.
     """
     num_stages = pp_size * stages_per_rank
@@ -55,8 +56,9 @@ def _cut(costs: Costs, num_stages: int) -> Iterator[tuple[range, int, int]]:
     params[0] += costs.first.params
     flops[-1], params[-1] = flops[-1] + costs.last.flops, params[-1] + costs.last.params
     flops_to, params_to = ([0, *itertools.accumulate(counts)] for counts in (flops, params))
-    # The best way to give the first blocks to the first stages, stage by stage, by the number of these blocks: the
-    # dearest stage, squares of operations and of parameters, places, borders.
+    # Dynamic programming, stage by stage: by a number of blocks, the best way to divide these first blocks into the
+    # stages so far. A way is: cost of the costliest stage, sum of squared operations, sum of squared parameters, places
+    # (each block counts minus its stage's number), borders.
     best: dict[int, tuple[int, int, int, int, tuple[int, ...]]] = {0: (0, 0, 0, 0, (0,))}
     for stage in range(num_stages):
         before, best = best, {}
@@ -64,7 +66,7 @@ def _cut(costs: Costs, num_stages: int) -> Iterator[tuple[range, int, int]]:
             for start in range(stop - 1, stage - 1, -1):
                 cost, held = flops_to[stop] - flops_to[start], params_to[stop] - params_to[start]
                 if stop in best and cost > best[stop][0]:
-                    break  # and dearer still with more blocks
+                    break  # more blocks cost still more
                 if start in before:
                     dearest, even, evenly_held, places, borders = before[start]
                     places -= stage * (stop - start)
@@ -75,7 +77,7 @@ def _cut(costs: Costs, num_stages: int) -> Iterator[tuple[range, int, int]]:
 
 
 def describe_stages(plans: list[StagePlan]) -> str:
-    """For a log: what is where, and how even the split is."""
+    """Return a line for the log: rank, blocks, share of operations and parameters of each stage."""
     total = sum(plan.flops for plan in plans)
     return ", ".join(
         f"stage {stage} on pp rank {plan.rank}: blocks {plan.layers.start}..{plan.layers.stop - 1}, "
@@ -85,14 +87,15 @@ def describe_stages(plans: list[StagePlan]) -> str:
 
 
 def keep_layers(model: Decoder, held: Collection[int]) -> None:
-    """Take out of a whole model all but these blocks, the embedding if the first one is among them, and norm and head
-    if the last one is. A tied table stays with both its names on either end. What is left keeps its names.
+    """Remove from a whole model all blocks but `held`. The embedding stays only with the first block, norm and head
+    only with the last one. A tied table stays, under both its names, with either of these blocks. The remaining
+    parameters keep their names.
     """
     num_layers = model.config.num_layers
     first, last = 0 in held, num_layers - 1 in held
     tied = model.config.tie_embeddings and (first or last)
     for layer in set(range(num_layers)) - {*held}:
-        model.blocks[layer] = nn.Module()  # without parameters, and an error if it was called
+        model.blocks[layer] = nn.Module()  # it has no parameters, and raises if it is called
     if not first:
         model.position_embedding = None
     for name, stays in (("embedding", first or tied), ("norm", last), ("head", last or tied)):
@@ -101,26 +104,26 @@ def keep_layers(model: Decoder, held: Collection[int]) -> None:
 
 
 class Stage(nn.Module):
-    """One stage of a rank's model, as torch's schedules call it. Its parameters are those that the stage uses."""
+    """One stage of a rank's model, as torch's schedules call it. It has only the parameters that the stage uses."""
 
     def __init__(self, model: Decoder, layers: range):
         super().__init__()
         self.layers = layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.config.num_layers
         self.parts = nn.ModuleList(_modules(model, self.is_first, layers, self.is_last))
-        self._run = model.__call__  # not as a module: the parameters of its other stages are not this one's
+        self._run = model.__call__  # a function: as a submodule it would add the other stages' parameters
 
     def forward(
         self, x: Tensor, targets: Tensor, positions: Tensor | None = None, num_documents: int = 0,
         seed: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Hidden states half (B, T, hidden_size) from those of the stage before, on the first stage from tokens INT64
-        (B, T); on the last one the loss, FP32 ().
+        """Compute hidden states, half (B, T, hidden_size); on the last stage the loss, FP32 ().
 
-        `seed`: UINT64 (1,) on the host, of what the micro-batch drops out. Each stage draws numbers of its own.
+        `x`: the hidden states of the stage before; on the first stage the tokens, INT64 (B, T). `seed`: UINT64 (1,) on
+        the host, the seed of the micro-batch's dropout. Each stage draws other numbers from it.
         """
         if seed is not None:
-            (number,) = seed.tolist()  # int() of one of 2^63 and more fails (torch 2.13)
+            (number,) = seed.tolist()  # int(seed) fails from 2^63 on (torch 2.13)
             torch.manual_seed((number + self.layers.start) % 2**64)
         out: Tensor = self._run(x, targets, positions, num_documents, layers=self.layers)
         return out

@@ -1,11 +1,12 @@
-"""A plain model becomes one tensor-parallel rank's part of it: blocks for parameters, other operations, borders.
+"""The change of a plain model into one tensor-parallel rank's part: blocks for parameters, other operations, borders.
 
-Column-parallel layers see all positions and compute some of the columns; row-parallel ones sum over what these gave;
-the table of tokens is divided by rows (Shoeybi et al. 2019, and Korthikanti et al. 2022 for the positions between
-them). The model says what is what where it is built (megamix/model/layers.py). The modules stay what they were and
-compute with plain tensors. torch's own `parallelize_module` would hand them DTensors, which the operations that compute
-wide on a CPU cannot take, at a dispatch of some ten microseconds per operation, and it needs connected ranks where
-`plan` has none.
+Column-parallel layers see all positions and compute some of the columns. Row-parallel layers take these columns and sum
+over the ranks. The table of tokens is divided by rows (Shoeybi et al. 2019; Korthikanti et al. 2022 for divided
+positions between the layers). The model marks its layers where it builds them (megamix/model/layers.py).
+
+The modules stay the same and compute with plain tensors. torch's `parallelize_module` would hand them DTensors. The
+operations that compute wide on a CPU cannot take DTensors, and each operation would cost a dispatch of some ten
+microseconds. `parallelize_module` also needs connected ranks, and `plan` has none.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from megamix.parallel.borders import Border
 
 
 def place_params(model: Decoder, topology: Topology, *, sequence_parallel: bool) -> dict[str, Placement]:
-    """Return where a rank's blocks of all parameters stand. `model`: whole, such as one on the meta device.
+    """Return the placement of this rank's block of each parameter, by name. `model`: a whole one, as on the meta
+    device.
 
     Raises: ValueError naming a parameter that does not divide evenly, or a module that ranks would compute wrong.
     """
@@ -49,8 +51,8 @@ def place_params(model: Decoder, topology: Topology, *, sequence_parallel: bool)
 
 
 def _check_branches(model: Decoder, tp_size: int) -> None:
-    """Check that every branch, whose input's gradients add up over ranks, divides its layers, and that no layer outside
-    of one does.
+    """Refuse a branch that divides no layer by rows: its input's gradients are summed over ranks. Refuse a divided
+    layer outside of a branch. Raises: ValueError.
     """
     inside = set[nn.Module]([model.head])
     for path, module in model.named_modules():
@@ -73,8 +75,8 @@ def _check_branches(model: Decoder, tp_size: int) -> None:
 def _place(rule: ParamRule, shape: tuple[int, ...], topology: Topology, sequence_parallel: bool) -> Placement:
     tp = topology.tp
     if rule.divided is None:
-        # With whole activations every rank computes the same gradient; with a part of the positions, or of the heads,
-        # a part of it.
+        # With whole activations every rank computes the same gradient, so one rank's counts. With a part of the
+        # positions, or of the heads, each rank computes a part of the gradient, and all count.
         counts = sequence_parallel or tp.rank == 0 or rule.within_heads
         return Placement(shape, (0,) * len(shape), topology.along(*topology.owns, "tp"), counts)
     start = shape[rule.divided] // tp.size * tp.rank
@@ -87,7 +89,7 @@ class _DividedOps(Ops):
 
 
 class _RowOps(_DividedOps):
-    """For a layer that has a part of its inputs: the ranks' outputs add up, and the bias comes once, after that."""
+    """Operations of a layer that has a part of its inputs: the ranks' outputs are summed, then the bias is added."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = self.border.leave(super().linear(x, weight, None))
@@ -95,7 +97,7 @@ class _RowOps(_DividedOps):
 
 
 class _TableOps(_DividedOps):
-    """For a table of which this rank has some rows: of each token one rank has the row, and the others add zeros."""
+    """Operations of a table of which this rank has some rows: one rank has a token's row, and the others add zeros."""
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         row = tokens - self.border.tp.axis.rank * weight.shape[0]
@@ -105,7 +107,7 @@ class _TableOps(_DividedOps):
 
 
 class _PositionOps(_DividedOps):
-    """For a part of the positions: the units that drop out are those that would in one process."""
+    """Operations on a part of the positions: dropout drops the same units as in one process."""
 
     def dropout(self, x: Tensor, share: float) -> Tensor:
         if not self.border.sequence:
@@ -116,8 +118,8 @@ class _PositionOps(_DividedOps):
 
 
 def take_blocks(model: Decoder, tp_size: int) -> None:
-    """Put an empty block in place of each parameter that is divided, under all its names. For a model whose values are
-    still to be drawn, such as one on the meta device.
+    """Put an empty block in place of each parameter that is divided, under all its names. The values are lost, so call
+    it before they are drawn, as on the meta device.
     """
     blocks: dict[nn.Parameter, nn.Parameter] = {}
     for name, param in [*model.named_parameters(remove_duplicate=False)]:
@@ -129,13 +131,13 @@ def take_blocks(model: Decoder, tp_size: int) -> None:
 
 
 def divide_layers(model: Decoder, border: Border) -> None:
-    """Let a model whose parameters are blocks compute what the whole model would. Calls of it are collective."""
+    """Make a model whose parameters are blocks compute the whole model's results. Its calls are collective then."""
     for module in model.modules():
         if isinstance(module, Branch):
             module.register_forward_pre_hook(lambda _, args: (border.enter(args[0]), *args[1:]))
         if isinstance(module, Linear) and module.divides == "rows":
             _swap(module, _RowOps, border)
-    if isinstance(model.embedding, Embedding):  # a pipeline's rank may have neither end
+    if isinstance(model.embedding, Embedding):  # a middle rank of a pipeline has no embedding
         _swap(model.embedding, _TableOps, border)
     model.norm.register_forward_hook(lambda _, args, out: border.enter(out))
     model.head.register_forward_hook(_join_logits(border))
@@ -143,19 +145,21 @@ def divide_layers(model: Decoder, border: Border) -> None:
     model.register_forward_pre_hook(lambda _, args: border.begin(_num_positions(*args)))
     if border.sequence:
         for module in (model, *model.blocks):
-            if hasattr(module, "ops"):  # a block of another rank of the pipeline computes nothing
-                _swap(module, _PositionOps, border)  # what they compute themselves is dropout
+            if hasattr(module, "ops"):  # a block on another rank of the pipeline is an empty module
+                _swap(module, _PositionOps, border)  # the only operation that they call themselves is dropout
         if model.position_embedding is not None:
             model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
 
 
 def _join_logits(border: Border) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-    """Return the hook of a head: its loss is every rank's already."""
+    """Return the hook of a head. It joins logits; a loss, which has no dim, is the same on every rank already."""
     return lambda _, args, out: border.join_columns(out) if out.dim() else out
 
 
 def _num_positions(tokens: Tensor, targets: Tensor | None = None, *others: object) -> int:
-    """Count what a model is called with; later stages of a pipeline have hidden states for tokens, and targets."""
+    """Return the number of positions in a model's inputs. Later stages of a pipeline get hidden states in place of
+    tokens, so the targets are counted if there are any.
+    """
     return (tokens if targets is None else targets).shape[-1]
 
 
@@ -164,18 +168,22 @@ def _swap(module: nn.Module, ops: type[Any], border: Border) -> None:
 
 
 class VocabularySlopes:
-    """`megamix.model.cross_entropy.slopes` where a rank has some columns: log-likelihoods of all logits, the same on
-    every rank, and the slopes by its own. `tp`: the ranks, each with an equal part of the columns, in order.
+    """The counterpart of `megamix.model.cross_entropy.slopes` on ranks with some columns each. The log-likelihoods
+    cover all columns and are the same on every rank; the slopes are those of the rank's own columns. `tp`: the ranks,
+    each with an equal part of the columns, in order.
 
-    Three FP32 numbers of each row travel: the largest logit here, the sum of exponentials relative to it, and the
-    target's logit from the rank that has it.
+    Three FP32 numbers of each row travel: the rank's largest logit, the sum of exponentials relative to it, and the
+    target's logit, which is 0 on all ranks but the one that has it.
     """
 
     def __init__(self, tp: Collectives):
         self._tp = tp
 
     def __call__(self, logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
-        """Shapes: logits FP32 (rows, columns), targets INT64 (rows,), slope as logits -> FP32 (rows,)."""
+        """Return the log-likelihoods of the targets, and write the slopes into `slope`.
+
+        Shapes: logits FP32 (rows, columns), targets INT64 (rows,), slope as logits -> FP32 (rows,).
+        """
         column = (targets - self._tp.axis.rank * logits.shape[1]).unsqueeze(1)
         here = (column >= 0) & (column < logits.shape[1])
         column = column.where(here, 0)

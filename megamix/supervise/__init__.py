@@ -1,1 +1,1 @@
-"""A run beside its training: who starts it, who holds its folder, which ranks live, who ends it, how it ended."""
+"""A run beside its training: its launcher, its folder's lock, its ranks' signs of life, its end and exit status."""

@@ -1,4 +1,4 @@
-"""Lines on the console; on a terminal a progress bar below them, in a log file nothing but the lines."""
+"""Lines on the console. A terminal also shows a progress bar below them; a log file has only the lines."""
 
 import io
 import math
@@ -11,15 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-_PATIENCE_S = 5.0  # for ranks to start, one later than the other, and for torchrun to see one end
+_PATIENCE_S = 5.0  # time in which all ranks have started, and torchrun has seen one end
 
 
 def open_streams() -> None:
-    """At the start of a process: have standard streams that take any line. One that is closed, as of a daemon, becomes
-    /dev/null, lest the next file that is opened get its number and all that libraries say. A letter that its encoding
-    lacks is written by its number.
+    """Make the standard streams take any line; call it when a process starts. A closed stream, as a daemon may have,
+    becomes /dev/null. Otherwise the next file to be opened would get its descriptor, and with it all that libraries
+    print. A letter that a stream's encoding lacks is written by its number.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the lowest number first
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
         stream = getattr(sys, name)
         if stream is None:
             stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)
@@ -30,37 +30,39 @@ def open_streams() -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line at once: whoever follows a log file waits for it. Where nobody reads any more, since the reader has
-    died or the terminal is closed, it is lost: that must not end a run that can still save.
+    """Print a line and flush it, since people follow log files. The line is lost if nobody reads any more (the reader
+    has died, or the terminal is closed): that must not end a run that can still save.
     """
     with suppress(OSError):
         print(text, file=stream, flush=True)
 
 
 def say_on_first_rank(text: str, stream: TextIO | None = None) -> None:
-    """Every rank of a distributed run reads the same configuration and ends alike; one of them says so."""
+    """Print a line on the first rank only: every rank has the same to say, as of a wrong configuration."""
     if os.environ.get("RANK", "0") == "0":
         say(text, stream)
 
 
 def say_phase(phase: str) -> None:
-    """Say what whoever waits for a run's first step waits for now; beside the log."""
+    """Print the phase of a starting run on stderr, for people who wait for its first step."""
     say_on_first_rank(f"megamix train: {phase}", sys.stderr)
 
 
 def say_unless_first_did(text: str, stream: TextIO | None = None) -> None:
-    """Say it on the first rank, before an end. Under torchrun another one waits until the first has said it and ended,
-    and is ended with it; else it is alone with this, and says it.
+    """Print the reason why this process is about to end: on the first rank at once. Under torchrun another rank waits
+    first. If the first rank ends for the same reason, torchrun ends this one, too. If it does not, this rank prints.
     """
     say_on_first_rank(text, stream)
     rank = os.environ.get("RANK", "0")
     if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(_PATIENCE_S + int(os.environ.get("LOCAL_RANK", "0")))  # of a machine the first one is enough
+        time.sleep(
+            _PATIENCE_S + int(os.environ.get("LOCAL_RANK", "0"))
+        )  # the machine's first rank prints, and ends the others
         say(f"rank {rank}: {text}", stream)
 
 
 def drop_unwritten() -> None:
-    """Before the end of a process: what nobody can read any more is forgotten. Python would try to write it once more,
+    """Drop output that nobody can read any more; call it before a process ends. Python would try to write it once more,
     and end with 120 instead of the exit status.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -71,8 +73,8 @@ def drop_unwritten() -> None:
 
 
 class Console:
-    """Speaks on the first rank only. Raises no OSError: a dead reader, a terminal that is gone or a full disk must not
-    end a run that can still save.
+    """A console that prints on the first rank only (`speaks`). It raises no OSError: a dead reader, a closed terminal
+    or a full disk must not end a run that can still save.
     """
 
     def __init__(self, steps: int, *, speaks: bool):
@@ -87,19 +89,19 @@ class Console:
 
     @contextmanager
     def telling(self, path: Path) -> Iterator[None]:
-        """Write a file that a run can do without: where the disk does not take it, that is a line and no more."""
+        """Turn an OSError of the block into a line: `path` is a file that the run can do without."""
         try:
             yield
         except OSError as error:
             self.line(f"{path} NOT written: {error}")
 
     def begin(self, steps: int) -> None:
-        """Begin the bar behind these steps, and judge its speed from here."""
+        """Set the bar to `steps` done, and measure its speed from now on."""
         if self._bar is not None:
             self._bar.initial = self._bar.n = self._bar.last_print_n = steps
 
     def advance(self) -> None:
-        """Move the bar on by a step."""
+        """Move the bar by one step."""
         self._on_bar("update")
 
     def show(self, text: str) -> None:
@@ -118,23 +120,23 @@ class Console:
 def _progress_bar(steps: int) -> Any:
     try:
         from tqdm import tqdm
-    except ImportError:  # an extra; the lines say it all
+    except ImportError:  # tqdm is an extra; the lines say the same
         return None
     return tqdm(total=steps, unit="step", leave=False, dynamic_ncols=True)
 
 
-COLUMNS = 100  # of a line on the console
+COLUMNS = 100  # characters of a line on the console
 
 
 def folded(text: str) -> str:
-    """Return a text as indented lines of at most COLUMNS; a word, such as a parameter's name, stays whole."""
+    """Return a text as indented lines of at most COLUMNS. A longer word, such as a parameter's name, stays whole."""
     return textwrap.fill(
         text, COLUMNS, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
 
 
 def format_scale(loss_scale: float | None) -> str:
-    """Return a loss scale as its log line has it."""
+    """Return a loss scale as text, as log lines show it: 2^16."""
     if loss_scale is None:
         return "off"
     exponent = math.log2(loss_scale)

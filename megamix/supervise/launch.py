@@ -1,9 +1,11 @@
-"""`python -m megamix.supervise.launch`: torchrun with its own arguments, ending with the rank's exit status.
+"""`python -m megamix.supervise.launch`: torchrun with torchrun's arguments, which ends with the rank's exit status.
 
-torchrun itself ends with 1 whatever its ranks ended with, and a scheduler could not tell a run that gave up from one
-whose node failed. It dies of SIGUSR1, leaving its ranks behind, and of the third SIGTERM, whatever its ranks are still
-saving; it installs handlers where nohup had a signal ignored. Here the signals are ours: each goes on to the ranks, and
-how these end is how the launcher ends. Where the ranks of one machine meet, nobody else can run code in them.
+torchrun itself ends with 1 whatever its ranks ended with: a scheduler could not tell a run that gave up from one whose
+node failed. SIGUSR1 kills torchrun and leaves its ranks behind. A third SIGTERM kills it even while its ranks save. It
+installs handlers for signals that nohup has set to ignored.
+
+This launcher handles the signals itself: it sends each to the ranks, and ends with their exit status. The ranks of one
+machine meet in a store through which nobody else can run code in them.
 """
 
 from __future__ import annotations
@@ -28,30 +30,31 @@ from megamix.supervise.processes import children_of
 from megamix.supervise.status import NO_MEMORY, NOTED, SHUTDOWN_VARIABLE, LeaveRequest, PreemptedError, noted_signals
 
 PREEMPTED = PreemptedError().exit_status
-# Wrong input, gave up, no memory, asked to leave: a rank that ends so has said why, and torchrun's line behind it is no
-# news.
+# Wrong input, gave up, no memory, preempted: a rank with such a status has printed the reason, so torchrun's line about
+# it is filtered out.
 _SAID = tuple(f"failed (exitcode: {status})" for status in (2, 3, NO_MEMORY, PREEMPTED))
-# torchrun's own 30 s after a signal may be less than a save takes. Who sent the signal ends this process whenever its
-# own patience is over, and the ranks end a hang by themselves.
+# Seconds from a signal to the ranks' kill. torchrun's default, 30 s, may be less than a save takes. A scheduler kills
+# this process by its own limit in any case, and the ranks end a hang by themselves.
 SHUTDOWN_S = 3600
-# torchrun must be left one signal at least. This one ends a process that knows nothing of it, torchrun or not.
+# torchrun must handle at least one signal. SIGUSR2 ends a process without a handler for it, so torchrun changes
+# nothing.
 _LEFT_TO_TORCHRUN = "SIGUSR2"
 
 
 def launch(arguments: list[str]) -> int:
-    """Start the ranks and wait.
+    """Start the ranks, and wait until they end.
 
-    Returns 0, the exit status of the first rank that failed (1 for a signal that nobody asked for), or that of a run
-    that was asked to leave, if its ranks died of being asked or had no time; 2 where machines cannot meet.
+    Returns: 0 if all succeed; the exit status of the first rank that failed, 1 if an unexpected signal killed it;
+    PREEMPTED if the requested signal itself killed the ranks, or their time was over; 2 if the machines cannot meet.
     """
     with signals_passed_on() as request:
         return start_ranks(arguments, request)
 
 
 def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
-    """As `launch`, within its `signals_passed_on`."""
+    """Start the ranks as `launch` does. The caller is within `signals_passed_on`, which gives `request`."""
     kills = kernel_kills()
-    # Below the handlers: importing takes seconds.
+    # Import after the signal handlers are installed: it takes seconds.
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from megamix.supervise.rendezvous import torchrun
@@ -71,13 +74,13 @@ def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
             status = NO_MEMORY
         if status == NO_MEMORY:
             _tell_plan(arguments)
-        # A rank that dies of the request itself was still starting: nothing is lost.
+        # A rank that the requested signal itself killed was still starting: nothing is lost.
         return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
     return 0
 
 
 def _tell_plan(arguments: list[str]) -> None:
-    """Say what each rank was to hold, and what to change: by `megamix plan`, for as much memory as a rank has here."""
+    """Print what each rank needed and what to change: run `megamix plan` with the memory that a rank has here."""
     from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
     args = get_args_parser().parse_args(arguments)
@@ -91,11 +94,11 @@ def _tell_plan(arguments: list[str]) -> None:
 
 @contextmanager
 def signals_passed_on() -> Iterator[LeaveRequest]:
-    """Until the end of the block each signal goes on to the ranks, at once: by a thread that the system wakes, since
-    the main one may wait within torch for minutes, for another node say, where Python runs no handler. Without ranks it
-    ends this process as a run that was asked to leave.
+    """Send each signal on to the ranks, at once, until the end of the block. A thread that the system wakes does it:
+    the main thread may wait within torch for minutes, for another node say, and Python runs no handler there. Without
+    ranks a signal ends this process with PREEMPTED.
     """
-    # By the environment, so that the ranks know it, too: a save that takes longer must not begin.
+    # The environment tells the ranks the limit, too: they must not begin a save that takes longer.
     request = LeaveRequest(float(os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))))
     wake, woken = os.pipe()[::-1]
     os.set_blocking(wake, False)
@@ -109,15 +112,16 @@ def signals_passed_on() -> Iterator[LeaveRequest]:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(before_fd)
-        os.close(wake)  # which ends the thread
+        os.close(wake)  # ends the thread
         thread.join()
         os.close(woken)
 
 
 def _pass_on(woken: int, request: LeaveRequest, faults: int) -> None:
-    """Send each signal that `woken` tells of to the ranks, and kill them when the request's time is over.
+    """Send each signal that the pipe `woken` announces to the ranks. Kill the ranks when the request's time is over.
 
-    Without ranks there is no run to end, and the launcher leaves, unless they have ended: then it is about to say how.
+    If no rank has started, the launcher ends here. If the ranks have ended, it goes on: its main thread is about to
+    return their exit status. `faults`: `_faults_of_the_ended()` before the ranks started.
     """
     while True:
         left_s = request.left_s()
@@ -129,23 +133,23 @@ def _pass_on(woken: int, request: LeaveRequest, faults: int) -> None:
         if not told:
             return
         for number in told:
-            if number in NOTED:  # and not one for which torchrun, or Python, has a handler
+            if number in NOTED:  # torchrun and Python handle other signals
                 request.ask(number)
                 if not _send(number) and _faults_of_the_ended() == faults:
                     os._exit(PREEMPTED)
 
 
 def _send(number: int) -> bool:
-    """Returns whether there was a rank to send it to."""
+    """Send a signal to every rank. Return whether there was one."""
     ranks = children_of(os.getpid())
     for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):  # it has ended in this very moment
+        with contextlib.suppress(ProcessLookupError):  # the rank has just ended
             os.kill(rank, number)
     return bool(ranks)
 
 
 def _faults_of_the_ended() -> int:
-    """Page faults of the children that have ended: not what it was as soon as another one has."""
+    """Return the page faults of all children that have ended. The number changes when another child ends."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 

@@ -1,4 +1,4 @@
-"""Signs of life: what the ranks of a run tell each other beside their collectives."""
+"""Signs of life: messages of a run's ranks to each other, beside their collectives."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megamix.checkpoint.manifest import printable
 from megamix.supervise.processes import Siblings, process, process_start
 from megamix.supervise.status import NoAnswerError
 
-LARGEST = 64 << 20  # bytes: what is larger, no rank has written
-_SHOWN_RUNS = 8  # of ranks that are neighbours
+LARGEST = 64 << 20  # bytes: no rank writes a larger value
+_SHOWN_RUNS = 8  # runs of neighbouring ranks that a message lists
 _T = TypeVar("_T")
 _LONGEST = 10_000  # characters of a verdict
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
-_Words = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]  # a terminal shows these as they are
+_Words = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]  # printable ASCII: no terminal escapes
 
 
 def read_strictly(form: TypeAdapter[_T], content: bytes) -> _T | None:
-    """Return what a rank has written as JSON; None for anything else, for others can write to the store, too."""
+    """Return a value that a rank wrote as JSON; None for anything else, since others can write to the store, too."""
     with contextlib.suppress(ValueError):
         if len(content) <= LARGEST:
             return form.validate_json(content, strict=True)
@@ -35,27 +35,27 @@ def read_strictly(form: TypeAdapter[_T], content: bytes) -> _T | None:
 
 
 class Position(NamedTuple):
-    """Where a rank's main thread stands."""
+    """The place of a rank's main thread in its work."""
 
-    spans: int  # entered since the start: of two ranks that wait for each other, the one with fewer is behind
+    spans: int  # spans entered since the start: of two ranks that wait for each other, the one with fewer is behind
     doing: str
     attempt: int
-    written: int  # bytes of the checkpoint for which it waits, or drawn and loaded in a start: slow is not hung
+    written: int  # bytes saved, loaded or drawn so far: a rank that waits for a slow disk still moves
 
 
 class Sign(NamedTuple):
     """A rank's last sign of life."""
 
     beat: _Count
-    idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # since its main thread was last seen to move
+    idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # seconds since its main thread was last seen to move
     spans: _Count
     doing: _Words
     attempt: _Count
     written: _Count
     host: _Words
-    pid: Annotated[int, Field(gt=1, le=2**22)]  # the system's largest; 0 and below would be a group, or all there are
+    pid: Annotated[int, Field(gt=1, le=2**22)]  # Linux's largest; kill(0 or less) means groups
     start: _Words
-    waits: bool = False  # for another rank
+    waits: bool = False  # its main thread waits for another rank
 
     @staticmethod
     def read(value: bytes) -> Sign | None:
@@ -66,31 +66,31 @@ class Sign(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """On this host, so that its process can be looked at."""
+        """Return whether the rank runs on this host, so that its process can be looked at."""
         return self.host == socket.gethostname()
 
     @property
     def runs(self) -> bool:
-        """Tell of a rank of this host whether its process is neither dead nor stopped."""
+        """Return whether the process of a rank on this host is neither dead nor stopped."""
         found = process(self.pid)
         return found is not None and found.start == self.start and found.state not in "ZXT"
 
 
 class Judgement(NamedTuple):
-    """Why all ranks must end."""
+    """The verdict: the reason why all ranks must end."""
 
     text: str
     missing: list[int]  # ranks that are dead or stopped
-    exit_status: Annotated[int, Field(ge=1, le=4)] = 1  # of all ranks
+    exit_status: Annotated[int, Field(ge=1, le=4)] = 1  # exit status of all ranks
 
     @staticmethod
     def read(value: bytes, size: int) -> Judgement | None:
-        """As a rank has written it; None for what none of `size` ranks writes."""
+        """Return the verdict that a rank wrote; None for a value that none of `size` ranks writes."""
         verdict = read_strictly(_VERDICT, value)
         return verdict.fit() if verdict is not None and set(verdict.missing) < set(range(size)) else None
 
     def fit(self) -> Judgement:
-        """For a terminal: the words of an error, or of somebody else's store, may hold anything."""
+        """Return it with a text that is safe on a terminal: an error's words, or a foreign store, may hold anything."""
         lines = self.text[:_LONGEST].split("\n")
         return self._replace(text="\n".join(printable(line, _LONGEST) for line in lines))
 
@@ -99,10 +99,10 @@ _SIGN, _VERDICT = TypeAdapter(Sign), TypeAdapter(Judgement)
 
 
 class RollCall:
-    """Every rank's last sign of life, and one verdict for all, in the store in which the ranks have met.
+    """Every rank's last sign of life, and one verdict for all, in the store of the ranks' rendezvous.
 
-    A call costs a request or two, and nobody waits for anybody. Raises: RuntimeError where the store is gone, as it is
-    when the launcher that held it died.
+    A call costs a request or two, and waits for no rank. Raises: RuntimeError if the store is gone, as when the
+    launcher that held it died.
     """
 
     def __init__(self, store: Store, rank: int, size: int):
@@ -117,7 +117,7 @@ class RollCall:
         self._store.set(f"rank {self.rank}", json.dumps([self._beat, idle_s, *position, *self._me, waits]))
 
     def signs(self) -> dict[int, Sign]:
-        """By rank; without those that have given none so far."""
+        """Return the signs by rank, without the ranks that have given none so far."""
         given = [rank for rank in range(self.size) if self._store.check([f"rank {rank}"])]
         signs = {rank: Sign.read(self._store.get(f"rank {rank}")) for rank in given}
         return {rank: sign for rank, sign in signs.items() if sign is not None}
@@ -126,13 +126,13 @@ class RollCall:
         return Judgement.read(self._store.get("verdict"), self.size) if self._store.check(["verdict"]) else None
 
     def decide(self, verdict: Judgement) -> Judgement:
-        """Return everybody's verdict: the first that was given, this one if there was none."""
+        """Return the verdict for all ranks: the first one that any rank gave, or `verdict` if there was none."""
         verdict = verdict.fit()
         return Judgement.read(self._store.compare_set("verdict", "", json.dumps(verdict)), self.size) or verdict
 
 
 def names(ranks: Iterable[int]) -> str:
-    """Return `rank 3`, or `ranks 0, 2, 4 to 9`; of many runs of neighbours the first, and how many ranks are left."""
+    """Return `rank 3`, or `ranks 0, 2, 4 to 9`. A long list is cut: it ends with the number of ranks left out."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -146,9 +146,11 @@ def names(ranks: Iterable[int]) -> str:
 
 
 class Board:
-    """JSON in a store, until the time is over. Raises: NoAnswerError for what no rank has written."""
+    """JSON values that ranks exchange in a store, within a time limit. Raises: NoAnswerError for a value that no rank
+    has written.
+    """
 
-    grace_s = 2.0  # in which the first rank's outcome reaches the others, and they have read it
+    grace_s = 2.0  # time in which the others read the first rank's outcome
 
     def __init__(self, store: Store, timeout_s: float):
         self._store, self._end_s = store, time.monotonic() + timeout_s
@@ -158,34 +160,36 @@ class Board:
         self._store.set(key, json.dumps(value))
 
     def claim(self, key: str, rank: int) -> int:
-        """Return which rank was the first to claim this."""
+        """Return the rank that was the first to claim `key`."""
         return self._checked(key, self._store.compare_set(key, "", json.dumps(rank)), TypeAdapter(_Count))
 
     def has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
     def wait(self, keys: Sequence[str], grace_s: float = 0.0) -> bool:
-        """Return whether all of them came in time."""
+        """Wait for all keys. Return whether they came in time."""
         end_s = self._end_s + grace_s
         try:
             self._store.wait(list(keys), datetime.timedelta(seconds=max(0.1, end_s - time.monotonic())))
         except RuntimeError as error:
-            if time.monotonic() < end_s - 0.1:  # a store is early by what it rounds
+            if time.monotonic() < end_s - 0.1:  # a store rounds, and may be early by that much
                 first_line = str(error).partition("\n")[0]
                 raise NoAnswerError(f"the store in which the ranks have met is gone: {first_line}") from None
             return False
         return True
 
     def missing(self, keys: Sequence[str]) -> list[int]:
-        """Return the places of those that have not come in time."""
+        """Return the indices of the keys that have not come in time."""
         return [] if self.wait(keys) else [place for place, key in enumerate(keys) if not self.has(key)]
 
     def read(self, key: str, form: TypeAdapter[_T]) -> _T:
-        """Return what is there already."""
+        """Return the value of a key that is there already."""
         return self._checked(key, self._store.get(key), form)
 
     def leave(self, rank: int, size: int) -> None:
-        """Let the first rank wait until all have read: where it holds the store, it would take the outcome with it."""
+        """Note that this rank has read. The first rank waits for the others: it may hold the store, and the outcome
+        would end with it.
+        """
         if self._store.add("have read", 1) == size:
             self._store.set("all have read", "")
         elif rank == 0:

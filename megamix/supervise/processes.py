@@ -1,4 +1,4 @@
-"""What the system knows of this host's processes. No torch here: the launcher looks before that is imported."""
+"""Facts about this host's processes, from the system. This module imports no torch: the launcher needs it before."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """A line of /proc/PID/stat, as far as it is needed; see proc(5)."""
+    """The fields of /proc/PID/stat that are needed here; see proc(5)."""
 
-    state: str  # a letter: Z and X are dead, though the parent may not have noticed; T is stopped
+    state: str  # a letter: Z and X are dead, even before the parent has noticed; T is stopped
     parent: int
     start: str  # ticks since boot
 
 
 def process(pid: int) -> Process | None:
-    """None if it is no more."""
+    """Return a process's fields; None if it no longer exists."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -27,20 +27,20 @@ def process(pid: int) -> Process | None:
 
 
 def process_start(pid: int) -> str:
-    """When a process started; "" if it is dead. Tells a reused pid apart."""
+    """Return when a process started; "" if it is dead. It tells a process from a later one with the same pid."""
     found = process(pid)
     return "" if found is None or found.state in "ZX" else found.start
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that it has started, and that are still there."""
+    """Return the pids of the processes that `pid` has started and that still exist."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     return [child for child in pids if (found := process(child)) is not None and found.parent == pid]
 
 
 class Siblings:
-    """What this process's parent has started beside it, as the system says: the ranks of one launcher. They alone may
-    be ended from here, whatever pid the ranks' store holds, for others can write to that.
+    """The processes that this process's parent has started beside it, by the system's word: the ranks of one launcher.
+    Only they may be ended from here, whatever pid the ranks' store holds: others can write to that store.
 
     Create it when all ranks run.
     """
@@ -48,11 +48,11 @@ class Siblings:
     def __init__(self) -> None:
         parent = os.getppid()
         found = {pid: process_start(pid) for pid in children_of(parent) if pid != os.getpid()}
-        # An orphan's parent is init, or what stands in for it: nothing that this brings up is a rank.
+        # An orphan's parent is init, or a subreaper in its place: the children of that are no ranks.
         self._starts = found if parent == os.getppid() != 1 else {}
 
     def stopped(self) -> list[int]:
-        """Their pids: by SIGSTOP, or at a terminal."""
+        """Return the pids of siblings that are stopped, by SIGSTOP or at a terminal."""
         return [pid for pid in self._starts if self._is_ours(pid) and (found := process(pid)) and found.state == "T"]
 
     def end(self, pid: int) -> None:
@@ -62,7 +62,7 @@ class Siblings:
                 os.kill(pid, signal.SIGKILL)
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether it is still the process that it was at the start, of this user."""
+        """Return whether the pid is still the same sibling process, and belongs to this user."""
         try:
             same_user = Path(f"/proc/{pid}").stat().st_uid == os.geteuid()
         except OSError:

@@ -1,9 +1,9 @@
-"""Where the ranks of one machine meet: in a store of the launcher's that only this machine reaches.
+"""The rendezvous of one machine's ranks: a store of the launcher that only this machine reaches.
 
-torchrun's own way, `--standalone` and the backend c10d, unpickles what lies in a store without a password that listens
-on every interface: who writes to it runs code as the job's owner. Here the store listens on loopback, and torchrun
-reads nothing from it but JSON and counts. Many machines meet by torchrun's static rendezvous, which unpickles nothing
-either. docs/security.md says what is left to trust.
+torchrun's own way is `--standalone` with the backend c10d. Its store has no password and listens on every interface,
+and torchrun unpickles its values: a writer runs code as the job's owner. Here the store listens on loopback, and
+torchrun reads only JSON and counts from it. Several machines meet by torchrun's static rendezvous, which unpickles
+nothing either. docs/security.md says what is left to trust.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from megamix.config import ConfigError
 from megamix.machine import tell_torch
 
 
-# Above torch's imports: whichever comes first, those end with torch looking here for what the entry point names.
+# Defined above torch's imports: at their end torch loads the entry point, which names a function of this module. That
+# may happen while this module is only half imported.
 def create_handler(params: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
-    """Make the rendezvous, for torchrun's registry. Raises: ValueError for several machines, or a place to meet."""
+    """Make the rendezvous, for torchrun's registry. Raises: ValueError for several machines, or for an endpoint."""
     if params.max_nodes > 1:
         raise ValueError(
             f"--nnodes: got {params.max_nodes}, the rendezvous {BACKEND!r} is for the ranks of one machine; leave "
@@ -35,7 +36,7 @@ def create_handler(params: rendezvous.RendezvousParameters) -> rendezvous.Rendez
 
 
 def handler_creator() -> rendezvous.RendezvousHandlerCreator:
-    """Return what the entry point `torchrun.handlers` names."""
+    """Return `create_handler`. The entry point `torchrun.handlers` names this function."""
     return create_handler
 
 
@@ -45,17 +46,17 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 BACKEND = "loopback"  # torchrun --rdzv-backend=loopback
 
-NAME_S = 20.0  # in which machine 0's name must have an address
+NAME_S = 20.0  # seconds until which machine 0's name must have an address
 _LOOPBACK = "127.0.0.1"
-_ANY_PORT = "localhost:0"  # the endpoint that --standalone has
-# Without them Gloo and NCCL listen on the interface that the machine's name resolves to. NCCL takes a name without "="
-# for the beginning of one.
+_ANY_PORT = "localhost:0"  # the endpoint of --standalone
+# Without these variables Gloo and NCCL listen on the interface that the machine's name resolves to. NCCL reads a name
+# without "=" as a prefix of names.
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """torchrun's part in it: one machine, whose agent holds the store for as long as there are ranks. What else
-    torchrun asks (closed? more nodes?) is answered as where nodes are counted beforehand.
+    """The handler that torchrun calls. There is one machine, whose agent holds the store as long as there are ranks.
+    torchrun's other questions (closed? more nodes?) are answered as for a fixed number of nodes.
     """
 
     def __init__(self, run_id: str):
@@ -66,20 +67,20 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
     @property
     def use_agent_store(self) -> bool:
-        return True  # else the first rank opens one of its own, on every interface
+        return True  # False would let the first rank open its own store, on every interface
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
-        keep_to_loopback(os.environ)  # which the ranks inherit
+        keep_to_loopback(os.environ)  # the ranks inherit the environment
         store = loopback_store()
-        agents = PrefixStore("agent", store)  # apart from the ranks' keys
+        agents = PrefixStore("agent", store)  # the prefix keeps its keys apart from the ranks'
         return rendezvous.RendezvousInfo(agents, 0, 1, rendezvous.RendezvousStoreInfo(_LOOPBACK, store.port))
 
 
 def torchrun(arguments: list[str]) -> None:
-    """torchrun's main, with ours where it would take c10d by itself: with --standalone, and for one machine of which
-    nothing else is said.
+    """Run torchrun, with our rendezvous where torchrun would choose c10d: with --standalone, and for one machine
+    without settings of a rendezvous.
     """
-    # Not above: a torchrun by hand, that finds this module by its entry point, is half imported by then.
+    # Imported here: a torchrun started by hand loads this module by its entry point, while torchrun is half imported.
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes, run
 
@@ -95,7 +96,8 @@ def torchrun(arguments: list[str]) -> None:
 
 
 def _require_meeting(host: str, port: int, *, listens: bool) -> None:
-    """Wait until machine 0's name has an address, for that may be starting; there, see whether its port is free.
+    """Wait until machine 0's name has an address, since machine 0 may still be starting. `listens`: this is machine 0;
+    check that its port is free.
 
     Raises: ConfigError.
     """
@@ -111,7 +113,7 @@ def _require_meeting(host: str, port: int, *, listens: bool) -> None:
 
 
 def _refusal(call: Callable[[], object]) -> str:
-    """Return why the system does not do it; "" if it does."""
+    """Make a call to the system. Return why it fails; "" if it succeeds."""
     try:
         call()
     except OSError as error:
@@ -120,7 +122,7 @@ def _refusal(call: Callable[[], object]) -> str:
 
 
 def loopback_store() -> TCPStore:
-    """Return a store that only this machine reaches. Told the host alone, TCPStore would listen on every interface."""
+    """Return a store that only this machine reaches. Given only a host, TCPStore would listen on every interface."""
     with socket.create_server((_LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
         return TCPStore(
@@ -130,6 +132,6 @@ def loopback_store() -> TCPStore:
 
 
 def keep_to_loopback(environment: MutableMapping[str, str]) -> None:
-    """Let ranks of one machine listen on its loopback alone, unless their user has chosen interfaces."""
+    """Make the ranks of one machine listen on its loopback alone, unless the user has chosen interfaces."""
     for variable, interface in _INTERFACES.items():
         environment.setdefault(variable, interface)

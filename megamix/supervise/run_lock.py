@@ -1,10 +1,10 @@
-"""One job in a run folder: a second one that starts there is refused, and what a dead one left is taken over.
+"""The lock of a run folder: one job at a time. A second job is refused; a dead job's lock is taken over.
 
-`run.lock` names its holder (host, pid, since when) and is held by flock until the process ends, however it ends. That
-decides alone where flock reaches every host: a local disk, NFS, Lustre mounted with flock, GPFS. Where it does not
-reach another host, or does not exist, the file decides: its holder touches it every few seconds, and a file that a
-holder on another host has left alone for STALE_S is stale. What is not covered: two jobs that start within the same
-second on two hosts of a file system without flock between them.
+`run.lock` names its holder (host, pid, since when). The holder's flock lasts until its process ends, however it ends.
+If flock reaches every host (a local disk, NFS, Lustre mounted with flock, GPFS), it decides alone. If flock does not
+reach another host, or does not exist, the file's time decides: the holder touches the file every few seconds, and a
+file that a holder on another host has not touched for STALE_S is stale. One case is not covered: two jobs that start
+within the same second on two hosts of a file system without flock between them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megamix.durable import open_own, read_own, still_names, sync_file
 from megamix.supervise.processes import process, process_start
 
 LOCK = "run.lock"
-STALE_S = 60.0  # without a touch, before a lock of another host counts as left behind
-_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # this file system has none
+STALE_S = 60.0  # seconds without a touch, after which another host's lock is stale
+_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # errors of a file system without flock
 
 
 @contextmanager
 def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S) -> Iterator[None]:
-    """Hold `folder`, which exists, until the end of the block. `say` gets one line if a stale lock is taken over.
+    """Hold `folder`, which must exist, until the end of the block. `say` gets one line if a stale lock is taken over.
 
-    Raises: ConfigError naming the holder, if one lives. With a holder on another host that takes up to `stale_s`.
+    Raises: ConfigError naming the holder, if it lives. Judging a holder on another host takes up to `stale_s`.
     """
     path = folder / LOCK
     with _locked(path, stale_s, os.O_CREAT) as (descriptor, holder):
@@ -45,12 +45,12 @@ def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S)
             with _touched(descriptor, stale_s / 6):
                 yield
         finally:
-            with suppress(OSError):  # a disk that has gone says nothing of how the run ended
-                path.unlink()  # while it is still locked: whoever opened this file will see that it is gone
+            with suppress(OSError):  # a lost disk must not replace the run's own error
+                path.unlink()  # still locked here: a process that has the file open will see that its name is gone
 
 
 def refuse_held(folder: Path) -> None:
-    """Refuse a folder that a job holds, by what is known at once of its holder; write nothing.
+    """Refuse a folder that a job holds, without waiting and without writing.
 
     Raises: ConfigError naming the holder; OSError.
     """
@@ -72,11 +72,12 @@ def _locked(path: Path, stale_s: float, create: int = 0) -> Iterator[tuple[int, 
 
 
 def _open_locked(path: Path, create: int) -> int | None:
-    """The lock's file, open and with its flock where there is such a thing; None if another process has that."""
+    """Return the open lock file, with its flock if the file system has flock; None if another process has the flock."""
     while True:
         descriptor = open_own(path, os.O_RDWR | create)
         try:
-            # Who only looks shares it: starts of many nodes look at once, and must not take each other for a job.
+            # A process that only looks takes a shared lock: many nodes look as they start, and must not take each other
+            # for a job.
             fcntl.flock(descriptor, (fcntl.LOCK_EX if create else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _NO_FLOCK:
@@ -91,7 +92,7 @@ def _open_locked(path: Path, create: int) -> int | None:
 
 
 def _holder(path: Path) -> dict[str, str]:
-    """Who wrote the file; empty for a new one, or one whose writer died while writing."""
+    """Return the holder that the file names; empty if the file is new, or its writer died while writing."""
     try:
         holder = json.loads(read_own(path))
         return {key: str(holder[key]) for key in ("host", "start", "since")} | {"pid": str(int(holder["pid"]))}
@@ -100,10 +101,10 @@ def _holder(path: Path) -> dict[str, str]:
 
 
 def _lives(holder: dict[str, str], path: Path, stale_s: float) -> bool:
-    """Whether a holder lives although its flock, if there is such a thing, does not keep us out."""
+    """Return whether a holder lives whose flock does not keep us out, as on a file system without flock."""
     if holder["host"] == socket.gethostname():
         return process_start(int(holder["pid"])) == holder["start"] != ""
-    # Watched instead of compared with this host's time, which may differ from the file server's.
+    # The file's time is watched for a change: this host's clock may differ from the file server's.
     touched = path.stat().st_mtime_ns
     end_s = time.monotonic() + stale_s
     while time.monotonic() < end_s:
@@ -112,7 +113,7 @@ def _lives(holder: dict[str, str], path: Path, stale_s: float) -> bool:
             if path.stat().st_mtime_ns != touched:
                 return True
         except FileNotFoundError:
-            return True  # it lived until now
+            return True  # the holder has just removed it, so it lived until now
     return False
 
 
@@ -141,12 +142,12 @@ def _sign(descriptor: int) -> None:
 
 @contextmanager
 def _touched(descriptor: int, interval_s: float) -> Iterator[None]:
-    """Touch the file again and again: a sign of life for hosts that flock does not reach."""
+    """Touch the file every `interval_s` during the block: a sign of life for hosts that flock does not reach."""
     done = threading.Event()
 
     def touch() -> None:
         while not done.wait(interval_s):
-            with suppress(OSError):  # a file server that is away for a while is no reason to stop touching
+            with suppress(OSError):  # a file server may be away for a while: go on touching
                 os.utime(descriptor)
 
     thread = threading.Thread(target=touch, name="run lock", daemon=True)

@@ -1,8 +1,8 @@
-"""How a run is asked to leave, and how it ended, for whoever decides whether to start it again: signals that are only
-noted, `status.json`, and the process's exit status.
+"""The request to leave, and the end of a run: signals that are only noted, `status.json`, and the exit status. A
+scheduler or a person decides by them whether to start the run again.
 
-torchrun ends with 1 whatever its ranks ended with, and a killed process with no status of its own; the file says what
-happened, also to those who were not there. No torch here.
+torchrun ends with 1 whatever its ranks ended with, and a killed process chooses no exit status; the file tells
+everybody what happened. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ STATUS = "status.json"
 State = Literal["running", "finished", "preempted", "failed", "gave_up"]
 
 # 75 is EX_TEMPFAIL of sysexits.h, "try again later"; 2 is taken by wrong input, which starts no run.
-EXIT_STATUS: dict[State, int] = {"finished": 0, "failed": 1, "gave_up": 3, "preempted": 75}  # none while it runs
-WRONG_INPUT: Literal[2] = 2  # also of a run that had begun, whose state is then `failed`
+EXIT_STATUS: dict[State, int] = {"finished": 0, "failed": 1, "gave_up": 3, "preempted": 75}  # "running" has none
+WRONG_INPUT: Literal[2] = 2  # a run that had begun may end with it, too; its state is then `failed`
 
 
-NO_MEMORY: Literal[4] = 4  # likewise
+NO_MEMORY: Literal[4] = 4  # the state is `failed` here, too
 
 
 class EndedEarlyError(Exception):
-    """The run ended in good order, on all ranks alike, before all its updates; the message says why."""
+    """An end in good order, on all ranks alike, before the last update; the message says why."""
 
     state: State = "failed"
 
@@ -48,55 +48,57 @@ class EndedEarlyError(Exception):
 
 
 class PreemptedError(EndedEarlyError):
-    """The run was asked to leave."""
+    """The end of a run that was asked to leave."""
 
     state: State = "preempted"
 
 
 class SaveFailedError(EndedEarlyError):
-    """A checkpoint could not be written, and going on without one was not wanted or made no sense."""
+    """The end of a run that could not write a checkpoint, where going on without it was not wanted or made no sense."""
 
 
 class WrongDataError(EndedEarlyError):
-    """The data turned out wrong, or were changed, while the run read them. No step has used them."""
+    """The end of a run whose data turned out wrong, or changed, while it read them. No step has used the wrong data."""
 
     @property
     def exit_status(self) -> int:
-        return WRONG_INPUT  # started again it would meet the same
+        return WRONG_INPUT  # a new start would meet the same data
 
 
 class NoMemoryError(EndedEarlyError):
-    """A rank ran out of memory."""
+    """The end of a run of which a rank ran out of memory."""
 
     @property
     def exit_status(self) -> int:
-        return NO_MEMORY  # by which the launcher knows
+        return NO_MEMORY  # the launcher recognises this status
 
 
 class NoAnswerError(EndedEarlyError):
-    """A rank died or hung before all had agreed, or the store holds what no rank has written."""
+    """The end of a start in which a rank died or hung before all agreed, or the store holds a foreign value."""
 
 
 class StuckError(EndedEarlyError):
-    """The run was started again and again, and fails before it gets any further."""
+    """The end of a run that was started again and again, and failed each time before it got any further."""
 
     state: State = "gave_up"
 
 
 class RunStatus:
-    """Writes `status.json` in a run's folder: whole or not there. The first rank does, or the lowest that lives."""
+    """Writes `status.json` in a run's folder, whole or not at all. The first rank writes, or the lowest living one."""
 
     def __init__(self, folder: Path, steps: int, applied: Callable[[], int] = lambda: 0):
-        """`applied`: updates so far, for any thread; less than what the run starts from until it trains."""
+        """Keep the folder. `applied`: returns the updates so far, on any thread; before training it may return fewer
+        than the update that the run starts from.
+        """
         self.folder, self._steps, self._applied = folder, steps, applied
         self._start, self._restarts = 0, 0
 
     def begin(self, update: int, max_restarts: int) -> None:
-        """Note that the run starts from `update`, as its newest save has it; call it again if that save cannot be
-        loaded and it starts from an older one.
+        """Note that the run starts from `update`, that of its newest save. Call it again if that save cannot be loaded
+        and the run starts from an older one.
 
-        Raises: OSError if it cannot be written down; StuckError, written down as well, at more than `max_restarts`
-        starts in a row from one update; those after a run that was asked to leave do not count.
+        Raises: OSError if the file cannot be written; StuckError, which is also written to the file, after more than
+        `max_restarts` restarts in a row from one update. A start after a preempted run does not count.
         """
         state, start, restarts, reason = self._earlier
         in_vain = state not in ("finished", "preempted") and update <= start
@@ -113,11 +115,13 @@ class RunStatus:
 
     @functools.cached_property
     def _earlier(self) -> tuple[str, int, int, str]:
-        """State, start, restarts and reason that the start before left, read before this one has written anything."""
+        """Return the state, start, restarts and reason that the previous start left. It is read before this start
+        writes.
+        """
         try:
             values = json.loads(read_own(self.folder / STATUS))
             return values["state"], int(values["start"]), int(values["restarts"]), values["reason"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or not ours
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no file, or not ours
             return "finished", 0, 0, ""
 
     @property
@@ -125,7 +129,7 @@ class RunStatus:
         return max(self._start, self._applied())
 
     def end(self, error: BaseException | None) -> None:
-        """Leave how the run ended, by what it ended with; None: all is done."""
+        """Write how the run ended. `error`: the exception that ended it; None if all updates are done."""
         if error is None:
             self.write("finished")
         elif isinstance(error, EndedEarlyError):
@@ -135,8 +139,8 @@ class RunStatus:
             self.write("failed", "\n".join([*notes, f"{type(error).__name__}: {error}"]))
 
     def write(self, state: State, reason: str = "", exit_status: int | None = None) -> None:
-        """Leave how the run ended; where the disk does not take that, it goes to the console. `exit_status`: the
-        state's own unless given.
+        """Write how the run ended; if the disk fails, print it on the console. `exit_status`: the default is the
+        state's own.
         """
         try:
             self._store(state, reason, exit_status)
@@ -164,16 +168,17 @@ class RunStatus:
 
 
 # SIGHUP: the terminal was closed, or the connection to it was lost. SIGQUIT: Ctrl-\\; it dumps no core here.
-_PRESSING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # who sends one does not wait for ever
+_PRESSING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # their sender kills after a while
 NOTED = (*_PRESSING, signal.SIGUSR1)
 PARENT_DIED, SAVE_FAILED = 256, 257  # reasons beside the signals' numbers
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's name; our launcher sets it
 
 
 class LeaveRequest:
-    """Whether this rank was asked to leave, and why: 0, a signal's number, or a reason of ours. The first one stays.
+    """Holds whether this rank was asked to leave, and why: `reason` is 0, a signal's number, PARENT_DIED or
+    SAVE_FAILED. The first reason stays.
 
-    `shutdown_s`: how long after any signal but SIGUSR1 the launcher kills its ranks; inf: never.
+    `shutdown_s`: seconds after any signal but SIGUSR1 until the launcher kills its ranks; inf: never.
     """
 
     def __init__(self, shutdown_s: float = math.inf, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -183,30 +188,30 @@ class LeaveRequest:
 
     def ask(self, reason: int) -> None:
         self.reason = self.reason or reason
-        if reason in _PRESSING:  # also after SIGUSR1, for which nobody is killed
+        if reason in _PRESSING:  # also after a SIGUSR1, which by itself sets no end
             self._end_s = min(self._end_s, self._now_s() + self._shutdown_s)
 
     def left_s(self) -> float:
-        """Until the launcher kills this rank."""
+        """Return the seconds until the launcher kills this rank."""
         return self._end_s - self._now_s()
 
 
 def shutdown_s(launched: bool) -> float:
-    """Return how long a launcher, if there is one, waits after SIGTERM: 30 s unless it was told otherwise."""
+    """Return the seconds that a launcher waits after SIGTERM: 30 unless told otherwise; inf without a launcher."""
     return float(os.environ.get(SHUTDOWN_VARIABLE, "30")) if launched else math.inf
 
 
 def noted_signals() -> list[signal.Signals]:
-    """Return those to note in this process: not a SIGHUP that is ignored, as under nohup: such a run outlives its
-    terminal.
+    """Return the signals to note in this process. An ignored SIGHUP, as under nohup, is left out: such a run outlives
+    its terminal.
     """
     return [number for number in NOTED if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 @contextmanager
 def signals_noted(*, launched: bool = False) -> Iterator[LeaveRequest]:
-    """Note signals until the end of the block: they only fill in the request, and training ends at its next update. A
-    handler must not do more: it may run in the middle of anything, a save included. A third SIGINT raises
+    """Note signals until the end of the block. A handler only fills in the request, and training ends at its next
+    update. A handler must not do more: it may run in the middle of anything, a save included. A third SIGINT raises
     KeyboardInterrupt.
 
     Only the main thread may call it. `launched`: a launcher ends this process some time after a signal.
@@ -218,7 +223,7 @@ def signals_noted(*, launched: bool = False) -> Iterator[LeaveRequest]:
         nonlocal interrupts
         request.ask(number)
         interrupts += number == signal.SIGINT
-        if interrupts == 3:  # somebody sits at the terminal and has lost patience
+        if interrupts == 3:  # a person at the terminal has lost patience
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, note) for number in noted_signals()}
@@ -230,7 +235,7 @@ def signals_noted(*, launched: bool = False) -> Iterator[LeaveRequest]:
 
 
 def leaves(reason: int, applied: int, steps: int) -> EndedEarlyError:
-    """Return how a run ends that leaves for this reason after update `applied` of `steps`."""
+    """Return the error with which a run leaves for this reason, after update `applied` of `steps`."""
     if reason == SAVE_FAILED:
         return SaveFailedError(f"ended after update {applied}: {reason_words(reason)}, see the log")
     return PreemptedError(f"asked to stop ({reason_words(reason)}): ended after update {applied} of {steps}")

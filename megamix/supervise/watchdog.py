@@ -1,13 +1,14 @@
-"""Ends this rank when another one is dead or hung, saying which; and asks the run to leave when its launcher died.
+"""The watchdog of a rank: it ends the rank when another one is dead or hung, and names that one. It asks the run to
+leave when the launcher died.
 
-A collective whose peer is dead or hung ends by the process group's time limit at best, with an error that names
-neither. Here each rank has a thread that gives signs of life. A rank whose main thread has stood still for `timeout_s`
-looks who is silent, or else who is behind, and all ranks end with that verdict, each with its stacks in a file. As long
-as any rank moves, the others wait for it and nobody is hung: one that waits for its checkpoint moves with every chunk
-that the disk takes.
+A collective whose peer is dead or hung ends by the process group's time limit at best, with an error that does not name
+the peer. Here each rank has a thread that gives signs of life. A rank whose main thread has stood still for `timeout_s`
+looks which ranks are silent or, if none is, which are behind. All ranks end with that verdict, each with its stacks in
+a file. As long as any rank moves, the others wait for it and no rank counts as hung. A rank that waits for its
+checkpoint moves with every chunk that the disk takes.
 
-Two threads: one looks at this process and its launcher; one talks through the store, where a call may take as long as
-the launcher that holds it is stopped, and a run that moves or ends must not suffer by that.
+There are two threads. One looks at this process and its launcher. The other talks through the store: its calls hang
+while the launcher that holds the store is stopped, and that must not hold up a run that moves or ends.
 """
 
 from __future__ import annotations
@@ -44,16 +45,18 @@ from megamix.supervise.status import (
 )
 
 _WAITING_PLACES = ("/torch/distributed/", "/torch/cuda/", "/megamix/comm/")
-_SHOWN = 8  # ranks of which a verdict has the last places
-_GRACE_S = 2.0  # for what takes a moment, if all is well
-_LAST_RESORT_S = 1.5  # after the time limit faulthandler's own thread ends a process whose threads are all stuck
+_SHOWN = 8  # ranks whose last places a verdict lists
+_GRACE_S = 2.0  # seconds to wait for quick things: a thread's end, the news of a dead peer
+_LAST_RESORT_S = 1.5  # seconds after the time limit; then faulthandler's thread ends a process whose threads are stuck
 
 
 _OF_ONE_RANK: dict[int, type[EndedEarlyError]] = {WRONG_INPUT: WrongDataError, NO_MEMORY: NoMemoryError}
 
 
 def early_end(error: BaseException) -> EndedEarlyError | None:
-    """Return how an error that one rank has met ends them all, if that has a status of its own; in a line."""
+    """Return the error, with a message of one line, by which all ranks end after one rank's `error`; None if that has
+    no exit status of its own.
+    """
     if isinstance(error, DataError | WrongDataError):
         return WrongDataError(str(error))
     words = str(error).partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
@@ -66,8 +69,9 @@ def early_end(error: BaseException) -> EndedEarlyError | None:
 class Watchdog:
     """Watches between `with` and the end of the block.
 
-    `roll`: None for a rank alone, which nobody waits for. `launcher`: its pid, whose death is a request to leave; None
-    where the parent is a shell, which a run may outlive. `position`: of the main thread; for any thread.
+    `roll`: None for a single rank, for which no other waits. `launcher`: the launcher's pid, whose death is a request
+    to leave; None if the parent is a shell, which a run may outlive. `position`: returns the main thread's position, on
+    any thread.
     """
 
     def __init__(
@@ -78,31 +82,31 @@ class Watchdog:
         self._roll, self._timeout_s = roll, timeout_s
         self._status, self._leave = status, leave
         self._launcher = launcher
-        self._tick_s = min(0.25, timeout_s / 12)  # from one sign to the next
-        self._window_s = timeout_s / 4  # in which a living rank of another host gives a sign
+        self._tick_s = min(0.25, timeout_s / 12)  # time from one sign to the next
+        self._window_s = timeout_s / 4  # time in which a living rank of another host gives a sign
         self._grace_s = min(_GRACE_S, self._window_s)
-        self._moved_s = time.monotonic()  # when the main thread was last seen to move
-        self._since_s = self._moved_s  # when that of any rank was, as far as this one knows
+        self._moved_s = time.monotonic()  # the time when the main thread was last seen to move
+        self._since_s = self._moved_s  # the time when any rank's was, as far as this rank knows
         self._rank = roll.rank if roll is not None else 0
         self._collectives = status.folder / f"collectives_rank{self._rank}.json"
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._talker = threading.Thread(target=self._talk, name="roll call", daemon=True)
-        self._stopped_s: float | None = None  # since when ranks of a dead launcher are stopped
-        self._ended = ""  # which ranks were ended for that
+        self._stopped_s: float | None = None  # the time since which ranks of a dead launcher are stopped
+        self._ended = ""  # the line about stopped ranks that were ended
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> Watchdog:
         if self._roll is not None:
             try:
-                self._status.folder.mkdir(parents=True, exist_ok=True)  # only the first rank's host may have it so far
+                self._status.folder.mkdir(parents=True, exist_ok=True)  # so far only the first rank's host may have it
                 self._collectives.unlink(missing_ok=True)
-                # Anew: a stopped rank of an earlier job may have it open still, and write.
+                # A new file: a stopped rank of an earlier job may still have the old one open, and write to it.
                 self._stacks = create_anew(self._status.folder / f"stacks_rank{self._rank}.txt", "x")
             except OSError as error:
                 say(f"megamix train: stacks of rank {self._rank} would go to stderr: {error}", sys.stderr)
             with contextlib.suppress(RuntimeError):
-                self._beat(self._roll)  # before anything can go wrong: the others know at least who we are
+                self._beat(self._roll)  # first of all, so that the others know this rank's host and pid
             self._arm()
             self._talker.start()
         self._thread.start()
@@ -112,10 +116,10 @@ class Watchdog:
         self._closing.set()
         self._thread.join()
         if self._roll is not None:
-            # It takes longer only if it is stuck in the store, and then ends nothing any more.
+            # A talker that takes longer is stuck in the store. It ends no process any more: `_closing` is set.
             self._talker.join(self._grace_s)
         try:
-            alike = error is None or isinstance(error, EndedEarlyError | ConfigError)  # on all ranks
+            alike = error is None or isinstance(error, EndedEarlyError | ConfigError)  # all ranks ended so
             if not alike and isinstance(error, Exception) and self._roll is not None:
                 with contextlib.suppress(OSError):
                     traceback.print_exception(error, file=self._stacks or sys.stderr)
@@ -153,20 +157,20 @@ class Watchdog:
                 suspicion, moved_s = None, self._moved_s
             try:
                 suspicion = self._look(self._roll, suspicion)
-            except DistNetworkError:  # gone for good, and each further try would print a stack of C++
+            except DistNetworkError:  # the store is gone for good, and each further try would print a stack of C++
                 return
-            except RuntimeError:  # somebody took a key away; the last resort holds
+            except RuntimeError:  # somebody removed a key; faulthandler's timer still stands
                 continue
 
     def _is_orphan(self) -> bool:
         return self._launcher is not None and os.getppid() != self._launcher
 
     def _store_is_gone(self) -> bool:
-        """With the only launcher, which held it. Of several, another one may have."""
+        """Return whether the store died with the launcher. If there are several, another one may hold it."""
         return self._is_orphan() and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
     def _end_stopped(self, siblings: Siblings) -> None:
-        """End the ranks of a dead launcher that stay stopped: nobody else would, and without them none can save."""
+        """End a dead launcher's ranks that stay stopped: nobody else does, and the others cannot save without them."""
         stopped = siblings.stopped()
         if not stopped:
             self._stopped_s = None
@@ -179,18 +183,18 @@ class Watchdog:
                 siblings.end(pid)
 
     def _look(self, roll: RollCall, suspicion: _Suspicion | None) -> _Suspicion | None:
-        """Give a sign, and end this process if that is decided or due. Returns the suspicion that is left."""
+        """Give a sign, and end this process if a verdict is there or due. Return the suspicion to go on with."""
         self._beat(roll)
         if (verdict := roll.verdict()) is not None:
             self._end(verdict, roll)
             return None
         if suspicion is None:
             return _Suspicion(roll) if self._stood_s() > self._timeout_s - self._window_s - self._tick_s else None
-        # The age too: a process that was stopped itself finds the limit passed when it goes on.
+        # The suspicion's age counts, too: a process that was stopped itself finds the limit passed when it goes on.
         if suspicion.age_s() <= self._window_s or self._stood_s() <= self._timeout_s:
             return suspicion
         missing, idle_s = suspicion.missing(), suspicion.idle_s()
-        if not missing and idle_s < self._timeout_s:  # the others wait for a rank that gets on
+        if not missing and idle_s < self._timeout_s:  # the other ranks wait for one that moves
             self._since_s = time.monotonic() - idle_s
             self._arm()
             return None
@@ -206,15 +210,18 @@ class Watchdog:
         return time.monotonic() - self._since_s
 
     def _arm(self) -> None:
-        """Should this thread be stuck as well, in the store or without the interpreter's lock."""
+        """Start faulthandler's timer again. It ends the process if both threads are stuck, in the store or without the
+        interpreter's lock.
+        """
         if self._roll is not None:
             to = self._stacks or sys.stderr
             faulthandler.dump_traceback_later(self._timeout_s + _LAST_RESORT_S, exit=True, file=to)
 
     def _judge(self, missing: list[int], roll: RollCall) -> Judgement:
-        """Who is to blame for this rank's standing still."""
+        """Return the verdict: which ranks are to blame for this rank's standing still."""
         signs = roll.signs()
-        # Stages of a pipeline have other spans each. Where all wait, or none is seen to, as on a GPU, the spans tell.
+        # The ranks that do not wait are behind. If all wait, or none is seen to (as on a GPU), those with the fewest
+        # spans are. Spans come second, since each stage of a pipeline enters another number of them.
         behind = [rank for rank, sign in signs.items() if not sign.waits]
         if len(behind) in (0, len(signs)):
             fewest = min((sign.spans for sign in signs.values()), default=0)
@@ -229,14 +236,15 @@ class Watchdog:
         return Judgement("\n".join([*lines, *_last_places([*(missing or behind), roll.rank], signs)]), missing)
 
     def _explain(self, error: Exception, roll: RollCall) -> None:
-        """Say to the others, and in a note to the error, whether it is this rank's own or another one's."""
+        """Tell the others, and add to the error a note, whether this rank or another one is to blame for it."""
         with contextlib.suppress(RuntimeError):
-            # torch's errors are RuntimeErrors: a peer that died breaks the connection before the system calls it dead.
+            # A dead peer breaks the connection, which is a RuntimeError of torch, before the system calls the peer
+            # dead.
             early = early_end(error)
             missing = self._wait_for_missing(roll) if isinstance(error, RuntimeError) and early is None else []
             position = self._position()
             where = f"in {position.doing}, attempt {position.attempt}"
-            if self._stood_s() > self._timeout_s:  # the collective's own time limit was faster than ours
+            if self._stood_s() > self._timeout_s:  # the collective's own limit came before ours
                 verdict = self._judge(missing, roll)
             elif missing:
                 lines = [f"{names(missing)} died; rank {roll.rank} was {where}", *_last_places(missing, roll.signs())]
@@ -250,7 +258,7 @@ class Watchdog:
                 raise _OF_ONE_RANK[verdict.exit_status](verdict.text) from error
             if verdict == own:
                 say(f"megamix train: {verdict.text}", sys.stderr)
-            # In front: what the collective says of itself is the consequence, and may name another cause.
+            # The verdict comes first: a collective's own note tells of the consequence, and may name another cause.
             error.__notes__ = [verdict.text, *getattr(error, "__notes__", [])]
             _end_missing(verdict, roll)
             if roll.rank != 0 and roll.rank == _speaker(verdict, roll):
@@ -260,19 +268,19 @@ class Watchdog:
         suspicion = _Suspicion(roll)
         while not (missing := suspicion.missing_here()) and suspicion.age_s() < self._grace_s:
             time.sleep(self._tick_s / 5)
-            self._beat(roll)  # the others may be looking, too
+            self._beat(roll)  # other ranks may be looking for missing ones, too
         return missing or suspicion.missing()
 
     def _end(self, verdict: Judgement, roll: RollCall) -> None:
-        """End this process now: its main thread may never come back. Nothing on the way may keep it alive."""
-        if self._closing.is_set():  # it has come back, while this one was stuck in the store
+        """End this process now: its main thread may never come back. No error on the way may keep the process alive."""
+        if self._closing.is_set():  # the main thread has come back while this one was stuck in the store
             return
         try:
             faulthandler.dump_traceback(file=self._stacks or sys.stderr)
             _end_missing(verdict, roll)
             if roll.rank == _speaker(verdict, roll):
                 self._status.write("failed", verdict.text, verdict.exit_status)
-            if verdict.exit_status in _OF_ONE_RANK and roll.rank == 0:  # as the command line would
+            if verdict.exit_status in _OF_ONE_RANK and roll.rank == 0:  # as the command line prints it
                 say(f"megamix train: {verdict.text}", sys.stderr)
             drop_unwritten()
             tell_collectives(self._collectives)
@@ -281,13 +289,13 @@ class Watchdog:
 
 
 def _main_thread_waits() -> bool:
-    """Return whether it stands in what communicates, so that another rank is to come."""
+    """Return whether the main thread stands in code that communicates, and so waits for another rank."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and any(place in frame.f_code.co_filename for place in _WAITING_PLACES)
 
 
 class _Suspicion:
-    """Who gives no sign of life from now on."""
+    """The search for ranks that give no sign of life from now on."""
 
     def __init__(self, roll: RollCall):
         self._roll, self._before, self._since_s = roll, roll.signs(), time.monotonic()
@@ -296,18 +304,20 @@ class _Suspicion:
         return time.monotonic() - self._since_s
 
     def idle_s(self) -> float:
-        """Return how long ago the rank that moved last did."""
+        """Return the seconds since any rank's main thread last moved."""
         return min((sign.idle_s for sign in self._roll.signs().values()), default=0.0)
 
     def missing_here(self) -> list[int]:
-        """Return those of this host's ranks; the system knows, at any time and under any load. This one is not,
-        whatever the store says of it.
+        """Return the missing ranks of this host. The system knows them at any time and under any load. This rank is not
+        missing, whatever the store says.
         """
         here = [rank for rank, sign in self._before.items() if sign.is_here and not sign.runs]
         return [rank for rank in here if rank != self._roll.rank]
 
     def missing(self) -> list[int]:
-        """Return those of all, and so only after a while: on another host a rank that has given no sign since."""
+        """Return the missing ranks of all hosts: on another host, those with no new sign since this object was made.
+        Call it only when it has some age.
+        """
         after = self._roll.signs()
         elsewhere = [
             rank
@@ -319,14 +329,16 @@ class _Suspicion:
 
 
 def _end_missing(verdict: Judgement, roll: RollCall) -> None:
-    """Kill those of this launcher: a stopped process notices nothing, and would keep its memory and its GPU."""
+    """Kill the missing ranks of this launcher: a stopped process notices nothing, and would keep its memory and its
+    GPU.
+    """
     for rank, sign in roll.signs().items():
         if rank in verdict.missing and sign.is_here:
             roll.siblings.end(sign.pid)
 
 
 def _speaker(verdict: Judgement, roll: RollCall) -> int:
-    """The lowest rank that lives."""
+    """Return the lowest living rank, which writes the run's status."""
     return min(rank for rank in range(roll.size) if rank not in verdict.missing)
 
 
