@@ -1,4 +1,4 @@
-"""The census of a model: its parameters, their groups and axes, and what all ranks have together."""
+"""The census of a model: its parameters, their groups and axes, and the entries that all ranks have together."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from megamix.mixed_precision.settings import Placement, Sharding
 from megamix.mixed_precision.update_slice import UpdateGroup
 from megamix.names import by_plain_name, plain_name, prefix_of
 
-SAVED_DTYPES = (  # what a checkpoint holds
+SAVED_DTYPES = (  # dtypes that a checkpoint can hold
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
     torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
 
 
 def single_device(model: nn.Module) -> torch.device:
-    """Return where the model lies; one without a tensor anywhere. Raises: ValueError if on more than one device."""
+    """Return the model's device; the CPU for a model without tensors. Raises: ValueError if it is on
+    several devices.
+    """
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         raise ValueError(
@@ -39,7 +41,7 @@ def single_device(model: nn.Module) -> torch.device:
 
 
 class _Span(NamedTuple):
-    """The memory of a tensor: addresses of its first byte and behind its last one."""
+    """The memory of a tensor: the addresses of its first byte and of the end."""
 
     start: int
     end: int
@@ -48,8 +50,9 @@ class _Span(NamedTuple):
 
 
 def refuse_shared_elements(model: nn.Module) -> None:
-    """Raises: ValueError naming two tensors of the model that share elements, of which at least one is trained. What is
-    expanded has no values of its own.
+    """Refuse two tensors of the model that share elements if at least one is trained. Raises: ValueError naming them.
+
+    Expanded tensors are not checked, since they have no values of their own.
     """
     spans = list[_Span]()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -57,7 +60,7 @@ def refuse_shared_elements(model: nn.Module) -> None:
             reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
             spans.append(_Span(start, start + (reach + 1) * tensor.itemsize, name, tensor))
-    near = list[_Span]()  # those that reach the next one
+    near = list[_Span]()  # tensors that overlap the next one
     for span in sorted(spans, key=attrgetter("start")):
         near = [other for other in near if other.end > span.start]
         for other in near:
@@ -71,7 +74,9 @@ def refuse_shared_elements(model: nn.Module) -> None:
 
 
 def _share_elements(first: _Span, second: _Span) -> bool:
-    """Return whether they do: slices of one matrix may lie between each other. `second` begins not before `first`."""
+    """Return whether two overlapping tensors share elements: slices of one matrix may interleave without it. `second`
+    must not begin before `first`.
+    """
     one, other = first.tensor, second.tensor
     apart, rest = divmod(second.start - first.start, one.itemsize)
     if rest or one.itemsize != other.itemsize:
@@ -87,12 +92,12 @@ class Census:
 
     specs: list[ParamSpec]  # in registration order
     groups: list[UpdateGroup]  # the optimizer's, by `ParamSpec.group`
-    axes: list[Axis]  # of owners, by `ParamSpec.axis`
+    axes: list[Axis]  # axes of owners, by `ParamSpec.axis`
 
 
 def take_census(model: nn.Module, optimizer: Optimizer, topology: Topology, sharding: Sharding) -> Census:
-    """Describe what this rank trains. A shared parameter is described once, under its first name; frozen and empty ones
-    are not.
+    """Describe the parameters that this rank trains. A shared parameter is described once, under its first name; frozen
+    and empty ones are left out.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in by_plain_name(model.named_parameters(remove_duplicate=False)).items():
@@ -125,10 +130,10 @@ def take_census(model: nn.Module, optimizer: Optimizer, topology: Topology, shar
 
 
 def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn.Module]) -> list[ParamSpec]:
-    """Return the specs with the numbers of their units, 1 for the first; 0 for what belongs to the root: parameters
-    that no unit has alone, and those of other owners than the data-parallel ranks, which lie together.
+    """Return the specs with the numbers of their units, 1 for the first.
 
-    Raises: ValueError if a unit is inside another one.
+    0 is the root's: parameters that no unit has alone, and parameters with other owners than the data-parallel ranks,
+    which lie together. Raises: ValueError if a unit is inside another one.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -139,7 +144,7 @@ def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn
     numbers = []
     sizes = [0] * (1 + len(units))
     for spec in specs:
-        # By its names: what two units share is one module, with a name in each.
+        # By its names: a parameter in two units has a name in each.
         names = (spec.name, *spec.aliases)
         of = (k for k, unit in enumerate(units, start=1) if all(name.startswith(tuple(paths[unit])) for name in names))
         number = 0 if spec.axis else next(of, 0)
@@ -150,14 +155,16 @@ def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn
 
 
 def _joined(sizes: Sequence[int], whole: int) -> list[int]:
-    """Return the number, from 1 on, of what each of the units is gathered with: neighbours that are below the least
-    size until they reach it together. A gather, and the update of a bucket, cost as much host time for ten thousand
-    elements as for a million. `sizes`: their elements; `whole`: the model's.
+    """Return the number, from 1 on, of the gather that each unit belongs to.
+
+    Neighbouring units below the least size are joined until they reach it together: a gather, and the update of a
+    bucket, cost as much host time for ten thousand elements as for a million. `sizes`: elements of each unit. `whole`:
+    elements of the model.
     """
     least = min(tuned.LEAST_UNIT, whole / tuned.LEAST_UNITS)
     numbers = []
     number = 0
-    held = math.inf  # elements of the last one
+    held = math.inf  # elements of the last gather
     for size in sizes:
         if max(held, size) >= least:
             number += 1
@@ -168,28 +175,28 @@ def _joined(sizes: Sequence[int], whole: int) -> list[int]:
 
 
 class Entry(NamedTuple):
-    """A trained parameter of the model that all ranks hold together, or a buffer that its state_dict has: equal on all
-    ranks of its stage, or the first one's counts.
+    """A trained parameter of the model that all ranks hold together, or a buffer in its state_dict. Buffers are equal
+    on all ranks of their stage, or the first rank's counts.
     """
 
     name: str
     full_shape: tuple[int, ...]
-    dtype: str  # as torch prints it; of a parameter its master's
-    stage: int  # the first of the pipeline that has it
+    dtype: str  # as torch prints it; for a parameter its master's
+    stage: int  # the first pipeline stage that has it
     aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Parameters and buffers of the model that all ranks train, stage by stage, in registration order."""
+    """Holds the parameters and buffers of the model that all ranks train, stage by stage, in registration order."""
 
     params: list[Entry]
     buffers: list[Entry]
 
 
 def describe_whole(model: nn.Module, specs: Sequence[ParamSpec], pp: Collectives, device: torch.device) -> Entries:
-    """Describe the model that all ranks train, from what this one trains of it. `pp`: among its stages. Every rank must
-    call it. Raises: ValueError naming a buffer that cannot be saved.
+    """Describe the model that all ranks train, from this rank's part of it. `pp`: the collectives among its stages.
+    Every rank must call it. Raises: ValueError naming a buffer that cannot be saved.
     """
     persistent = {*map(plain_name, model.state_dict())}
     stage = pp.axis.rank
@@ -211,6 +218,6 @@ def describe_whole(model: nn.Module, specs: Sequence[ParamSpec], pp: Collectives
 
 def _each_once(by_stage: Iterable[list[Any]]) -> list[Entry]:
     found: dict[str, Entry] = {}
-    for name, full_shape, dtype, stage, aliases in chain.from_iterable(by_stage):  # one may be held by two stages
+    for name, full_shape, dtype, stage, aliases in chain.from_iterable(by_stage):  # two stages may hold the same one
         found.setdefault(name, Entry(name, tuple(full_shape), dtype, stage, tuple(aliases)))
     return list(found.values())

@@ -1,4 +1,4 @@
-"""A step looked at closely: whose gradient is not finite, how small gradients are, which updates the half copy misses.
+"""The examination of a step: whose gradient is not finite, how small gradients are, which updates the half copy misses.
 
 Only steps that were asked for it (`engine.examine_next_step()`) pay for these passes.
 """
@@ -15,16 +15,17 @@ from megamix.mixed_precision.flat_layout import GroupSpan
 from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import Examination
 
-# Elements, a multiple of ROW, on a CPU and on a GPU: the passes' own memory is a few of these, whatever a shard's size.
+# Elements, a multiple of ROW, on a CPU and on a GPU. The passes' own memory is a few of these chunks, whatever a
+# shard's size.
 _CHUNK, _CHUNK_GPU = 1 << 20, 1 << 24
 
-EXPONENT_BIAS = 127  # of FP32
+EXPONENT_BIAS = 127  # exponent bias of FP32
 _EXPONENTS = 256
-_LANES = 1024  # of a GPU's counts
+_LANES = 1024  # sets of counters on a GPU
 
 
 class Examiner(StepObserver):
-    """Fills the tables of one step. `param_names`: of the whole model, in registration order."""
+    """Fills the tables of one step. `param_names`: the whole model's parameters, in registration order."""
 
     def __init__(self, param_names: Sequence[str], micro_batches: int, device: torch.device):
         layers = layers_of(param_names)
@@ -56,7 +57,9 @@ class Examiner(StepObserver):
                 self.examination.zeros[layer] += chunk.numel() - chunk.count_nonzero()
 
     def cut(self, bucket: Bucket, spans: Iterable[GroupSpan]) -> Iterator[GroupSpan]:
-        """Compare before and after, piece by piece, so that what is compared need not be kept for a whole shard."""
+        """Yield a bucket's spans in chunks, and compare each before and after its update, so that no copy of a whole
+        shard is kept.
+        """
         size = _chunk(bucket.master)
         for span in spans:
             for piece in (one for one in bucket.pieces if span.start <= one.start < span.end):
@@ -67,7 +70,7 @@ class Examiner(StepObserver):
                     old_master = master.clone()
                     yield part
                     half = bucket.precision.dtype
-                    changed = master != old_master  # never in the padding: zeros stay zeros
+                    changed = master != old_master  # never true in padding: zeros stay zeros
                     counts[0] += changed.sum()
                     counts[1] += (changed & (master.to(half) == old_master.to(half))).sum()
 
@@ -79,22 +82,22 @@ def _chunk(tensor: Tensor) -> int:
 def count_exponents(values: Tensor, counts: Tensor) -> None:
     """Add to `counts` how many values have each biased exponent of FP32. Shapes: half or FP32 (n,), INT64 (256,).
 
-    Neither bincount nor histc would do: the first waits for the device, the second takes five times as long on a CPU.
+    bincount would wait for the device, and histc takes five times as long on a CPU.
     """
     exponents = (values.float().view(torch.int32) >> 23) & (_EXPONENTS - 1)
     ones = torch.ones((), dtype=torch.int64, device=values.device).expand(values.numel())
     if values.is_cpu:
         counts.index_add_(0, exponents, ones)
         return
-    # A gradient's exponents are about ten: so many threads would wait for each other at ten places. Each lane has its
-    # own, and neighbours are of different lanes.
+    # A gradient has about ten different exponents, so a GPU's threads would queue for ten counters. Each lane has
+    # counters of its own, and neighbouring elements belong to different lanes.
     lanes = torch.arange(values.numel(), dtype=torch.int32, device=values.device) % _LANES
     by_lane = counts.new_zeros(_LANES * _EXPONENTS).index_add_(0, exponents + _EXPONENTS * lanes, ones)
     counts += by_lane.view(_LANES, _EXPONENTS).sum(0)
 
 
 def layer_of(param_name: str) -> str:
-    """Return the layer a parameter belongs to: its name up to the first number, else without its last part.
+    """Return the layer of a parameter: its name up to the first number, else without its last part.
 
     `blocks.0.attention.query.weight` -> `blocks.0`, `embedding.weight` -> `embedding`, `gain` -> `gain`.
     """

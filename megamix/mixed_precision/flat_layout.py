@@ -1,5 +1,5 @@
-"""Places of all parameters: buckets, optimizer spans, padding and owners. Pure arithmetic: no tensors, no ranks
-talking.
+"""The places of all parameters: buckets, optimizer spans, padding and owners. Pure arithmetic: no tensors, no
+communication.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ ROW = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """What the engine knows of one trainable parameter. A shared parameter has one spec; `name` is the first
-    registered one.
+    """The engine's record of one trainable parameter. A shared parameter has one record, under its first registered
+    name.
 
-    A rank trains a block of the parameter, which may be all of it. Every rank that trains the same block owns a share
-    of its FP32 truth, so no element has two owners, and none is counted or saved twice.
+    A rank trains a block of the parameter, which may be all of it. Each rank that trains the same block owns a share of
+    the block's FP32 masters. So no element has two owners, and none is counted or saved twice.
     """
 
     name: str
-    shape: tuple[int, ...]  # of the block
+    shape: tuple[int, ...]  # shape of the block
     group: int  # index of its optimizer group
     full_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of the block in the full parameter
-    axis: int = 0  # of the ranks that train this block, its owners: a number in the axes that the layout is built for
-    # False: another owner has this same gradient, which is summed once. Not printed, since owners compare what is.
+    offset: tuple[int, ...]  # offset of the block in the full parameter
+    axis: int = 0  # number of the owners' axis; the owners are the ranks that train this block
+    # False: another owner has this same gradient, and it is summed once. Not printed, since owners compare what is
+    # printed.
     counts: bool = field(default=True, repr=False)
     aliases: tuple[str, ...] = ()
-    unit: int = field(default=0, repr=False)  # whose buffers come and go with it; 0: the root's. No bucket is of two
-    # Rows of the matrices that the optimizer takes whole, one below the other in the full parameter seen as rows of its
-    # last dim; none: it moves each element by itself.
+    unit: int = field(default=0, repr=False)  # number of its gather unit, 0: the root; equal in a bucket
+    # Rows of each matrix that the optimizer takes whole. The matrices lie one below the other in the full parameter,
+    # seen as rows of its last dim. Empty: the optimizer updates each element by itself.
     matrices: tuple[int, ...] = field(default=(), repr=False)
 
     @staticmethod
@@ -52,7 +53,7 @@ class ParamSpec:
 
     @property
     def block(self) -> tuple[slice, ...]:
-        """Return what this rank trains of the full parameter."""
+        """Return the slices of the full parameter that this rank trains."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
 
@@ -79,26 +80,26 @@ class GroupSpan:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one parameter that a rank owns: elements [start, end) of its shard of a bucket, with the padding
-    that follows the parameter; both are multiples of ROW.
+    """The part of one parameter that a rank owns: elements [start, end) of its shard of a bucket. It includes the
+    padding after the parameter, so both are multiples of ROW.
     """
 
     spec: ParamSpec
-    first: int  # the number of its first element in the parameter's block
+    first: int  # number of its first element in the parameter's block
     start: int
     end: int
-    numel: int  # elements of the parameter; what follows them is padding
+    numel: int  # elements of the parameter; the rest is padding
 
     @property
     def elements(self) -> slice:
-        """Return where the parameter's elements lie in the shard, without the padding."""
+        """Return the range of the parameter's elements in the shard, without padding."""
         return slice(self.start, self.start + self.numel)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """A flat buffer's plan: parameters of one group stand together, each on a row border; the end is padded for the
-    ranks that own a shard each.
+    """The plan of a flat buffer: each parameter starts on a row border, and the end is padded to equal shards. Within
+    each shard, parameters of one group stand together.
     """
 
     slots: tuple[Slot, ...]
@@ -108,18 +109,18 @@ class BucketPlan:
 
     @property
     def name(self) -> str:
-        """For a message."""
+        """Return the name of the bucket for messages: its first and last parameters."""
         first, last = self.slots[0].spec.name, self.slots[-1].spec.name
         return first if first == last else f"{first} to {last}"
 
     @property
     def axis(self) -> int:
-        """Return the number of its owners' axis, `ParamSpec.axis` of all its parameters."""
+        """Return the number of its owners' axis, which is the `ParamSpec.axis` of all its parameters."""
         return self.slots[0].spec.axis
 
     @property
     def unit(self) -> int:
-        """Return `ParamSpec.unit` of all its parameters."""
+        """Return the `ParamSpec.unit` of all its parameters."""
         return self.slots[0].spec.unit
 
     @property
@@ -135,11 +136,11 @@ class BucketPlan:
         return tuple(span for span in clipped if span.start < span.end)
 
     def padded_ends(self) -> list[int]:
-        """Return where each parameter's padding ends, which is where the next one starts."""
+        """Return the end of each parameter's padding, where the next parameter starts."""
         return [*(slot.start for slot in self.slots[1:]), self.padded_numel]
 
     def shard_pieces(self, shard: int) -> tuple[Piece, ...]:
-        """Return the parameters in a shard, in order and without gaps."""
+        """Return the parameters' parts in a shard, in order and without gaps."""
         first, last = shard * self.shard_numel, (shard + 1) * self.shard_numel
         pieces = []
         for slot, end in zip(self.slots, self.padded_ends(), strict=True):
@@ -152,8 +153,8 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """All buckets of what one rank trains, in the order in which backward fills them; those that more ranks share than
-    the data-parallel ones are last.
+    """All buckets of one rank, in the order in which backward fills them. Buckets with more owners than the
+    data-parallel ranks come last.
     """
 
     buckets: tuple[BucketPlan, ...]
@@ -164,21 +165,24 @@ class FlatLayout:
 
 
 def default_bucket_size(numel: int, dp_size: int) -> int:
-    """Return the elements per bucket: large enough to use the wire well, yet at least four buckets, so that most of the
-    reduction overlaps backward, as long as each keeps a million elements."""
+    """Return the elements per bucket: large enough to use the network well, but at least four buckets, so that most of
+    the reduction overlaps with backward, if each keeps a million elements.
+    """
     return min(max(40_000_000, 1_000_000 * dp_size), max(1_000_000, math.ceil(numel / 4)))
 
 
 def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int | None = None) -> FlatLayout:
     """Cut the parameters, in reverse registration order (about the order of their gradients), into buckets.
 
-    `axis_sizes`: how many ranks each `ParamSpec.axis` means; a bucket is of one of them. Buckets stand in the order of
-    their last parameters, as backward fills them, whoever owns them. Last are those that more ranks share than the
-    data-parallel ones, the first axis: tied tables and replicated norms. They come from all layers, so they are full at
-    the end of backward, and the ends of a pipeline, whose backwards differ, must reach a table of theirs in one order.
-    A bucket is closed once it holds `bucket_size` elements, so 1 gives a bucket per parameter, and where a unit ends.
-    Where an optimizer takes whole matrices, no border of a shard cuts one, if that costs little padding and the ranks
-    have whole ones: then none of their elements travels for the update.
+    `axis_sizes`: the number of ranks in each axis of `ParamSpec.axis`; all of a bucket's parameters have one axis.
+    Buckets stand in the order of their last parameters, as backward fills them, whoever owns them.
+    Buckets with more owners than the data-parallel ranks, the first axis, come last: tied tables and replicated norms.
+    They come from all layers, so they are full only at the end of backward. The ends of a pipeline, whose backwards
+    differ, must also reach their common table in one order.
+    A bucket is closed once it holds `bucket_size` elements, so 1 gives a bucket per parameter, and at the end of a
+    unit.
+    If an optimizer takes whole matrices, no shard border cuts a matrix, provided that this costs little padding and
+    that the ranks have whole matrices. Then no element of a matrix travels for the update.
     Raises: ValueError if there is nothing to train or bucket_size is not positive.
     """
     if not specs:
@@ -197,7 +201,9 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
 
 
 def _cut(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int, *, uncut: bool) -> FlatLayout:
-    """`uncut`: each matrix lies in one shard, and so do norms and biases, which fill the gaps."""
+    """Cut the parameters into buckets. `uncut`: each matrix lies in one shard; norms and biases do, too, and fill the
+    gaps.
+    """
     buckets: list[BucketPlan] = []
     for axis, num_shards in enumerate(axis_sizes):
         for pack in (True, False) if uncut else (False,):
@@ -213,7 +219,7 @@ def _cut(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int
                 buckets.append(_bucket(held, num_shards, pack=pack))
     places = {spec.name: place for place, spec in enumerate(reversed(specs))}
 
-    def turn(bucket: BucketPlan) -> int:  # of those that are last, the order in which they stand here is kept
+    def turn(bucket: BucketPlan) -> int:  # sorted() is stable: shared ones keep their order
         shared = bucket.num_shards > axis_sizes[0]
         return len(specs) if shared else max(places[slot.spec.name] for slot in bucket.slots)
 
@@ -235,14 +241,14 @@ def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> BucketPla
                 spans[-1] = GroupSpan(spans[-1].group, spans[-1].start, start)
             spans.append(GroupSpan(spec.group, start, end))
     # Padding belongs to the span before it: its weights, gradients and states are zeros, and every optimizer keeps them
-    # so.
+    # zero.
     padded_numel = _round_up(len(parts) * size, ROW * num_shards)
     spans[-1] = GroupSpan(spans[-1].group, spans[-1].start, padded_numel)
     return BucketPlan(tuple(slots), tuple(spans), padded_numel, num_shards)
 
 
 def _packed(specs: Sequence[ParamSpec], num_shards: int) -> list[list[ParamSpec]]:
-    """Divide them among the shards, the largest first, each to the one that holds the least (Graham 1969)."""
+    """Divide parameters among the shards: the largest first, each to the shard that holds the least (Graham 1969)."""
     parts: list[list[ParamSpec]] = [[] for _ in range(num_shards)]
     loads = [0] * num_shards
     for spec in sorted(specs, key=lambda spec: -spec.numel):

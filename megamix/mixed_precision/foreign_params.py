@@ -1,4 +1,4 @@
-"""Parameters that a loss reads and the engine's module does not have: nothing trains them or takes the scale out."""
+"""Parameters that a loss reads and that the engine's module does not have: nothing trains them or removes the scale."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 log = logging.getLogger("megamix")
 
-LEAF = "torch::autograd::AccumulateGrad"  # the node of what no operation has made
+LEAF = "torch::autograd::AccumulateGrad"  # autograd's node of a leaf tensor
 
 
 def warn_of_foreign_params(loss: Tensor, own: Iterable[nn.Parameter]) -> None:
-    """Log those that the loss's graph leads to, each by its shape and by what reads it. One walk over the graph."""
+    """Log parameters in the loss's graph that are not in `own`: the shape of each and the operation that reads it. One
+    walk over the graph.
+    """
     known, found = {*map(id, own)}, dict[int, str]()
     seen = set[Any]()
     todo: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]

@@ -1,4 +1,4 @@
-"""The loss scale that measures: as far below overflow as `margin` says, by the gradients of the last steps."""
+"""A loss scale that measures: it stays below overflow by `margin`, according to the gradients of the last steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, LossScale, require_power_of_two
 
-FP16_MAX = 65504.0  # every gradient, and its sum over micro-batches and ranks, must stay below
-_LARGEST_PEAK = 2.0**128 / SMALLEST_USED  # beyond every gradient that FP32 holds, without the scale
+FP16_MAX = 65504.0  # limit of every gradient and of its sum over micro-batches and ranks
+_LARGEST_PEAK = 2.0**128 / SMALLEST_USED  # more than any gradient in FP32, without the scale
 _EXPONENT = 0x7FF0_0000_0000_0000  # the bits of an FP64 number that are left when it is rounded down to a power of two
 
 
@@ -20,23 +20,23 @@ _EXPONENT = 0x7FF0_0000_0000_0000  # the bits of an FP64 number that are left wh
 class HeadroomLossScale(LossScale):
     """The largest power of two that keeps `margin` between the largest gradient of the last `window` steps and 65504.
 
-    It moves both ways, by any power of two, in the step that calls for it; so overflow is rare where a search
-    overflows once per growth. Were all gradients alike, a new one would exceed the `window` before it in one step of
+    It moves both ways, by any power of two, in the step that calls for it. So overflow is rare, where a search
+    overflows once per growth. If all gradients were alike, a new one would exceed the `window` before it in one step of
     window + 1; to overflow it must exceed them `margin`-fold.
 
-    What an overflow hides is not known: it counts as a gradient that calls for half the scale it happened at, and is
-    forgotten after `window` steps as any other. That is right for an outlier, for overflow inside backward that the
-    parameters' gradients do not show, and costs one octave for a NaN that no scale cures. A step of nothing but zeros
-    tells nothing; while that is all there is the scale doubles, for gradients that have all vanished look the same.
+    An overflow hides its gradient's size. It counts as a gradient that calls for half the scale it happened at, and is
+    forgotten after `window` steps as any other. That is right for an outlier and for overflow inside backward that the
+    parameters' gradients do not show. It costs one octave for a NaN that no scale cures. A step of zeros alone tells
+    nothing. While there are only such steps the scale doubles, because gradients that have all vanished look the same.
 
-    The first scale is low, since the largest gradient survives at a low scale and only the largest matters:
-    `engine.probe_loss_scale()` on the first batch then finds the scale of the first step. Without it the first step
-    itself runs at `init_scale`.
+    The first scale is low, because the largest gradient survives at a low scale and only the largest matters.
+    `engine.probe_loss_scale()` on the first batch then finds the scale of the first step. Without the probe the first
+    step itself runs at `init_scale`.
     """
 
-    init_scale: float = 1.0  # of the probe
+    init_scale: float = 1.0  # scale of the probe
     margin: float = 4.0
-    window: int = 1000  # steps
+    window: int = 1000  # number of steps
     min_scale: float = 1.0
     max_scale: float = 2.0**32
 
@@ -49,8 +49,7 @@ class HeadroomLossScale(LossScale):
             raise ValueError(f"margin must be at least 2, got {self.margin}; the next gradient is often the larger one")
         if self.window < 1:
             raise ValueError(f"window must be at least 1 step, got {self.window}; use 1000")
-        # FP64 (window,): largest magnitude of each step's summed gradient, without the scale, newest first; 0: nothing
-        # known.
+        # FP64 (window,): largest magnitude of each step's summed gradient, without the scale, newest first; 0: unknown.
         self.peaks = torch.zeros(self.window, dtype=torch.float64)
         self.wants_probe = True
 
@@ -67,14 +66,14 @@ class HeadroomLossScale(LossScale):
 
     def check_state(self, state: Mapping[str, float | list[float]], applied: int, skipped: int) -> None:
         super().check_state(state, applied, skipped)
-        peaks, steps = state["peaks"], applied + skipped + 1  # the probe is one
+        peaks, steps = state["peaks"], applied + skipped + 1  # the probe counts as a step
         if not isinstance(peaks, list) or len(peaks) != len(self.peaks):
             raise ValueError(f"loss_scale.peaks: there must be {len(self.peaks)}")
         if not all(0 <= peak <= _LARGEST_PEAK for peak in peaks) or any(peaks[steps:]):
             raise ValueError(f"loss_scale.peaks: they are no magnitudes of {steps} gradients")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        peaks = state["peaks"]  # of another window the newest are kept; before them nothing is known
+        peaks = state["peaks"]  # another window keeps the newest ones; those before them are unknown
         fitted = torch.cat([peaks, peaks.new_zeros(self.peaks.shape)])[: self.peaks.numel()]
         super().load_state_dict({**state, "peaks": fitted})
         self.wants_probe = False

@@ -1,4 +1,6 @@
-"""Whom a rank talks to: the other owners of its parameters, and those that hold the rest of the model."""
+"""The links of a rank: collectives with the other owners of its parameters, and with the ranks that hold the rest of
+the model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from megamix.mixed_precision.settings import Precision, Sharding
 
 log = logging.getLogger("megamix")
 
-_LOADED = 2.0  # times a ring's bytes
+_LOADED = 2.0  # least load that is logged, as a multiple of a ring's bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,10 @@ class Links:
 
     device: torch.device
     world: Collectives  # all ranks of the model
-    tp: Collectives  # those that divide this rank's parameters
-    pp: Collectives  # those that hold others
-    replicas: Collectives  # those that hold and own the same
-    owners: list[Collectives]  # of each axis of `ParamSpec.axis`, the data-parallel ranks first
+    tp: Collectives  # ranks that divide this rank's parameters
+    pp: Collectives  # ranks that hold other layers
+    replicas: Collectives  # ranks that hold and own the same
+    owners: list[Collectives]  # one per axis of `ParamSpec.axis`, the data-parallel ranks first
 
     @staticmethod
     def connect(
@@ -46,15 +48,17 @@ class Links:
         )
 
     def require_equal_order(self, plans: Sequence[BucketPlan]) -> None:
-        """Raises: ValueError on every rank if owners of the same buckets have other ones, or in another order."""
+        """Refuse different buckets, or another order of them, on ranks that own them together. Raises: ValueError on
+        every rank.
+        """
         for number, owners in enumerate(self.owners):
             require_equal(owners, self.device, [plan for plan in plans if plan.axis == number])
 
 
 def _warn_of_load(axis: Axis, precision: Precision, device: torch.device) -> None:
-    """Log where the owners load the network between machines far more than the library's own sum would."""
+    """Log if the owners load the network between machines far more than the library's own sum would."""
     exchanges = precision.sum_dtype(axis.size) != precision.own_grad_dtype
-    # In an exchange each rank of a machine sends a part to each rank elsewhere; a ring's sum leaves it once.
+    # In an exchange each rank of a machine sends a part to every rank elsewhere; a ring's sum leaves the machine once.
     here, size = num_on_machine(axis), axis.size
     load = here * (size - here) / max(1, size - 1)
     if exchanges and device.type == "cuda" and load >= _LOADED and axis.ranks[axis.rank] == 0:

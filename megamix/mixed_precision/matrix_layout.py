@@ -1,4 +1,4 @@
-"""Where matrices lie in the shards, and which rank computes with each: pure arithmetic, no tensors."""
+"""The places of matrices in the shards, and the rank that computes with each: pure arithmetic, no tensors."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """Return the multiplications of a turn of Newton and Schulz's iteration."""
+        """Return the multiplications in one iteration of Newton and Schulz."""
         small, large = sorted((self.rows, self.columns))
         return small * small * (2 * large + small)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of a rank: which shard of a bucket is its own, and which of the equal blocks that divide parameters it trains;
-    None: the same as this rank.
+    """The place of a rank: the number of its shard of a bucket, and of the block that it trains among the equal blocks
+    that divide parameters; block None: the same block as this rank.
     """
 
     shard: int
@@ -43,8 +43,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class MatrixPiece:
-    """What one rank owns of a matrix: elements [start, end) of its shard, which are some of a block of the matrix:
-    `rows` and `columns` of it, of which `first` is the number of the first one.
+    """One rank's part of a matrix: elements [start, end) of its shard.
+
+    They belong to a block of the matrix, its `rows` and `columns`; `first` is the number of the first one in this
+    block.
     """
 
     matrix: int
@@ -60,8 +62,8 @@ class MatrixPiece:
 
 
 def is_cut(spec: ParamSpec) -> bool:
-    """Return whether any matrix of a parameter that has some lies in several of the blocks that divide it: one answer
-    for all of their ranks, though a rank's own block may hold whole ones.
+    """Return whether any matrix of the parameter lies in several of the blocks that divide the parameter. The answer is
+    equal on all ranks that hold blocks of it, even if this rank's own block holds whole matrices.
     """
     own, _ = _block(spec, None)
     starts = range(0, sum(spec.matrices), own.stop - own.start)
@@ -70,7 +72,9 @@ def is_cut(spec: ParamSpec) -> bool:
 
 
 def matrices_of(bucket: BucketPlan) -> list[Matrix]:
-    """Return the matrices of a bucket, in the order of its parameters: those of a block, if they are whole there."""
+    """Return a bucket's matrices, in the order of its parameters. If blocks cut no matrix of a parameter, only the
+    matrices in this rank's block count.
+    """
     found = []
     for spec in (slot.spec for slot in bucket.slots if slot.spec.matrices):
         own, _ = _block(spec, None)
@@ -81,7 +85,7 @@ def matrices_of(bucket: BucketPlan) -> list[Matrix]:
 
 
 def pieces_of(bucket: BucketPlan, matrices: Sequence[Matrix], place: Place) -> Iterator[MatrixPiece]:
-    """Yield what the rank at a place owns of each matrix, if anything."""
+    """Yield the part of each matrix that the rank at a place owns, if there is any."""
     pieces = {piece.spec.name: piece for piece in bucket.shard_pieces(place.shard)}
     for number, matrix in enumerate(matrices):
         if (piece := pieces.get(matrix.spec.name)) is None:
@@ -89,7 +93,7 @@ def pieces_of(bucket: BucketPlan, matrices: Sequence[Matrix], place: Place) -> I
         rows, columns = _block(matrix.spec, place.block)
         first, last = max(matrix.first, rows.start), min(matrix.first + matrix.rows, rows.stop)
         width = columns.stop - columns.start
-        # In the block, flattened: where the matrix begins and ends, and of it what the piece has.
+        # In the flattened block: [begin, end) is the matrix, [start, stop) the piece's part of it.
         begin, end = (first - rows.start) * width, (last - rows.start) * width
         start, stop = max(begin, piece.first), min(end, piece.first + piece.numel)
         if start < stop:
@@ -100,22 +104,22 @@ def pieces_of(bucket: BucketPlan, matrices: Sequence[Matrix], place: Place) -> I
 
 @dataclass(frozen=True, slots=True)
 class BucketMatrices:
-    """One bucket's matrices, what each of the ranks that hold any owns of them, and which one computes with each."""
+    """One bucket's matrices, the parts that its ranks own of them, and the rank that computes with each."""
 
-    number: int  # the bucket's
+    number: int  # number of the bucket
     matrices: list[Matrix]
     parts: list[list[MatrixPiece]]  # by rank
     homes: list[int]
 
     @property
     def sent(self) -> list[MatrixPiece]:
-        """Return what goes to another rank than its owner."""
+        """Return the parts that travel, because another rank than their owner computes with the matrix."""
         return [part for rank, own in enumerate(self.parts) for part in own if self.homes[part.matrix] != rank]
 
 
 def buckets_with_matrices(layout: FlatLayout) -> dict[int | None, list[int]]:
-    """Return the buckets that hold any, by the axis whose ranks divide them; None: with matrices cut over blocks, which
-    the ranks of other axes hold, too.
+    """Return the numbers of the buckets with matrices, by the axis whose ranks share them. None: buckets with matrices
+    that blocks cut, which ranks of other axes hold, too.
     """
     found: dict[int | None, list[int]] = {}
     for number, bucket in enumerate(layout.buckets):
@@ -126,9 +130,9 @@ def buckets_with_matrices(layout: FlatLayout) -> dict[int | None, list[int]]:
 
 
 def find_homes(layout: FlatLayout, buckets: Sequence[int], places: Sequence[Place]) -> list[BucketMatrices]:
-    """Return those of buckets whose matrices the ranks at these places hold.
+    """Return the matrices of these buckets, which the ranks at these places hold, with their parts and homes.
 
-    Raises: ValueError naming a matrix of which they do not have all.
+    Raises: ValueError naming a matrix of which these ranks do not have all elements.
     """
     found, costs, held = [], list[int](), list[list[int]]()
     for number in buckets:
@@ -154,9 +158,9 @@ def find_homes(layout: FlatLayout, buckets: Sequence[int], places: Sequence[Plac
 
 
 def _block(spec: ParamSpec, block: int | None) -> tuple[slice, slice]:
-    """Return the rows and columns of one of a parameter's equal blocks, seen as rows of its last dim.
+    """Return the rows and columns of one of a parameter's equal blocks, in the parameter seen as rows of its last dim.
 
-    Raises: ValueError if its blocks are no such rows and columns.
+    `block`: its number; None: this rank's block. Raises: ValueError if the blocks are no ranges of rows and columns.
     """
     divided = [dim for dim, size in enumerate(spec.shape) if size != spec.full_shape[dim]]
     if any(0 < dim < len(spec.shape) - 1 for dim in divided) or len(divided) > 1:
@@ -174,14 +178,16 @@ def _block(spec: ParamSpec, block: int | None) -> tuple[slice, slice]:
 
 
 def choose_homes(costs: Sequence[int], held: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
-    """Return which rank computes with each matrix: its owner, if no matrix is divided; else the one that owns most of
-    it, as long as none has much more to do than it must, and then the one that does least. `held`: elements of each
-    matrix by rank.
+    """Return the home of each matrix, the rank that computes with it.
+
+    If no matrix is divided, its owner is its home. Otherwise it is the rank that owns most of it, as long as no rank
+    gets much more work than an even share; then it is the rank with the least work. `held`: elements of each matrix by
+    rank.
     """
     if all(sum(map(bool, own)) == 1 for own in held):
         return [own.index(max(own)) for own in held]
     order = sorted(range(len(costs)), key=lambda number: -costs[number])
-    evenly = [0] * num_ranks  # the largest first, each to the rank that does least: nearly the best (Graham 1969)
+    evenly = [0] * num_ranks  # the largest first, each to the rank with the least work: close to the best (Graham 1969)
     for number in order:
         evenly[evenly.index(min(evenly))] += costs[number]
     most = (1 + tuned.MOST_EXTRA_WORK) * max(evenly)

@@ -1,4 +1,6 @@
-"""Does the module keep the parameters with which the engine was built, and each its place in the engine's buffers?"""
+"""The guard of a module: it keeps the parameters with which the engine was built, each in its place in the engine's
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,11 @@ _GRADIENT = (
 
 
 class ModuleGuard:
-    """Sees that the module keeps the parameters with which the engine was built, each under its names, no more and no
-    fewer, and that these are views into the engine's buffers, which nobody but the engine has written.
+    """Checks that the module keeps the parameters with which the engine was built, each under its names, no more and no
+    fewer, and that these are views into the engine's buffers, written by the engine alone.
 
-    Modules may come and go, and be wrapped by what `by_plain_name` knows, as long as that is so. The engine itself
-    writes through the flat buffers, which moves no parameter's own version counter, but by `note_written`.
+    Modules may come and go, and be wrapped by anything that `by_plain_name` knows, as long as that holds. The engine's
+    own writes go through the flat buffers, which moves no parameter's version counter; `note_written` moves them.
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket]):
@@ -52,24 +54,24 @@ class ModuleGuard:
         self._buckets = buckets
         self._params = [param for bucket in buckets for param in bucket.named_params.values()]
         self._no_grads: list[object] = [None] * len(self._params)
-        self._places = list[int]()  # addresses
-        self._versions = self._versions_now()  # as the engine has left them
+        self._places = list[int]()  # addresses of the parameters' data
+        self._versions = self._versions_now()  # versions after the engine's last write
 
     def _versions_now(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():  # of what has no memory these may be asked, and fast
+        with torch._C.DisableTorchFunctionSubclass():  # allowed on parameters without memory, and faster
             return [*map(_VERSION, self._params)]
 
     def _note_parts(self) -> None:
-        self._modules = [*self._model.modules()]  # held, so that none of their ids is given to another
+        self._modules = [*self._model.modules()]  # held, so that none of their ids is given to another object
         self._parts = [part.values() for module in self._modules for part in (module._parameters, module._modules)]
         self._ids = self._ids_now()
 
     def _ids_now(self) -> list[int]:
-        # By id: tensors would be compared by their elements. Twice a step, 0.2 us for each module.
+        # By id: comparing tensors would compare their elements. Runs twice a step, 0.2 us for each module.
         return [*map(id, chain.from_iterable(self._parts))]
 
     def check(self) -> None:
-        """Raise RuntimeError if a parameter was added, replaced, renamed, taken out, frozen, thawed or written, has
+        """Raise RuntimeError if a parameter was added, replaced, renamed, removed, frozen, unfrozen or written, has
         lost its view, or has a gradient that is not the engine's.
         """
         self.check_gradients()
@@ -82,8 +84,8 @@ class ModuleGuard:
                 self._refuse(versions, self._versions, _WRITTEN)
 
     def check_gradients(self) -> None:
-        """Do that half of it which a backward needs; the step behind it does the other half, too: what lies in no cache
-        by then costs half a microsecond a parameter.
+        """Check names and gradients only, which a backward needs; the step after it checks the rest. That costs half a
+        microsecond for each parameter that has left the cache.
         """
         with torch._C.DisableTorchFunctionSubclass():
             self._check_names()
@@ -92,7 +94,9 @@ class ModuleGuard:
                 self._refuse(grads, self._no_grads, _GRADIENT)
 
     def _check_places(self, places: list[int]) -> None:
-        """Compare with where the buckets are now: their memory may have come and gone."""
+        """Compare the addresses with the buckets' present ones, since a bucket's memory may have been freed and taken
+        again.
+        """
         self._places = [
             bucket.params.data_ptr() + slot.start * bucket.params.itemsize
             for bucket in self._buckets
@@ -107,10 +111,10 @@ class ModuleGuard:
         raise RuntimeError(f"parameter {self._names[param]} {problem}")
 
     def note_written(self) -> None:
-        """Let torch refuse the backward of a graph that was made before the engine wrote the parameters."""
+        """Move all version counters, so that torch refuses the backward of a graph from before the engine's write."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version(self._params)
-        # Read, not counted: parameters that were made of one tensor's views share one counter.
+        # Read, not counted: parameters made of one tensor's views share one counter.
         self._versions = self._versions_now()
 
     def _check_names(self) -> None:
@@ -124,7 +128,7 @@ class ModuleGuard:
                     raise RuntimeError(_frozen_or_thawed(name, trains))
 
     def _tell_of_compile(self) -> None:
-        # By name: to import the compiler takes seconds.
+        # By name: importing the compiler takes seconds.
         is_compiled = self._model._compiled_call_impl is not None or type(self._model).__name__ == "OptimizedModule"
         if is_compiled and not self._told_of_compile:
             self._told_of_compile = True

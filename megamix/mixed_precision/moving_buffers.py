@@ -1,4 +1,4 @@
-"""Buffers that a training forward moves, as running statistics: a step that is skipped leaves them as they were."""
+"""Buffers that a training forward changes, such as running statistics: a skipped step leaves them as they were."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megamix.mixed_precision.unit_hooks import OfModule
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A buffer's place in the model, and what is known of it in the step under way."""
+    """A buffer's place in the model, and its state in the step under way."""
 
-    buffers: dict[str, Tensor | None]  # of its module
+    buffers: dict[str, Tensor | None]  # all buffers of its module
     name: str
-    moves: bool = True  # in a forward, for all that is known
-    copy: Tensor | None = None  # of its values as the step began
-    seen: tuple[Tensor, int] | None = None  # as the step's last forward left it: tensor and version
+    moves: bool = True  # False: known not to change in a forward
+    copy: Tensor | None = None  # its values at the begin of the step
+    seen: tuple[Tensor, int] | None = None  # tensor and version after the step's last forward
 
     def now(self) -> Tensor | None:
-        """Return the buffer; None where none is whose values and versions can be told."""
+        """Return the buffer; None if there is none, or its values or versions cannot be read."""
         buffer = self.buffers.get(self.name)
         return None if buffer is None or buffer.is_inference() or buffer.layout != torch.strided else buffer
 
@@ -31,11 +31,12 @@ class _Place:
 
 
 class MovingBuffers:
-    """Copies them as a step's first forward begins, and puts them back by the step's flag, on the device.
+    """Copies changing buffers as a step's first forward begins, and restores them by the step's flag, on the device.
 
-    Which ones move is learned by their values in the first training forward, since torch's norms write without
-    counting: the host waits there. Those that begin to move later are known from the next step on, by their versions,
-    and with them all of their modules. What user code writes between forwards, which versions tell, is never put back.
+    The first training forward shows by values which buffers change, because torch's norms write without counting
+    versions: the host waits there. Buffers that begin to change later are known from the next step on, by their
+    versions, and with them all buffers of their modules. Writes of user code between forwards, which versions show, are
+    never undone.
     """
 
     def __init__(self, model: nn.Module):
@@ -55,7 +56,7 @@ class MovingBuffers:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Copy what moves, unless this step has, and none but forwards have written it since."""
+        """Copy the changing buffers, unless this step has copied them and only forwards have written them since."""
         copies, values = list[Tensor](), list[Tensor]()
         for place in self._places:
             if (now := place.now()) is None or place.is_as_seen():
@@ -72,7 +73,9 @@ class MovingBuffers:
 
     @torch.no_grad()
     def note(self) -> None:
-        """Note what a forward, or a backward that repeats one, has left, and learn which buffers move."""
+        """Note the buffers' state after a forward, or after a backward that repeats one, and learn which buffers
+        change.
+        """
         if not self._begun:
             return
         for place in self._places:
@@ -89,7 +92,9 @@ class MovingBuffers:
 
     @torch.no_grad()
     def put_back(self, skipped: Tensor) -> None:
-        """End the step: put back what its forwards have moved, if it is skipped. Shapes: skipped bool ()."""
+        """End the step: restore the buffers that its forwards have changed, if it is skipped. Shapes:
+        skipped bool ().
+        """
         for place in self._places:
             now = place.now()
             if place.copy is not None and now is not None and place.is_as_seen() and _alike(place.copy, now):

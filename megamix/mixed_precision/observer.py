@@ -1,4 +1,4 @@
-"""How anybody looks into an engine's steps: `with engine.observe(observer):`."""
+"""The base class of everything that looks into an engine's steps: `with engine.observe(observer):`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from megamix.comm.collectives import Pending
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import GroupSpan
 
-# An update uses of a bucket: the sum over ranks and micro-batches, with the loss scale in it; what Muon makes
-# orthogonal, and by what the masters of matrices move then, both with zeros where no matrix is.
+# Values that an update uses: "gradient": the sum over ranks and micro-batches, loss scale included; "direction's
+# input": the matrices that Muon makes orthogonal; "direction": the result, along which the masters of matrices move.
+# The last two are zero outside of matrices.
 Used = Literal["gradient", "direction's input", "direction"]
 GRADIENT: Used = "gradient"
 SOURCE: Used = "direction's input"
@@ -22,21 +23,23 @@ TransferKind = Literal["reduce_scatter", "matrices", "all_gather"]
 
 
 class StepObserver:
-    """Sees what passes through a step; override what is wanted. A step may not wait for the device, so neither may an
-    observer; what it keeps it copies, for buffers are written again.
+    """Sees the values that pass through a step; override the methods you need.
+
+    A step may not wait for the device, so an observer may not either. An observer must copy what it keeps, because the
+    buffers are overwritten.
     """
 
     def on_gradient(self, name: str, micro_batch: int, grad: Tensor) -> None:
-        """See a parameter's gradient as backward gives it, before it is added to any other."""
+        """Look at a parameter's gradient as backward returns it, before it is added to any other."""
 
     def on_transfer(self, kind: TransferKind, bucket: Bucket, pending: Pending) -> None:
-        """See a transfer that has just been launched."""
+        """Look at a transfer that has just been launched."""
 
     def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
-        """See what the update uses of this rank's part of a bucket. Shapes: values (shard_numel,)."""
+        """Look at the values that the update uses of this rank's part of a bucket. Shapes: values (shard_numel,)."""
 
     def cut(self, bucket: Bucket, spans: Iterable[GroupSpan]) -> Iterable[GroupSpan]:
-        """Yield the spans of a bucket's shard, whole or in smaller ones cut at rows: each is updated while it is out,
-        with the same bits however it is cut.
+        """Yield the spans of a bucket's shard, whole or cut at rows. Each yielded span is updated before the next one
+        is asked for; the bits do not depend on the cuts.
         """
         return spans

@@ -98,9 +98,9 @@ class ParamGather:
             if early := [*filter(self._grads.has_gradient, names)]:
                 raise RuntimeError(
                     f"the forward read {early[0]}{f' and {len(early) - 1} more' * (len(early) > 1)} while the values "
-                    "were still on their way from the other ranks: Sharding.units awaits them where a unit, or the "
-                    "model for what is in none, is called. Pass units that the model calls, unit(x) and not "
-                    "unit.forward(x), such as [*model.blocks]; or call engine.wait() before each forward"
+                    "were still on their way from the other ranks: only modules in Sharding.units, called as unit(x), "
+                    "wait for their weights, and the model for all others. Pass units that the model calls, unit(x) "
+                    "and not unit.forward(x), such as [*model.blocks]; or call engine.wait() before each forward"
                 )
 
     def whole(self) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Refusals, each with what to do instead; and whether all ranks were given the same."""
+"""Refusals, each with a way to do it instead, and the check that all ranks were given the same."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megamix.comm.starters import refuse_alone
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Precision, Sharding
 
-# Wrappers that move the module's parameters or reduce its gradients themselves. By name: to import FSDP takes a second.
+# Wrappers that move the module's parameters or reduce its gradients themselves. By name: importing FSDP takes a second.
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
-# Names that people look for on an engine, since torch's optimizers, modules or wrappers have it.
+# Names that people look for on an engine, since torch's optimizers, modules or wrappers have them.
 _INSTEAD = {
     "param_groups": "it is no torch optimizer, and no torch scheduler can set its learning rate: give AdamW(lr=[...]) "
     "one per update, or call engine.set_lr(lr) before step()",
@@ -41,7 +41,7 @@ _INSTEAD = {
 
 
 def check_loss(loss: Tensor, weight: float) -> None:
-    """Raises: ValueError for what `backward` cannot take."""
+    """Refuse a loss or a weight that `backward` cannot take. Raises: ValueError."""
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
     if not isinstance(loss, Tensor) or not loss.requires_grad:
@@ -57,13 +57,13 @@ def check_loss(loss: Tensor, weight: float) -> None:
 
 
 def attribute_error(name: str) -> AttributeError:
-    """Return what is raised for an attribute that the engine does not have."""
+    """Return the error for an attribute that the engine does not have."""
     instead = f"; {there}" if (there := _INSTEAD.get(name.removesuffix("_checkpoint"))) else ""
     return AttributeError(f"ShardedEngine has no attribute {name!r}{instead}")
 
 
 def refuse_copy(engine: object) -> NoReturn:
-    """Raises: TypeError, for copy, deepcopy and pickle."""
+    """Refuse copy, deepcopy and pickle. Raises: TypeError."""
     raise TypeError(
         "an engine is neither copied nor pickled, for it belongs to its module and ranks. Save it by "
         "megamix.Checkpoints(engine, folder); to copy weights take deepcopy(engine.module) or engine.full_weights()"
@@ -74,7 +74,7 @@ def check_arguments(
     model: nn.Module, optimizer: Optimizer, precision: Precision, sharding: Sharding, clip_grad: float,
     grad_accum_steps: int,
 ) -> None:  # fmt: skip
-    """Raises: TypeError or ValueError if one of them is something that the engine cannot take."""
+    """Refuse arguments that the engine cannot take. Raises: TypeError or ValueError naming the argument."""
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer is torch.optim.{type(optimizer).__name__}, which would hold and update half parameters; pass "
@@ -92,7 +92,7 @@ def check_arguments(
     for name, module in model.named_modules():
         _check_module(f"module {name}" if name else "the model", module, precision.dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        with torch._C.DisableTorchFunctionSubclass():  # of another engine's module, whose values may be gone
+        with torch._C.DisableTorchFunctionSubclass():  # values of another engine's module may be freed
             own_class = type(tensor.data)
         if own_class is not Tensor:
             raise ValueError(
@@ -127,7 +127,7 @@ def check_arguments(
         refuse_alone()
     if not isinstance(clip_grad, int | float):
         raise TypeError(f"clip_grad must be a number, got {clip_grad!r}; 0 turns clipping off")
-    if not clip_grad >= 0:  # NaN neither
+    if not clip_grad >= 0:  # NaN is refused, too
         raise ValueError(f"clip_grad must be a number of at least 0, got {clip_grad}; 0 turns clipping off")
     if grad_accum_steps < 1:
         raise ValueError(f"grad_accum_steps must be at least 1, got {grad_accum_steps}")
@@ -156,7 +156,7 @@ def _check_module(place: str, module: nn.Module, dtype: torch.dtype) -> None:
 def explain_dtypes(
     error: RuntimeError, args: Sequence[object], kwargs: Mapping[str, object], dtype: torch.dtype
 ) -> None:
-    """Note on an error of forward that inputs were not of the module's dtype, if that may be why."""
+    """Add a note to an error of forward if inputs had another dtype than the module, which may be the cause."""
     if "type" not in str(error):
         return
     for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
@@ -168,7 +168,7 @@ def explain_dtypes(
 
 
 def explain_stale_loss(error: BaseException) -> None:
-    """Note on an error of backward that the loss is older than the weights, if that may be why."""
+    """Add a note to an error of backward if the loss may be older than the weights."""
     if "modified by an inplace operation" in str(error):
         error.add_note(
             "if the variable is a parameter, the loss was computed before step() or a load wrote the weights: call "
@@ -177,12 +177,12 @@ def explain_stale_loss(error: BaseException) -> None:
 
 
 def fingerprint(*values: object) -> str:
-    """Return the SHA-256 of what the values print."""
+    """Return the SHA-256 of the values' printed form."""
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
 def require_equal(collectives: Collectives, device: torch.device, *values: object) -> None:
-    """Raises: ValueError on every rank if one has another fingerprint. Every rank must call it."""
+    """Refuse ranks whose values have another fingerprint. Every rank must call it. Raises: ValueError on every rank."""
     mine = torch.tensor([int(fingerprint(*values)[:15], 16)], device=device)
     axis = collectives.axis
     different = [axis.ranks[place] for place in (collectives.table(mine) != mine).nonzero()[:, 0].tolist()]
@@ -195,7 +195,9 @@ def require_equal(collectives: Collectives, device: torch.device, *values: objec
 
 
 def require_own_state(state: Mapping[str, Any], own: str, rank: int) -> None:
-    """Raises: ValueError if the state is a module's, another rank's, or of a layout with another fingerprint."""
+    """Refuse a state that is a module's, another rank's, or of a layout with another fingerprint. Raises:
+    ValueError.
+    """
     if not {"layout", "rank"} <= set(state):
         raise ValueError(
             "load_state_dict() of the engine takes what engine.state_dict() returned; to set the module's weights from "

@@ -20,8 +20,8 @@ from megamix.mixed_precision.settings import Shard
 class Storage:
     """Says which of a bucket's buffers have memory only for a time."""
 
-    grads_pass: bool  # True: gradients, from the first one to their sum; sums, to the end of the step
-    params_pass: bool  # gradients have memory from the first one to their sum, sums to the end of the step
+    grads_pass: bool  # gradients have memory from the first one to their sum, sums to the end of the step
+    params_pass: bool  # half parameters have memory while their unit computes
 
 
 STORAGE: dict[Shard, Storage] = {
@@ -98,9 +98,9 @@ class FreedParameter(nn.Parameter):
             )
         raise RuntimeError(
             f"{name} reads parameter {cls.names[param]}, which has no memory: with "
-            'shard = "parameters" values are there while their unit is called. What a forward reads elsewhere, too, '
-            "must be outside of `units`, or in one with its reader. Other reads: on every rank inside "
-            "`with engine.whole_parameters():`, or of engine.full_weights()"
+            'shard = "parameters" values are there while their unit is called. A parameter that a forward also '
+            "reads elsewhere must be outside of `units`, or in one unit with its reader. For other reads enter "
+            "`with engine.whole_parameters():` on every rank, or take engine.full_weights()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

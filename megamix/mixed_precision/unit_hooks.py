@@ -1,4 +1,6 @@
-"""Hooks where a unit's forward and its backward begin and end: on modules, and on the nodes of what these give."""
+"""Hooks at the begin and end of a unit's forward and backward: on modules, and on the autograd nodes of
+their outputs.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,27 @@ from torch.utils._pytree import SUPPORTED_NODES, is_namedtuple_class, tree_leave
 from megamix.mixed_precision.foreign_params import LEAF
 
 Unit = TypeVar("Unit")
-OnForward = Callable[[Any, nn.Module, object], None]  # of what a hook was given, the module and what it has returned
+OnForward = Callable[[Any, nn.Module, object], None]  # takes the hook's `given`, the module and its output
 
 
 class Gather(Protocol):
-    """Learns of backwards. `unit`: as the hook was given it."""
+    """Receives the begins of backwards. `unit`: the object that the hook was given."""
 
     def before_backward(self, unit: Any, turn: float) -> None: ...
 
 
 class OneThread:
-    """Lets one thread at a time compute with what comes and goes: of two, one would free what the other reads."""
+    """Lets one thread at a time use parameters with passing memory: of two threads, one would free what the other
+    reads.
+    """
 
     _inside: int | None = None
 
     def enter(self, name: str, in_backward: bool, stays: bool) -> None:
-        """Let this thread call `name`, and be the one inside the model if it `stays`. Raises: RuntimeError if another
-        one is.
+        """Let this thread call `name`; with `stays`, keep other threads out of the model until `leave`. Raises:
+        RuntimeError if another thread is inside.
         """
-        # On a GPU a backward has a thread of its own, in which a recompute calls units.
+        # On a GPU a backward runs in a thread of its own, in which a recompute calls units.
         may = torch._C._current_graph_task_id() >= 0 if in_backward else self._inside in (None, get_ident())
         if not may:
             raise RuntimeError(
@@ -53,7 +57,7 @@ class OneThread:
 
 
 def refuse_transforms(name: str) -> None:
-    """Raises: RuntimeError if unit `name` is called within a transform of torch.func."""
+    """Refuse a call of unit `name` within a transform of torch.func. Raises: RuntimeError."""
     if torch._C._functorch.maybe_current_level() is not None:
         raise RuntimeError(
             f"{name} is called within a transform of torch.func (vmap, grad), which cannot take gathers. Take "
@@ -62,10 +66,12 @@ def refuse_transforms(name: str) -> None:
 
 
 class OfModule:
-    """The hook of a module: call a method with `given`. It holds the method's object and `given` weakly, as
-    ParamGather's hooks do; in a copy or a pickle it does nothing.
+    """The hook of a module, which calls a method with `given`.
 
-    may_import: the compiler, which takes seconds, so as never to be traced. If it may not, what is loaded counts.
+    The hook holds the method's object and `given` weakly, as ParamGather's hooks do. In a copy or a pickle it does
+    nothing.
+    `may_import`: torch's compiler may be imported, which takes seconds, so that the hook is never traced. If False, the
+    hook is excluded from tracing only if the compiler is loaded already.
     """
 
     def __init__(self, method: OnForward | None = None, given: object = None, *, may_import: bool = True):
@@ -88,21 +94,23 @@ def _run(method: OnForward, given: object, module: nn.Module, output: object) ->
 
 
 def on_gradient(gather: Gather, unit: object, turn: int, given: Iterable[Tensor]) -> None:
-    """Let `gather` be told when the first gradient of what the unit has given in this turn is there: its backward
-    begins.
+    """Tell `gather` when the first gradient of the unit's outputs of this turn arrives, which begins the unit's
+    backward.
     """
     for tensor in given:
         node: Any = tensor.grad_fn
-        if node is not None and _OnGradient not in node.metadata:  # else another unit gave it, or an earlier forward
+        if node is not None and _OnGradient not in node.metadata:  # else another unit or an earlier forward returned it
             _tell(gather, unit, turn, node)
 
 
 def on_reads(gather: Gather, unit_of: Mapping[nn.Parameter, Unit], loss: Tensor) -> Iterator[Unit]:
-    """Let `gather` be told, too, before the backward of what reads a unit's parameters on a way from the loss that
-    leads past all that units have given: a penalty on a weight, or a loss that a unit has put into a list. Yield these
-    units.
+    """Tell `gather` also before the backward of operations that read a unit's parameters outside its outputs, and yield
+    these units.
+
+    They lie on a path from the loss that passes no output of a unit: a penalty on a weight, or a loss that a unit has
+    put into a list.
     """
-    readers: dict[Any, list[Any]] = {}  # of each node's result
+    readers: dict[Any, list[Any]] = {}  # for each node: the nodes that read its result
     todo: list[Any] = [loss.grad_fn]
     while todo:
         node = todo.pop()
@@ -117,19 +125,19 @@ def on_reads(gather: Gather, unit_of: Mapping[nn.Parameter, Unit], loss: Tensor)
         while todo:
             for node in readers.get(todo.pop(), ()):
                 _tell(gather, unit_of[leaf.variable], math.inf, node)
-                if len(node.next_functions) == 1:  # it may give a view, which the next one reads
+                if len(node.next_functions) == 1:  # its result may be a view, so its readers count, too
                     todo.append(node)
 
 
 def _tell(gather: Gather, unit: object, turn: float, node: Any) -> None:
     told = node.metadata.setdefault(_OnGradient, {})
-    held = weakref.ref(unit)  # a graph that outlives its engine must not keep the unit's buckets
+    held = weakref.ref(unit)  # a graph that outlives its engine must not keep the unit's buckets alive
     if held not in told:
         told[held] = node.register_prehook(_OnGradient(gather, held, turn))
 
 
 class _OnGradient:
-    """The hook of a node."""
+    """The hook of an autograd node."""
 
     def __init__(self, gather: Gather, unit: weakref.ref[object], turn: float):
         self._gather = weakref.ref(gather)
@@ -144,13 +152,14 @@ class _OnGradient:
         gather.before_backward(self._unit(), self._turn)
 
 
-# Kinds that hold no tensor, as most attributes of modules are. Dataclasses join them whose fields are declared so.
+# Types that hold no tensor, as most attributes of modules do not. Dataclasses are added if all their fields have such
+# types.
 _PLAIN: set[type] = {bool, int, float, str, type(None), frozenset, torch.dtype, torch.device}
 _PLAIN_NAMES = {"bool", "int", "float", "str", "frozenset"}
 
 
 def tensors_in(given: object, without: Collection[int] = ()) -> list[Tensor]:
-    """Return the tensors in containers, and in dataclasses of them. `without`: ids of what holds none."""
+    """Return the tensors in nested containers and dataclasses. `without`: ids of objects that hold no tensor."""
     found = []
     todo: list[Any] = [given]
     while todo:
@@ -166,14 +175,14 @@ def tensors_in(given: object, without: Collection[int] = ()) -> list[Tensor]:
             todo.extend(one)
         elif is_dataclass(kind):
             todo.extend([getattr(one, name, None) for name in _field_names(kind)])
-        elif kind in SUPPORTED_NODES or is_namedtuple_class(kind):  # or a library's own output
+        elif kind in SUPPORTED_NODES or is_namedtuple_class(kind):  # also a library's own output class
             todo.extend(tree_leaves(one))
     return found
 
 
 @cache
 def _field_names(kind: type[Any]) -> list[str]:
-    """Return those of a dataclass's fields that may hold tensors."""
+    """Return the names of a dataclass's fields that may hold tensors."""
     declared = ((field.name, getattr(field.type, "__name__", str(field.type))) for field in fields(kind))
     names = [name for name, written in declared if written.partition("[")[0] not in _PLAIN_NAMES]
     if not names:
@@ -182,8 +191,8 @@ def _field_names(kind: type[Any]) -> list[str]:
 
 
 class Attributes:
-    """Finds what a unit may give beside its output, as the loss of a router: tensors in attributes of its modules, but
-    for torch's own, which keep nothing that they compute.
+    """Finds tensors that a unit may hand out beside its output, such as a router's loss: in attributes of its modules.
+    Modules of torch.nn are left out, because they keep nothing that they compute.
     """
 
     def __init__(self, unit: nn.Module):
@@ -196,9 +205,9 @@ class Attributes:
         self._ids = self._ids_now()
         self._own = [vars(module) for module in modules if not type(module).__module__.startswith("torch.nn.modules.")]
         self._lengths = [*map(len, self._own)]
-        # Looked up by name: to walk through all that torch keeps beside them takes three times as long.
+        # Looked up by name: walking through all attributes that torch keeps beside them takes three times as long.
         self._places = [(own, name) for own in self._own for name in own if name[0] != "_" and name != "training"]
-        # Settings are many, and never change: held, so that none of their ids is given to another object.
+        # Settings are many and never change. They are held, so that none of their ids is given to another object.
         self._settings = {id(one): one for one in _frozen_in(self._values()) if not tensors_in(one)}
 
     def _ids_now(self) -> list[int]:
@@ -208,7 +217,7 @@ class Attributes:
         return [value for own, name in self._places if type(value := own.get(name)) not in _PLAIN]
 
     def tensors(self, output: object) -> list[Tensor]:
-        """Return what is there behind a forward with this output, with those in it."""
+        """Return the tensors in a forward's output and in the attributes of the unit's modules after it."""
         if self._ids_now() != self._ids or [*map(len, self._own)] != self._lengths:
             self._note()
         return tensors_in([output, self._values()], self._settings)
@@ -219,6 +228,6 @@ def _frozen_in(values: Iterable[object]) -> Iterator[object]:
         if isinstance(value, dict):
             yield from _frozen_in(value.values())
         elif is_dataclass(value):
-            kind: Any = type(value)  # or one of its bases is the dataclass
+            kind: Any = type(value)  # its class, or a base of that, is the dataclass
             if kind.__dataclass_params__.frozen:
                 yield value

@@ -1,5 +1,5 @@
-"""Writes that no version counter sees, as through `param.data`: what a rank has of its own part in half must be, bit
-for bit, the cast of its masters.
+"""The search for writes that no version counter sees, such as writes through `param.data`: a rank's own half parameters
+must be, bit for bit, the casts of its masters.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.step import StepProgress
 
-_FIRST, _EVERY = 2, 64  # steps that are checked beside examined ones: a pass over the shard costs as much as an update
-_LAG = 2  # steps until the host reads what a check has found, so that no step waits for the device
+_FIRST, _EVERY = 2, 64  # checked steps besides examined ones; a pass over the shard costs as much as an update
+_LAG = 2  # steps until the host reads the result of a check, so that no step waits for the device
 
 
 class UnseenWrites:
-    """Compares this rank's half shards with the casts of its masters before a step's update makes them equal.
+    """Compares this rank's half shards with the casts of its masters, before a step's update makes them equal.
 
     `found` FP64 (): the first parameter that differs, as its place counted from the last one; 0: none does. It travels
-    with the step's agreement; each rank reads the answer `_LAG` steps later, so that all raise in the same call.
+    with the step's agreement. Each rank reads the answer `_LAG` steps later, so that all ranks raise in the same call.
     """
 
     def __init__(self, buckets: Sequence[Bucket], param_names: Sequence[str], progress: StepProgress):
-        """`param_names`: of the whole model."""
+        """Start with nothing found. `param_names`: names of the whole model's parameters."""
         self._progress = progress
         self._names = param_names
         device = buckets[0].master.device
@@ -37,18 +37,18 @@ class UnseenWrites:
         self._places = {bucket: number_of([place[piece.spec.name] for piece in bucket.pieces]) for bucket in buckets}
         self.found = torch.zeros((), dtype=torch.float64, device=device)
         self._slots = [HostSlot(device) for _ in range(_LAG)]
-        self._looked = False  # since `found` was zero
-        self.asked = False  # for what the next step's agreement says, by what all ranks have called
-        self._steps = 0  # since somebody wrote masters and half parameters
+        self._looked = False  # True: buckets were compared since `found` was zero
+        self.asked = False  # True: calls of all ranks need the result of the next step's agreement
+        self._steps = 0  # steps since masters and half parameters were written from outside
 
     @property
     def due(self) -> bool:
-        """Return whether the step under way is checked: the same answer on every rank."""
+        """Return whether the step under way is checked; the answer is equal on every rank."""
         often = self._steps < _FIRST or (self._steps + 1) % _EVERY == 0
         return often or self._progress.examined
 
     def look(self, buckets: Iterable[Bucket]) -> None:
-        """Compare these buckets, which have memory, and note the first parameter that differs in `found`."""
+        """Compare these buckets, which must have memory, and keep the first parameter that differs in `found`."""
         for one in buckets:
             self._looked = True
             half, master = one.param_shard, one.master
@@ -59,12 +59,12 @@ class UnseenWrites:
             torch.maximum(self.found, (by_piece * self._places[one]).amax(), out=self.found)
 
     def before_free(self, buckets: Iterable[Bucket]) -> None:
-        """Compare these buckets, whose memory goes after somebody could write there, in a step that is checked."""
+        """Compare these buckets in a step that is checked, before their memory is freed and a write to it is lost."""
         if self.due:
             self.look(buckets)
 
     def tell(self, by_rank: Tensor) -> None:
-        """End the step under way: let the host learn what its agreement says. Shapes: by_rank FP64 (ranks,)."""
+        """End the step under way: send the result of its agreement to the host. Shapes: by_rank FP64 (ranks,)."""
         if self.due or self.asked:
             self._slots[self._steps % _LAG].write(by_rank.amax())
             self.asked = False
@@ -72,21 +72,23 @@ class UnseenWrites:
         self._steps += 1
 
     def refuse_told(self) -> None:
-        """Raises: RuntimeError naming what was found `_LAG` steps ago."""
+        """Raise RuntimeError naming the parameter found `_LAG` steps ago, if there is one."""
         if number := self._slots[self._steps % _LAG].take():
-            self.forget()  # what the other step has found is the same write
+            self.forget()  # the steps since then have found the same write
             self._refuse(number)
 
     def refuse(self, among: Collectives | None) -> None:
-        """Raises: RuntimeError naming what was found so far, `among` all ranks or on this one. Reads the device."""
+        """Raise RuntimeError naming the parameter found so far, on all ranks of `among` or on this one; waits for the
+        device.
+        """
         row = self.found.view(1)
         number = max(int((row if among is None else among.table(row)).max()), *(slot.read() for slot in self._slots))
-        if number and among is not None:  # a rank alone leaves to the next step what all are to be told there
+        if number and among is not None:  # without `among` the next step still tells all ranks
             self.forget()
         self._refuse(number)
 
     def forget(self) -> None:
-        """Begin anew: all half parameters were made the casts of masters that somebody wrote."""
+        """Forget all results: every half parameter was made the cast of masters that were written from outside."""
         self._clear()
         self._steps = 0
         for slot in self._slots:
@@ -101,15 +103,16 @@ class UnseenWrites:
         if number:
             raise RuntimeError(
                 f"parameter {self._names[len(self._names) - number]} was written past the engine, through .data, a "
-                "NumPy view or torch._foreach_ calls, or its masters were and publish_masters() did not follow: the "
-                "half copy is not the cast of its FP32 master, and an update overwrites it. To change weights call "
-                "engine.load_weights(state_dict); engine.publish_masters() makes the half copy that of its master. If "
-                "nobody wrote, memory is damaged"
+                "NumPy view or torch._foreach_ calls; or its masters were written without engine.publish_masters(). "
+                "The half copy is not the cast of its FP32 master, and an update overwrites it. To change weights call "
+                "engine.load_weights(state_dict); after writing masters call engine.publish_masters(). If nobody "
+                "wrote, memory is damaged"
             )
 
 
 def _rows_that_differ(half: Tensor, master: Tensor) -> Tensor:
-    """Return where any bit differs. A master that is NaN has no say: the bits of its cast depend on the kernel.
+    """Return the rows in which any bit differs. Masters that are NaN are not compared: the bits of a NaN's cast depend
+    on the kernel.
 
     Shapes: half (rows * ROW,), master FP32 (rows * ROW,) -> bool (rows,).
     """
@@ -120,24 +123,24 @@ def _rows_that_differ(half: Tensor, master: Tensor) -> Tensor:
 
 
 class HostSlot:
-    """A number on its way from the device, in memory of the host (pinned on a GPU) that is read two steps later."""
+    """A number on its way from the device into host memory (pinned on a GPU), read two steps later."""
 
     def __init__(self, device: torch.device):
         on_gpu = device.type == "cuda"
         self._slot = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=on_gpu)
-        self._number = self._slot.numpy()  # the same memory
+        self._number = self._slot.numpy()  # a view of the same memory
         self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]  # no types
         self._written = False
 
     def write(self, number: Tensor) -> None:
-        """Start copying. Shapes: number FP64 ()."""
+        """Start copying the number. Shapes: number FP64 ()."""
         self._slot.copy_(number, non_blocking=True)
         self._written = True
         if self._arrived is not None:
             self._arrived.record()
 
     def read(self) -> int:
-        """Return what was written since the last `take`, else 0."""
+        """Return the number written since the last `take`, else 0."""
         if not self._written:
             return 0
         if self._arrived is not None:
@@ -145,7 +148,7 @@ class HostSlot:
         return int(self._number)
 
     def take(self) -> int:
-        """Return it for the last time."""
+        """Return the number, as `read` does, and forget it."""
         number = self.read()
         self._written = False
         return number

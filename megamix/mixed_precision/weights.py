@@ -1,4 +1,4 @@
-"""Weights into the engine and out of it: its module's own, a state dict's, or those that a function draws."""
+"""Weights into the engine and out of it: the module's own, a state dict's, or those that a function draws."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megamix.mixed_precision.links import Links
 from megamix.mixed_precision.update_slice import MASTER
 from megamix.names import by_plain_name
 
-_MOST_TOLD = 8  # entries of each kind: a model of another kind differs in hundreds
+_MOST_TOLD = 8  # entries listed of each kind of problem, since another kind of model differs in hundreds
 
-# Writes the initial values of a parameter's block, flattened, from number `start` on, into FP32 (n,).
+# Writes the initial values of a parameter's flattened block, from element number `start` on, into FP32 (n,).
 Fill = Callable[[ParamSpec, int, Tensor], None]
 
 
 def without_values(model: nn.Module, device: torch.device) -> None:
-    """Give each trainable parameter its place on `device` without memory for its values, for an engine with `fill`.
-    What is shared stays so; what is frozen, and buffers, are left as they are.
+    """Replace each trainable parameter by one on `device` without memory for its values, for an engine with `fill`.
+    Shared parameters stay shared; frozen parameters and buffers stay as they are.
     """
     empty: dict[nn.Parameter, nn.Parameter] = {}
     for name, param in [*model.named_parameters(remove_duplicate=False)]:
@@ -35,14 +35,14 @@ def without_values(model: nn.Module, device: torch.device) -> None:
 
 
 def put_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Let the model have this parameter under that name."""
+    """Set the model's parameter of that name."""
     path, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(path), attribute, param)
 
 
 def full_weights(model: nn.Module, buckets: Sequence[Bucket], entries: Entries, links: Links) -> dict[str, Tensor]:
-    """Return the state dict of the model that all ranks train, its trained weights taken in FP32 from every rank's
-    masters. Copies, on the host. `entries`: of the whole model.
+    """Return the state dict of the model that all ranks train, copied to the host, with trained weights in FP32 from
+    every rank's masters. `entries`: parameters and buffers of the whole model.
     """
     trained: dict[str, Tensor] = {}
     for bucket in buckets:
@@ -50,7 +50,7 @@ def full_weights(model: nn.Module, buckets: Sequence[Bucket], entries: Entries, 
         for slot in bucket.plan.slots:
             value = _whole(flat[slot.start : slot.end], slot.spec, links.tp).to("cpu", copy=True)
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)
-    # keep_vars: else the values of those that are not there would be asked for
+    # keep_vars: otherwise the values of freed parameters would be read
     own = by_plain_name(model.state_dict(keep_vars=True).items())
     weights = {
         name: trained[name] if name in trained else tensor.detach().to("cpu", copy=True) for name, tensor in own.items()
@@ -63,7 +63,7 @@ def full_weights(model: nn.Module, buckets: Sequence[Bucket], entries: Entries, 
 def _of_all_stages(
     own: Mapping[str, Tensor], entries: Sequence[Entry], pp: Collectives, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return what this rank has, and every entry from the first of `pp` that holds it."""
+    """Return this rank's weights, and every entry from the first rank of `pp` that holds it."""
     held = pp.table(torch.tensor([entry.name in own for entry in entries], dtype=torch.uint8, device=device))
     weights = {**own}
     for entry, source in zip(entries, held.argmax(0).tolist(), strict=True):
@@ -78,7 +78,7 @@ def _of_all_stages(
 
 
 def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
-    """Join all ranks' blocks of a parameter, which lie one behind the other in one dim. Shapes: block (numel,)."""
+    """Join all ranks' blocks of a parameter, which follow each other in one dim. Shapes: block (numel,)."""
     if spec.shape == spec.full_shape:
         return block.view(spec.shape)
     (dim,) = (dim for dim, size in enumerate(spec.shape) if size != spec.full_shape[dim])
@@ -86,9 +86,11 @@ def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
 
 
 def take_over(model: nn.Module, buckets: Sequence[Bucket], links: Links, dtype: torch.dtype, fill: Fill | None) -> None:
-    """Take the module's weights, those of each bucket's first owner, into masters and half parameters; with `fill` each
-    owner has its masters written, and the half parameters are their casts. What no bucket holds is the first
-    data-parallel rank's, frozen parameters in `dtype`, buffers as they are. Of replicas it is all the first one's.
+    """Take the module's weights into masters and half parameters.
+
+    Without `fill` each bucket takes the values of its first owner on the first replica. With `fill` each owner's
+    masters are written by it, and the half parameters are their casts. Frozen parameters, in `dtype`, and buffers, as
+    they are, take the values of the first data-parallel rank on the first replica.
     """
     params = by_plain_name(model.named_parameters())
     if fill is not None:
@@ -104,7 +106,7 @@ def take_over(model: nn.Module, buckets: Sequence[Bucket], links: Links, dtype: 
         else:
             full = bucket.owners.gather(bucket.master.to(dtype)).view(-1)
         bucket.adopt(params, full)
-        del full  # before the next one comes
+        del full  # frees it before the next bucket needs one
     frozen = [param for param in model.parameters() if not param.requires_grad or not param.numel()]
     for param in frozen:
         if param.is_floating_point():
@@ -118,7 +120,7 @@ def misfit_names(
     given: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]], *, may_lack: Collection[str] = (),
     may_have: Collection[str] = (),
 ) -> list[str]:  # fmt: skip
-    """Return which shapes by name differ from the model's own: the first of each kind, and how many more there are."""
+    """Return the differences to the model's own shapes by name: the first of each kind, and how many more there are."""
     kinds = {
         "missing": [f"missing {name}" for name in own if name not in given and name not in may_lack],
         "unknown": [f"unknown {name}" for name in given if name not in own and name not in may_have],
@@ -137,8 +139,8 @@ def misfit_names(
 def load_weights(
     state_dict: Mapping[str, Tensor], model: nn.Module, buckets: Sequence[Bucket], entries: Entries
 ) -> None:
-    """Set masters and half parameters from full FP32 weights, and copy what the buckets do not hold into the module.
-    `entries`: of the whole model; those that other ranks hold are left to these.
+    """Set masters and half parameters from full FP32 weights, and copy all other entries into the module. `entries`: of
+    the whole model; entries that other ranks hold are left to them.
 
     Raises: ValueError naming the first missing, unknown and misshapen entries, and the first parameters with values
     that their dtype cannot hold, before anything is changed.
@@ -163,9 +165,9 @@ def load_weights(
         if dtype.is_floating_point and name in weights:
             values, limit = weights[name].detach().float(), torch.finfo(dtype).max
             if name not in of_all_ranks:
-                values = values[~values.isinf()]  # what is frozen may have them, as a mask
+                values = values[~values.isinf()]  # frozen ones may have them, as a mask does
             largest = float(values.abs().max()) if values.numel() else 0.0
-            if not largest <= limit:  # NaN neither
+            if not largest <= limit:  # NaN is refused, too
                 raise ValueError(
                     f"load_weights() takes finite values: {name} has {largest:.6g}, and {dtype} holds up to {limit:.5g}"
                 )
