@@ -1,8 +1,8 @@
-"""GPT-2, Llama, Mistral, Qwen 2 and Qwen 3 as transformers has them: names of modeling_*.py, defaults and rules of
-configuration_*.py.
+"""The formats of GPT-2, Llama, Mistral, Qwen 2 and Qwen 3 in the library transformers: tensor names of its
+modeling_*.py, defaults and rules of its configuration_*.py.
 
-What our transformer does not compute is refused; keys that change neither weights nor logits, such as `use_cache`, are
-not read. Dropout is not taken over: it belongs to a training, not to a model.
+Models that our transformer cannot compute are refused. Keys that change neither weights nor logits, such as
+`use_cache`, are not read. Dropout is not read: it belongs to a training, not to a model.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from megamix.model.sizes import effective, mlp_bias
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNSET_OR_ONE = (None, 1, 1.0)
-# The section's sizes that have a key of their own.
+# The sizes of the section [model], with config.json's key of each.
 GPT2_SIZES = {
     "vocab_size": "vocab_size", "seq_len": "n_positions", "hidden_size": "n_embd", "num_layers": "n_layer",
     "num_heads": "n_head", "ffn_hidden_size": "n_inner",
@@ -26,7 +26,7 @@ ROTARY_SIZES = {
     "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim", "ffn_hidden_size": "intermediate_size",
 }  # fmt: skip
-# Of keys that may be missing.
+# transformers' defaults of keys that config.json may lack.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8},
@@ -63,7 +63,7 @@ _LLAMA = {
     "norm": Location("model.norm"),
     "head": Location("lm_head"),
 }
-# A bias is as long as its weight.
+# Weights only: a bias is as long as its weight.
 _FACTORS: tuple[Factor, ...] = (
     ("embedding", 0, ("vocab_size",)),
     ("embedding", 1, ("hidden_size",)),
@@ -89,7 +89,7 @@ class GPT2Format(Format):
         ))  # fmt: skip
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # the first name of each
+        names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # reversed: the first name wins
         return {
             **self.sizes_of(effective(config)),
             "activation_function": names[config.activation], "layer_norm_epsilon": config.norm_eps,
@@ -105,7 +105,9 @@ class GPT2Format(Format):
 
 
 class RotaryFormat(Format):
-    """Llama's; Mistral's, a Llama where it has no window, exported as one; and Qwen's, of other biases and norms."""
+    """The format of Llama, of Mistral and of Qwen. A Mistral without a window is a Llama, and is exported as one. Qwen
+    has other biases and norms.
+    """
 
     def read(self, json: Json) -> ModelConfig:
         attention_bias, given = json.get("attention_bias", False), dict[str, Any]()
@@ -139,7 +141,7 @@ class RotaryFormat(Format):
                 scaling["original_max_position_embeddings"] = config.rope_scaling.original_seq_len
         return {
             **self.sizes_of(effective(config)), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
-            # The two keys of transformers 4, which 5 reads as well; 4 does not know 5's `rope_parameters`.
+            # transformers 4 and 5 both read these two keys; 4 does not know 5's `rope_parameters`.
             "rope_theta": config.rope_theta, "rope_scaling": scaling, "attention_dropout": 0.0,
             "attention_bias": config.bias,
             **({"mlp_bias": mlp_bias(config)} if self.model_type == "llama" else {"use_sliding_window": False}),
@@ -159,15 +161,15 @@ class RotaryFormat(Format):
 
 
 def _possible(model: ModelConfig) -> ModelConfig:
-    """Raises: ValueError naming a size that does not go with the others."""
+    """Return the section. Raises: ValueError naming a size that does not go with the others."""
     for problem in model_problems(model):
         raise ValueError(f"config.json: {problem}")
     return model
 
 
 def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
-    """Theta, scaling, and what is in the way. The older form has theta beside `rope_scaling`, the newer one inside
-    `rope_parameters`.
+    """Return theta, the scaling, and the reasons to refuse them. The older form has theta beside `rope_scaling`, the
+    newer one inside `rope_parameters`.
     """
     rope = _first_set(json.get("rope_parameters"), json.get("rope_scaling"), {})
     if not isinstance(rope, Mapping):
@@ -198,8 +200,9 @@ def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
 
 
 def _windows(model_type: str, json: Json) -> list[str]:
-    """What is in the way of attention that looks back on all tokens: a window shorter than a sequence, in all layers of
-    Mistral, in Qwen's that `layer_types` names, or from `max_window_layers` on.
+    """Return the reason to refuse a model whose attention window is shorter than a sequence: ours looks back on all
+    tokens. Mistral's window is in all layers; Qwen's is in those that `layer_types` names, or from `max_window_layers`
+    on.
     """
     window, kinds = json.get("sliding_window", 4096), _first_set(json.get("layer_types"), [])
     if not isinstance(kinds, list):
@@ -236,7 +239,7 @@ def _refuse(json: Json, problems: list[str]) -> None:
 
 
 def _first_set(*values: Any) -> Any:
-    """The first that is not null: a key that is there with nothing in it is one that is not there."""
+    """Return the first value that is not null. A key with the value null counts as missing."""
     return next(value for value in values if value is not None)
 
 

@@ -1,6 +1,7 @@
-"""What a token sees: of packed sequences its own document, and no later tokens; of a text what came before.
+"""The context that a token sees: in a packed sequence its own document, without later tokens; in generation the text so
+far.
 
-What attention has computed of that is kept, so that a new token costs one position and not the whole text.
+Generation keeps the keys and values of the text so far, so a new token costs one position and not the whole text.
 """
 
 from dataclasses import dataclass
@@ -13,26 +14,28 @@ from torch import Tensor
 class Documents:
     """The documents of a batch in one of three forms."""
 
-    # Those of all pieces of documents, one sequence after the other; they add up to B * T.
+    # Lengths of all pieces of documents, one sequence after the other; they add up to B * T.
     lengths: tuple[int, ...] = ()
     mask: Tensor | None = None  # BOOL (B, 1, T, T): whether a row's token sees a column's
-    # INT32 (entries,): where each begins among the B * T tokens, one sequence after the other; B * T from the end on.
+    # INT32 (entries,): index of each document's first token among the B * T, one sequence after the other; B * T in the
+    # entries behind the last document.
     borders: Tensor | None = None
 
 
-# Tokens a document for which `borders` has room: FlashAttention's backward puts 128 rows of FP32 between two documents,
-# so its scratch is at most doubled, and its kernels start for each entry. Not measured on a GPU.
+# Tokens per entry of `borders`. FlashAttention's backward puts 128 rows of FP32 between two documents, so 128 tokens
+# per entry at most double its scratch memory. Its kernels also start once for each entry. Not measured on a GPU.
 TOKENS_A_BORDER = 128
 
 
 def most_borders(positions: Tensor) -> int:
-    """Return how many documents (B, T) positions may have to be told by their borders, whatever they are."""
+    """Return the number of entries of `borders` for positions (B, T): the most documents that this form can tell."""
     return max(len(positions), positions.numel() // TOKENS_A_BORDER)
 
 
 def find_borders(positions: Tensor) -> Documents:
-    """Return the documents that INT64 positions (B, T) begin at each 0, and anew in each sequence, for kernels that
-    take their borders. There may be at most `most_borders`; the device alone counts them.
+    """Return the documents of a batch as borders, for kernels that take them. `positions`: INT64 (B, T). A document
+    begins at each 0, and at the start of each sequence. There must be at most `most_borders`; the host does not wait
+    for their number.
     """
     starts, end = positions == 0, positions.numel()
     starts[:, 0] = True
@@ -41,17 +44,17 @@ def find_borders(positions: Tensor) -> Documents:
 
 
 def find_documents(positions: Tensor, as_mask: bool) -> Documents | None:
-    """Return the same documents in another form.
+    """Return the same documents as a mask or as lengths.
 
-    as_mask: needed where shapes must not depend on the data, as on a GPU (reading them would wait for it) and in
-    compiled code. Without, attention runs once a document, at the cost of its own tokens alone, and None is returned
-    for sequences that hold one document each.
+    as_mask: needed if shapes must not depend on the data, as on a GPU (the host would wait to read them) and in
+    compiled code. Without it attention runs once per document, at the cost of the document's own tokens, and None is
+    returned if each sequence is one document.
     """
     starts = positions == 0
     if as_mask:
         numbers = starts.cumsum(-1)
         return Documents(mask=(numbers[:, None, :, None] == numbers[:, None, None, :]).tril())
-    starts[:, 0] = True  # what was cut off at the end of the sequence before goes on by itself
+    starts[:, 0] = True  # the rest of a document cut off at a sequence's end is a document of its own
     if int(starts.sum()) == len(starts):
         return None
     begin = starts.flatten().nonzero().flatten()
@@ -60,8 +63,8 @@ def find_documents(positions: Tensor, as_mask: bool) -> Documents | None:
 
 
 class BlockCache:
-    """Keys and values of one block, (B, room, kv_heads, head_dim), allocated once: by the first ones, which tell how
-    many heads this process computes.
+    """Keys and values of one block, (B, room, kv_heads, head_dim). They are allocated once, when the first ones come
+    and show how many heads this process computes.
     """
 
     def __init__(self, room: int) -> None:
@@ -69,7 +72,7 @@ class BlockCache:
         self._keys = self._values = torch.empty(0)
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep those of the next T positions; all so far.
+        """Keep the keys and values of the next T positions. Return those of all positions so far.
 
         Shapes: (B, T, kv_heads, head_dim) -> views (B, length, kv_heads, head_dim).
         """
@@ -83,23 +86,23 @@ class BlockCache:
 
 
 class KeyValueCache:
-    """Those of all blocks, for texts of up to `room` tokens each."""
+    """Keys and values of all blocks, for texts of up to `room` tokens each."""
 
     def __init__(self, num_layers: int, room: int) -> None:
         self.blocks = [BlockCache(room) for _ in range(num_layers)]
 
     @property
     def length(self) -> int:
-        """Positions that every block that looks back has seen."""
+        """Return the number of positions that every block with attention has seen."""
         return max(block.length for block in self.blocks)
 
     def places(self, tokens: Tensor) -> Tensor:
-        """Positions of the tokens that come next, INT64 (1, T)."""
+        """Return the positions of the tokens that come next, INT64 (1, T)."""
         return torch.arange(self.length, self.length + tokens.shape[1], device=tokens.device)[None]
 
     def seen(self, tokens: Tensor) -> Documents | None:
-        """Return what each of them sees, itself and all before, as a mask (1, 1, T, length + T); None for the first
-        tokens.
+        """Return what each new token sees, itself and all before it, as a mask (1, 1, T, length + T); None for the
+        first tokens of a text.
         """
         if not self.length:
             return None

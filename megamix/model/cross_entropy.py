@@ -1,7 +1,7 @@
-"""The head and the loss as one: cross entropy in FP32 from hidden states, a few rows of logits at a time.
+"""Head and loss in one function: cross entropy in FP32 from hidden states, with a few rows of logits at a time.
 
 Full logits are the largest tensor of a step by far (vocab_size / hidden_size times the residual stream), and their
-gradient is as large again; here neither is ever held.
+gradient is as large again. This function never holds either.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,16 +17,16 @@ from megamix.machine import native_halves
 from megamix.model import wide
 from megamix.model.wide import apply
 
-# Slopes lie in [-1, 1], those of rare tokens near 1 / vocab_size, where FP16 has few digits left. An exact power of two
-# that still fits, 2**15 < 65504, and that is divided out again in FP32.
+# Slopes lie in [-1, 1]. Those of rare tokens are near 1 / vocab_size, where FP16 has few digits left. So slopes are
+# multiplied by a power of two, which is exact and fits (2**15 < 65504), and divided by it again in FP32.
 SLOPE_SCALE = 2.0**15
 
 Slopes = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def slopes(logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
-    """Return the log-likelihood of each target; write the loss's slope by each logit, times SLOPE_SCALE, into `slope`,
-    which may be the logits themselves.
+    """Return the log-likelihood of each target. Write the slope of the loss by each logit, times SLOPE_SCALE, into
+    `slope`, which may be the same tensor as `logits`.
 
     Shapes: logits FP32 (rows, vocab), targets INT64 (rows,), slope half or FP32 (rows, vocab) -> FP32 (rows,).
     """
@@ -35,34 +35,36 @@ def slopes(logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
     log_share = logits.log_softmax(1)
     log_likelihood = log_share.gather(1, target).where(counts, 0).squeeze(1)
     share = log_share.exp_()
-    if torch.compiler.is_compiling():  # into one kernel, which a scatter would divide in three
+    if torch.compiler.is_compiling():  # one kernel; a scatter would make three of it
         share = share - (torch.arange(share.shape[1], device=share.device) == target).float()
-    else:  # without a pass over all logits
+    else:  # a scatter saves a pass over all logits
         share.scatter_add_(1, target, torch.full_like(target, -1, dtype=share.dtype))
     slope.copy_(share.mul_(counts * SLOPE_SCALE))
     return log_likelihood
 
 
 def compiled_slopes() -> Slopes:
-    """Return `slopes` compiled, on a GPU with one order of sums in every process."""
+    """Return `slopes`, compiled. On a GPU its sums have the same order in every process."""
     return torch.compile(slopes, dynamic=False, options={"deterministic": True})
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """hidden (N, H), weight (V, H), targets INT64 (N,) -> FP32 (): the sum over all targets but IGNORE, over N.
+    """Head and loss: hidden (N, H), weight (V, H), targets INT64 (N,) -> FP32 (), the sum over all targets but IGNORE,
+    divided by N.
 
-    Both gradients are made in forward, while a chunk's logits are there (with them in backward the logits would be
-    computed twice), in FP32, since the loss scale is not yet known; backward multiplies and rounds once. On a CPU FP16
-    is computed in FP32, and BF16 where it has no arithmetic for it; else products are those of the inputs' dtype: on a
-    GPU summed and left in FP32, on a CPU rounded to BF16 once a chunk.
+    Forward makes both gradients while a chunk's logits are there; in backward the logits would be computed a second
+    time. The gradients are FP32, since the loss scale is not known yet. Backward multiplies by it and rounds once.
 
-    torch 2.13's own F.linear_cross_entropy returns a half loss (0.05 off in BF16) and rounds FP16 gradients before the
+    A CPU computes FP16 in FP32, and BF16 too if it has no BF16 arithmetic. Otherwise products have the inputs' dtype: a
+    GPU sums them in FP32 and leaves them there, a CPU rounds them to BF16 once per chunk.
+
+    torch 2.13's own F.linear_cross_entropy returns a half loss (0.05 off in BF16), and rounds FP16 gradients before the
     loss scale (7 times the error here).
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slopes: Slopes, with_grads: bool) -> Tensor:
-        # FP16 always: its slopes, which a CPU rounds to the products' dtype, would be too small for it.
+        # A CPU always widens FP16: it would round slopes to FP16, and they are too small for that.
         widens = hidden.is_cpu and (hidden.dtype == torch.float16 or hidden.dtype not in native_halves())
         dtype = torch.float32 if widens else hidden.dtype
         wide_weight = weight.to(dtype)
@@ -102,20 +104,20 @@ def _parts(x: Tensor) -> Iterator[slice]:
 def _slopes_by_parts(slopes: Slopes, logits: Tensor, targets: Tensor, slope: Tensor, log_likelihood: Tensor) -> None:
     for part in _parts(logits):
         wide_logits = logits[part].float()
-        # One tensor twice where it is read and written: two views of it would be two tensors to the compiler.
+        # Pass one tensor as input and output where they are the same: the compiler takes two views for two tensors.
         into = wide_logits if slope is logits and logits.dtype == torch.float32 else slope[part]
         log_likelihood[part] = slopes(wide_logits, targets[part], into)
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """one @ other, on a GPU left in FP32."""
+    """Return one @ other; on a GPU the result stays in FP32."""
     if one.device.type != "cpu" and one.dtype != torch.float32:
         return torch.mm(one, other, out_dtype=torch.float32)
     return one @ other
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one @ other, in FP32 and without a second tensor of total's size."""
+    """Add one @ other to total, in FP32 and without a second tensor of total's size."""
     if one.dtype == torch.float32:
         total.addmm_(one, other)
         return
@@ -124,7 +126,7 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def _scaled(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP32 wide * factor, rounded once to dtype; wide stays as it is, for a second backward."""
+    """Return FP32 wide * factor, rounded once to dtype. `wide` is unchanged, for a second backward."""
     out = torch.empty_like(wide, dtype=dtype)
     for rows in _parts(wide):
         out[rows] = wide[rows] * factor
@@ -132,9 +134,10 @@ def _scaled(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, slopes: Slopes = slopes) -> Tensor:
-    """Cross entropy of the logits hidden @ weight.T: its sum over all targets but IGNORE, over the number of all.
+    """Return the cross entropy of the logits hidden @ weight.T: its sum over all targets but IGNORE, divided by the
+    number of all targets.
 
-    Shapes: hidden (..., H), weight (V, H) of the same dtype, targets INT64 (...) -> FP32 (). `slopes` may be a compiled
-    form of the function of that name.
+    Shapes: hidden (..., H), weight (V, H) of the same dtype, targets INT64 (...) -> FP32 ().
+    `slopes`: the function of that name, or a form of it that is compiled or divided over ranks.
     """
     return apply(LinearCrossEntropy, hidden.flatten(0, -2), weight, targets.flatten(), slopes, torch.is_grad_enabled())

@@ -1,4 +1,4 @@
-"""What every family of models is made of, as a plain module: tokens in, logits or loss out."""
+"""The base class of every family of models, a plain module: tokens in, logits or loss out."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from megamix.model.formats import Format
 from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, param_rules
 from megamix.model.ops import Ops, takes_borders
 
-EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter, if it is tied
+EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter if they are tied
 
 
 class Branch(nn.Module):
-    """What a block adds to the residual stream: column-parallel layers first, a row-parallel one at the end.
+    """A part of a block whose result is added to the residual stream: column-parallel layers first, a row-parallel
+    layer at the end.
 
-    Its first argument is hidden states of all positions, also where ranks divide these between branches.
+    Its first argument is hidden states of all positions, even if ranks divide the positions between branches.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one part of a model, undivided."""
+    """The cost of one undivided part of a model."""
 
     params: int
-    flops: int  # of a token in a full sequence, forward and backward; what recompute repeats is not counted
+    flops: int  # operations of a token in a full sequence, forward and backward; recompute's repeats do not count
 
     @staticmethod
     def of(*parts: nn.Module) -> Cost:
-        """Count parameters, and what the modules say of themselves in `flops`."""
+        """Count parameters, and add up the operations that the modules give in `flops`."""
         modules = [module for part in parts for module in part.modules()]
         params = [param for module in modules for param in module.parameters(recurse=False)]
         return Cost(sum(map(Tensor.numel, params)), sum(getattr(module, "flops", 0) for module in modules))
@@ -44,36 +45,38 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of all parts of a model; a tied table is in the first and in the last one."""
+    """The costs of all parts of a model. A tied table counts in the first and in the last part."""
 
-    first: Cost  # the tables that look tokens and positions up
+    first: Cost  # embeddings of tokens and positions
     blocks: Sequence[Cost]
     last: Cost  # norm and head
-    tied_params: int  # that first and last share
+    tied_params: int  # parameters that first and last share
 
     @property
     def total(self) -> Cost:
-        """Of the whole model, what is shared once."""
+        """Return the cost of the whole model; shared parameters count once."""
         parts = (self.first, *self.blocks, self.last)
         return Cost(sum(part.params for part in parts) - self.tied_params, sum(part.flops for part in parts))
 
 
 class Decoder(nn.Module):
-    """Token embedding, `blocks`, final norm and head. A family is a subclass: it says how its blocks are built, and
-    their layers say how they are drawn and divided over ranks and what they compute (megamix/model/layers.py).
+    """Token embedding, `blocks`, final norm and head. A family is a subclass, which builds its blocks. The blocks'
+    layers say how they are drawn, how ranks divide them and what they cost (megamix/model/layers.py).
 
-    Parameters may be cast or pointed at other storage after construction: nothing of them is cached.
+    Parameters may be cast, or pointed at other storage, after construction: the model caches nothing of them.
     """
 
     name: ClassVar[str]  # `family` in the section [model]
-    section: ClassVar[type[DecoderConfig]]  # the other keys there
-    formats: ClassVar[Sequence[Format]] = ()  # of Hugging Face
-    # Parameters of two dims that are no maps from hidden states to hidden states, by pattern.
+    section: ClassVar[type[DecoderConfig]]  # form of the other keys in [model]
+    formats: ClassVar[Sequence[Format]] = ()  # Hugging Face formats of the family
+    # Patterns of parameters of two dims that do not map hidden states to hidden states.
     tables: ClassVar[Sequence[str]] = (EMBEDDING_WEIGHT, "position_embedding.weight", HEAD_WEIGHT)
-    config: Any  # its own section, as in all that a family overrides
+    config: Any  # a `section`; typed Any wherever a family overrides
 
     def __init__(self, config: DecoderConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
-        """`like`: for a model of other length, the layers whose blocks it has, in their order; None: of all layers."""
+        """Build the modules and draw their weights. `like`: the layers whose blocks the model gets, in this order, for
+        a model of another length; None: all layers.
+        """
         super().__init__()
         like = range(config.num_layers) if like is None else like
         self.config, self.ops = config.model_copy(update={"num_layers": len(like)}), ops or Ops()
@@ -88,72 +91,76 @@ class Decoder(nn.Module):
         self.rules = param_rules(self)
         self.reset_parameters()
         if config.compile:
-            # Never the whole model: its gradients would all become ready at the very end of backward.
-            for block in self.blocks:  # one graph serves all that are alike
+            # Blocks are compiled one by one: a whole compiled model's gradients all become ready at backward's end.
+            for block in self.blocks:  # blocks that are alike share one graph
                 block.compile(dynamic=False)
 
     @property
     def units(self) -> list[nn.Module]:
-        """The parts that run one after the other, each with parameters that the others do not read, unless tied."""
+        """Return the parts that run one after the other. None reads another's parameters, unless they are tied."""
         tables = (self.embedding, self.position_embedding)
         return [*(table for table in tables if table is not None), *self.blocks, self.head]
 
     def block(self, config: Any, layer: int) -> nn.Module:
-        """Build one. It is called with hidden states half (B, T, hidden_size), the rotary tables' rows, documents and
-        cache (megamix/model/context.py), each of these None where there is none, and gives hidden states. Dropout and
-        whatever else of its own sees single positions computes with its attribute `ops`.
+        """Build the block of a layer. The block is called with hidden states, half (B, T, hidden_size), the rotary
+        tables' rows, documents and cache (megamix/model/context.py), each of these three None if there is none. It
+        returns hidden states. Its own operations on single positions, such as dropout, must go through its attribute
+        `ops`.
         """
         raise NotImplementedError
 
     @classmethod
     def kind(cls, config: Any, layer: int) -> Hashable:
-        """Return the same for blocks that are alike: of each kind one is built to know what all of them cost."""
+        """Return a layer's kind, the same for blocks that are alike. One block of each kind is built to know the cost
+        of all.
+        """
         return 0
 
     def positions(self) -> tuple[Embedding | None, RotaryTable | None]:
-        """Build what tells a token its place: a table that is added, or one that blocks are called with."""
+        """Build the tables of positions: an embedding that is added to the tokens', or rotary tables for the blocks."""
         return None, None
 
     def head_dim(self) -> int:
-        """Return the size of a head, if all attention is that of `ops`: it may know documents by their borders then.
-        0: blocks may look at the other forms themselves.
+        """Return the size of a head if all attention is `ops.attention`, which may get documents as borders. Return 0
+        if blocks read `Documents` themselves: they then never get borders.
         """
         return 0
 
     def last_norm(self) -> nn.Module:
-        """Build the norm in front of the head."""
+        """Build the norm before the head."""
         return RMSNorm(self.config.hidden_size, 1e-5, self.ops)
 
     @classmethod
     def fused(cls, config: Any) -> dict[str, Sequence[int]]:
-        """Return the parameters that hold several matrices one below the other, by pattern: the rows of each."""
+        """Return the parameters that hold several matrices one below the other: by pattern, the rows of each matrix."""
         return {}
 
     @classmethod
     def effective(cls, config: Any) -> dict[str, Any]:
-        """Return the section's values, those that are not set replaced by what they come to."""
+        """Return the section's values, with unset ones replaced by the values in effect."""
         return dict(config)
 
     @classmethod
     def table_bytes(cls, config: Any) -> int:
-        """Return those of tables for seq_len positions that are no parameters: nothing on the disk confirms them."""
+        """Return the bytes of tables for seq_len positions that are no parameters: no file's tensors confirm them."""
         return 0
 
     @classmethod
     def alike(cls, config: DecoderConfig) -> list[int]:
-        """Return for each layer the first one that has a block of its kind."""
+        """Return for each layer the first layer with a block of the same kind."""
         first: dict[Hashable, int] = {}
         return [first.setdefault(cls.kind(config, layer), layer) for layer in range(config.num_layers)]
 
     @classmethod
     def on_meta(cls, config: DecoderConfig, like: Sequence[int] | None = None) -> Self:
-        """Return the modules without memory, not compiled, in the dtype that is torch's default. `like`: as above."""
+        """Return the modules on the meta device, not compiled, in torch's default dtype. `like`: as for `__init__`."""
         with torch.device("meta"):
             return cls(config.model_copy(update={"compile": False}), like=like)
 
     @classmethod
     def sketch(cls, config: DecoderConfig) -> Self:
-        """Return the modules without memory, one block in the place of all of its kind: to build a thousand takes 20 s.
+        """Return the modules on the meta device, with one block in place of all of its kind: building a thousand blocks
+        takes 20 s.
 
         Raises: ValueError if a parameter is larger than any memory.
         """
@@ -168,7 +175,9 @@ class Decoder(nn.Module):
 
     @classmethod
     def part(cls, config: DecoderConfig, layers: Sequence[int]) -> Self:
-        """Return the whole model with these layers' blocks alone, ascending: a rank's few are not built with all."""
+        """Return the model with the blocks of `layers` only, ascending: a rank does not build the others. The other
+        blocks are empty modules.
+        """
         model = cls(config, like=layers)
         blocks = dict(zip(layers, model.blocks, strict=True))
         model.blocks = nn.ModuleList(blocks.get(layer, nn.Module()) for layer in range(config.num_layers))
@@ -177,7 +186,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def costs(cls, config: DecoderConfig) -> Costs:
-        """Count what each part of such a model costs."""
+        """Return the cost of each part of a model of this configuration."""
         model = cls.sketch(config)
         tables = (model.embedding, model.position_embedding)
         return Costs(
@@ -189,7 +198,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def shapes(cls, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Return those of all parameters of such a model, a shared one under its first name.
+        """Return the shapes of all parameters of such a model. A shared one has its first name.
 
         Raises: as `sketch`.
         """
@@ -199,17 +208,17 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew by their rules. The seed that torch.manual_seed has set alone decides them."""
+        """Draw all weights by their rules. They depend only on the seed that torch.manual_seed has set."""
         self.tie()
         seed = torch.initial_seed()
         for name, parameter in self.named_parameters():
-            if not parameter.is_meta:  # nothing to draw
+            if not parameter.is_meta:  # a meta tensor has no values to draw
                 shape = tuple(parameter.shape)
                 block = [slice(0, size) for size in shape]
                 self.rules[name].fill(parameter.view(-1), seed=seed, name=name, full_shape=shape, block=block)
 
     def tie(self) -> None:
-        """Let the head read the embedding table, if it shall: to_empty() unties what was made on the meta device."""
+        """Tie the head to the embedding table, if the section says so. to_empty() unties what was made on meta."""
         if self.config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
@@ -223,18 +232,20 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
         layers: range | None = None,
     ) -> Tensor:
-        """Logits in the parameters' dtype or, with targets, their loss in FP32: the sum of the cross entropies of all
-        targets but IGNORE, divided by B * T.
+        """Return logits in the parameters' dtype or, with targets, the loss in FP32: the sum of the cross entropies of
+        all targets but IGNORE, divided by B * T.
 
-        positions: of each token in its document, None for 0 to T - 1. Where they restart at 0 a packed sequence's next
-        document begins; attention never crosses from one into another.
-        num_documents: how many there are at most, 0 if that is not known. If few, a GPU in half needs no mask.
-        cache: tokens follow those that it has seen, as one document; logits of the last one alone.
-        layers: the blocks to pass, None for all. Without the first one `tokens` are what the block before them has
-        given, without the last one the result is what these give, both (B, T, hidden_size) in the parameters' dtype;
-        targets are to be given then, which tell T where ranks divide the positions of these.
+        positions: each token's position in its document; None for 0 to T - 1. The next document of a packed sequence
+        begins at each 0. Attention never crosses from one document into another.
+        num_documents: upper bound of the number of documents, 0 if it is not known. If they are few, a GPU in half
+        needs no mask.
+        cache: the tokens follow those that the cache has seen, as one document. Only the last token's logits are
+        returned.
+        layers: the blocks to run; None for all. Without the first block `tokens` are the hidden states of the block
+        before; without the last one the result is hidden states. Both are (B, T, hidden_size) in the parameters' dtype.
+        Targets must be given then: they tell T if ranks divide the positions of the hidden states.
         Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size), with cache (B, 1, vocab_size), or ().
-        Positions of (1, T) or (T,) are those of every sequence.
+        Positions (1, T) or (T,) hold for every sequence.
         Raises: ValueError if T exceeds seq_len.
         """
         layers = range(self.config.num_layers) if layers is None else layers
@@ -275,7 +286,7 @@ class Decoder(nn.Module):
         if self.config.recompute != "full":
             out: Tensor = block(x, *context)
             return out
-        # With dropout the generator's state is kept, a few KB a block, so that the same elements are dropped again.
+        # With dropout the generator's state is kept, a few KB per block: backward must drop the same elements again.
         replays = self.training and self.config.dropout > 0
         again: Tensor = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=replays)
         return again

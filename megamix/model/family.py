@@ -1,4 +1,4 @@
-"""A model of the family that its configuration names, and what such a model comes to without building it."""
+"""The family that a configuration names, and the size of its model, known without building it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from megamix.plugins import FAMILIES
 
 
 def families() -> list[type[Decoder]]:
-    """Return those that are built in, and those of plugins."""
+    """Return all families: the built-in one, and those of plugins."""
     return [Transformer, *FAMILIES.registered.values()]
 
 
 def family_of(config: DecoderConfig) -> type[Decoder]:
-    """Return the family whose section it is: called with the configuration, it builds the model."""
+    """Return the family that a section belongs to: a class, which builds the model when called with the section."""
     found = [family for family in families() if isinstance(config, family.section)]
-    # A section may inherit another family's: its own is the longest. Of families that share one, the name tells.
+    # A section may inherit another family's: the family's own has the longest MRO. If several families share a section,
+    # `config.family` decides.
     return max(found, key=lambda family: (len(family.section.__mro__), family.name == config.family))
 
 
 def section_of(table: Mapping[str, Any]) -> type[DecoderConfig]:
-    """Return the section [model] that such keys are of."""
+    """Return the class of the section [model] to which a table of keys belongs."""
     return cast(type[DecoderConfig], FAMILY.section(table, {}))
 
 
 def parameter_count(config: DecoderConfig) -> int:
-    """Return all parameters, shared ones once."""
+    """Return the number of parameters; shared ones count once."""
     return family_of(config).costs(config).total.params
 
 
 def flops_per_token(config: DecoderConfig) -> int:
-    """Forward and backward of one token in a full sequence: 6 per weight that multiplies it and, for attention, 12 per
-    layer, head, number of a head and position; the causal half is not subtracted, recompute is never counted.
+    """Return the operations of forward and backward for one token in a full sequence: 6 per weight that multiplies it
+    and, for attention, 12 per layer, head, element of a head and position. The causal half is not subtracted, and
+    recompute is never counted.
     """
     return family_of(config).costs(config).total.flops

@@ -1,4 +1,4 @@
-"""A family's models as Hugging Face has them: the names of tensors and of the keys in config.json."""
+"""Hugging Face formats of a family's models: the names of tensors, and of the keys in config.json."""
 
 from __future__ import annotations
 
@@ -11,49 +11,53 @@ from pydantic import ValidationError
 from megamix.config import DecoderConfig
 
 Json = Mapping[str, Any]
-_SHOWN = 80  # characters
+_SHOWN = 80  # characters of a foreign value in a message
 LIBRARY = "any other model trains through the library, see docs/library.md"
 
 
 class Location(NamedTuple):
-    """Where a module's weight and bias lie: a name, `{}` for the block's number."""
+    """The place of a module's weight and bias in a Hugging Face folder: a name, with `{}` for the block's number."""
 
     name: str
-    part: int = 0  # of a tensor that holds several of our modules behind each other
-    transposed: bool = False  # whether a matrix is stored (in, out)
+    part: int = 0  # index of the module in a tensor that holds several of our modules one after the other
+    transposed: bool = False  # whether a matrix is stored as (in, out)
 
 
-# A module, a dim of its weight as (out, in), and the sizes of the section [model] whose product that is.
+# A module, a dim of its weight as (out, in), and the sizes of the section [model] whose product that dim must be.
 Factor = tuple[str, int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Format:
-    """One `model_type`. Where config.json holds more than sizes, a subclass says how it is read and written."""
+    """One `model_type`. If config.json holds more than sizes, a subclass reads and writes it."""
 
     model_type: str
     architecture: str
-    base: str  # what all names but the head's begin with; a folder saved without the head leaves it out
-    places: Mapping[str, Location]  # by our module's name, `blocks` without its number
-    size_keys: Mapping[str, str]  # config.json's name of the sizes in the section [model]
+    base: str  # prefix of all tensor names but the head's; a folder saved without the head has no prefix
+    places: Mapping[str, Location]  # by our module's name, with `blocks` in place of `blocks.N`
+    size_keys: Mapping[str, str]  # config.json's keys, by the size's name in the section [model]
     section: type[DecoderConfig]
-    factors: tuple[Factor, ...] = ()  # by which sizes are held against the tensors, before anything is built by them
+    factors: tuple[Factor, ...] = ()  # the sizes to compare with the tensors before anything is built
 
     def read(self, json: Json) -> DecoderConfig:
-        """Read a config.json. Raises: ValueError naming what our model does not do, or the keys that are missing."""
+        """Return the section that a config.json describes. Raises: ValueError naming a setting that our model does not
+        compute, or a missing key.
+        """
         config: DecoderConfig = self.config_of(json)
         return config
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Return the keys of config.json that are not every model's."""
+        """Return the keys of config.json that belong to this format; others are the same for every model."""
         return self.sizes_of(dict(config))
 
     def allowed(self, config: Any) -> dict[str, tuple[Any, ...]]:
-        """Return the values that it has, by key of the section [model]; of a key that is left out any."""
+        """Return the values that this format can express, by key of the section [model]. A key that is left out may
+        have any value.
+        """
         return {}
 
     def config_of(self, json: Json, **values: Any) -> Any:
-        """Return the section of these values and of the sizes in config.json. Raises: ValueError naming a key."""
+        """Build the section from these values and the sizes in config.json. Raises: ValueError naming a key."""
         values["init_std"] = json.get("initializer_range", 0.02)
         values.setdefault("tie_embeddings", json.get("tie_word_embeddings", True))
         for ours, theirs in self.size_keys.items():
@@ -68,19 +72,19 @@ class Format:
             raise ValueError(f"config.json: {first_problem(error, self.size_keys)}") from None
 
     def sizes_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the section's sizes by config.json's names."""
+        """Return the section's sizes by config.json's keys."""
         return {theirs: values[ours] for ours, theirs in self.size_keys.items()}
 
 
 def first_problem(error: ValidationError, keys: Mapping[str, str]) -> str:
-    """Return the first of pydantic's complaints, in one line, by config.json's name of the key."""
+    """Return pydantic's first error as one line, with config.json's name of the key."""
     problem = error.errors()[0]
     key = ".".join(keys.get(str(name), str(name)) for name in problem["loc"])
     return f"{key}: got {shown(problem['input'])}: {problem['msg']}"
 
 
 def shown(value: Any) -> str:
-    """Return a value of somebody else's file in a message: one line, and no longer than one."""
+    """Return a foreign file's value as text for a message: one short line."""
     try:
         text = repr(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Text from a model: one position a token as long as the text fits into seq_len, then a window that slides."""
+"""Sampling of text. As long as the text fits into seq_len a new token costs one position; then the window slides."""
 
 import contextlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 from megamix.model.context import KeyValueCache
 from megamix.model.decoder import Decoder
 
-LEAST_TEMPERATURE = 1e-6  # by a smaller one logits can be divided beyond FP32's range; 0 is what it comes to
+LEAST_TEMPERATURE = 1e-6  # logits divided by a smaller one could leave FP32's range; 0 has nearly the same effect
 
 
 @torch.no_grad()
@@ -22,12 +22,12 @@ def generate(
     top_p: float = 1.0,
     end_tokens: Sequence[int] = (),
 ) -> Tensor:
-    """Append up to max_new_tokens, each sampled from softmax(logits / temperature); temperature 0 takes the likeliest.
+    """Append up to max_new_tokens, each sampled from softmax(logits / temperature). Temperature 0 takes the likeliest.
 
-    top_p: sample from the likeliest tokens alone that together have at least this probability (nucleus sampling,
-    Holtzman et al. 2020, section 3.1). end_tokens: a text ends with any of them; its row is filled up with the last
-    token until all have ended.
-    Shapes: tokens INT64 (B, T), T at least 1 -> (B, T + up to max_new_tokens). The model sees the last seq_len of them.
+    top_p: sample only from the likeliest tokens that together reach this probability (nucleus sampling, Holtzman et al.
+    2020, section 3.1). end_tokens: a text ends with any of them. Its row repeats its last token until all texts have
+    ended.
+    Shapes: tokens INT64 (B, T), T at least 1 -> (B, T + up to max_new_tokens). The model sees the last seq_len tokens.
     Raises: ValueError for an empty prompt, logits that are not finite, and as `check_sampling`.
     """
     if tokens.shape[-1] == 0:
@@ -38,12 +38,12 @@ def generate(
     cache = KeyValueCache(model.config.num_layers, room)
     ends = tokens.new_tensor(end_tokens)
     ended = torch.zeros(tokens.shape[0], 1, dtype=torch.bool, device=tokens.device)
-    # Every length of the growing window would be compiled anew, up to torch's limit of 8.
+    # Run eagerly: torch would compile for every length of the growing window, up to its limit of 8.
     with torch.compiler.set_stance("force_eager") if model.is_compiled else contextlib.nullcontext():
         for _ in range(max_new_tokens):
             if tokens.shape[1] <= seq_len:
                 logits = model(tokens[:, cache.length :], cache=cache)
-            else:  # every token has moved to another position: nothing that was kept holds any more
+            else:  # the window slides: every token has another position, so the cache is no longer valid
                 logits = model(tokens[:, -seq_len:])
             new = _sample(logits[:, -1].float(), temperature, generator, top_p)
             new = torch.where(ended, tokens[:, -1:], new)
@@ -54,10 +54,10 @@ def generate(
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    """Raises: ValueError naming what is out of its range."""
+    """Refuse settings out of range. Raises: ValueError naming the setting."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}: pass for example 128")
-    if temperature != 0 and not temperature >= LEAST_TEMPERATURE:  # NaN is not, either
+    if temperature != 0 and not temperature >= LEAST_TEMPERATURE:  # refuses NaN, too
         raise ValueError(
             f"temperature must be 0 (likeliest token) or {LEAST_TEMPERATURE:g} and more, got {temperature}: pass for "
             "example 0.8"
@@ -67,15 +67,15 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
 
 
 def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None, top_p: float = 1.0) -> Tensor:
-    """FP32 (B, vocab_size) -> INT64 (B, 1)."""
-    if not torch.isfinite(logits.amax(-1)).all():  # -inf is a token that must not come
+    """Sample one token per row. Shapes: logits FP32 (B, vocab_size) -> INT64 (B, 1)."""
+    if not torch.isfinite(logits.amax(-1)).all():  # a single logit may be -inf: that token never comes
         raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     shares = torch.softmax(logits / temperature, -1)
     if top_p < 1:
         ordered, places = shares.sort(-1, descending=True)
-        # Before a token lie those that are likelier: once they reach top_p, it is not needed any more.
+        # Drop a token once the likelier tokens before it reach top_p together.
         ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
         shares = torch.zeros_like(shares).scatter_(-1, places, ordered)
     return torch.multinomial(shares, 1, generator=generator)

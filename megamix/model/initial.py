@@ -1,10 +1,10 @@
-"""Initial weights by a counter: each element is a pure function of seed, parameter and place. So a rank draws what it
-owns and nothing else, and no layout, no piece in which it is drawn and no number of threads changes a bit.
+"""Initial weights by a counter: each element is a pure function of seed, parameter and place. So a rank draws only what
+it owns, and neither the layout, nor the piece in which an element is drawn, nor the number of threads changes a bit.
 
-The bits are those of SplitMix64 (Steele, Lea and Flood 2014, Fast splittable pseudorandom number generators), a stream
-for each parameter; 64 of them give two neighbours in a row, normal by Box and Muller (1958). Logarithm, sine and cosine
-are series here, of FP32 sums, products, quotients and roots alone: these are rounded alike on every machine, libraries'
-functions are not. So a GPU's run begins with the weights of a CPU's, too.
+The bits come from SplitMix64 (Steele, Lea and Flood 2014, Fast splittable pseudorandom number generators), with a
+stream for each parameter. 64 bits give two neighbours in a row, normal by Box and Muller (1958). Logarithm, sine and
+cosine are series of FP32 sums, products, quotients and roots, which every machine rounds alike; libraries' functions
+differ. So runs on a GPU and on a CPU begin with the same weights.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_PIECE = 1 << 14  # pairs of elements drawn at once: what they pass through stays in cache
+_PIECE = 1 << 14  # pairs of elements drawn at once, so that intermediate arrays stay in cache
 _ROOT_HALF, _SIGN = 0x3F3504F3, np.uint32(1 << 31)  # bits of FP32
-# Series of Taylor, the highest power first: within FP32's rounding where they are used.
+# Taylor series, the highest power first. They are exact to FP32's rounding in the range where they are used.
 _ARTANH = [2 / k for k in (7, 5, 3, 1)]  # 2 artanh(x) / x by x**2
 _SIN = [(-1) ** (k // 2) / math.factorial(k) for k in (9, 7, 5, 3, 1)]  # sin(x) / x by x**2
 _COS = [(-1) ** (k // 2) / math.factorial(k) for k in (8, 6, 4, 2, 0)]
@@ -29,8 +29,8 @@ _COS = [(-1) ** (k // 2) / math.factorial(k) for k in (8, 6, 4, 2, 0)]
 def draw_normal(
     out: Tensor, std: float, *, seed: int, name: str, full_shape: Sequence[int], block: Sequence[slice], first: int = 0
 ) -> None:
-    """Fill `out`, FP32 (n,), with the elements from number `first` on of a block of the parameter, flattened: normal,
-    of mean 0. They are drawn on the CPU, whole rows of the block at a time.
+    """Fill `out`, FP32 (n,), with normal values of mean 0: the elements of a parameter's flattened block, from number
+    `first` on. They are drawn on the CPU, whole rows of the block at a time.
 
     `block`: one slice of `full_shape` for each dim.
     """
@@ -51,7 +51,9 @@ def draw_normal(
 
 
 def _stream(seed: int, name: str) -> tuple[np.uint64, np.uint64]:
-    """Return a parameter's key and its odd gamma, of which too few bit changes would make a weak stream."""
+    """Return a parameter's key and its odd gamma. A gamma with too few changes between neighbouring bits would make a
+    weak stream, so it is changed.
+    """
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     key, gamma = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little") | 1
     if (gamma ^ gamma >> 1).bit_count() < 24:
@@ -60,7 +62,7 @@ def _stream(seed: int, name: str) -> tuple[np.uint64, np.uint64]:
 
 
 def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return SplitMix64's output for each state, in its place."""
+    """Return SplitMix64's output for each state, computed in place."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state ^= state >> np.uint64(shift)
         state *= np.uint64(factor)
@@ -70,7 +72,7 @@ def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _normals(bits: NDArray[np.uint64], std: float) -> NDArray[np.float32]:
     """Return two normal numbers for each 64 bits, side by side. Shapes: (rows, n) -> (rows, 2 n)."""
-    # The distance from 0: sqrt(-2 ln u), u in (0, 1] by 32 bits as 2**exponent * m, m in [sqrt(1/2), sqrt(2)).
+    # The distance from 0 is sqrt(-2 ln u). u in (0, 1] has 32 bits and is 2**exponent * m, m in [sqrt(1/2), sqrt(2)).
     low, high = bits.astype(np.uint32), (bits >> np.uint64(32)).astype(np.uint32)
     m = (high.astype(np.float32) + np.float32(0.5)).view(np.int32)
     m += 0x3F800000 - _ROOT_HALF
@@ -84,7 +86,7 @@ def _normals(bits: NDArray[np.uint64], std: float) -> NDArray[np.float32]:
     log += exponent.astype(np.float32) * np.float32(math.log(2))
     log *= np.float32(-(std**2))
     distance = np.sqrt(log, out=log).view(np.uint32)
-    # The angle: pi/4 in front of or behind the middle of a quarter turn, by 30 bits; then a sign for each of the two.
+    # The angle has 30 bits and lies within pi/4 of the middle of a quarter turn. Then each of the two gets a sign.
     x = (low.view(np.int32) >> 2).astype(np.float32)
     x += np.float32(0.5)
     x *= np.float32(math.pi / 2**31)

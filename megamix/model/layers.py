@@ -1,8 +1,10 @@
-"""The leaf modules: subclasses of torch's, so that tools for torch's modules know them, computing through Ops; and the
-table of rotary positions (Su et al. 2021): each pair of a head's numbers is a pointer that turns as positions pass.
+"""The leaf modules, and the table of rotary positions (Su et al. 2021), which turn each pair of a head's elements by an
+angle that grows with the position.
 
-None draws initial values. Each says where it is built how its parameters are drawn and divided over ranks (`rules`),
-and what it computes (`flops`: of a token in a full sequence, forward and backward, without those of its children).
+The leaf modules are subclasses of torch's, so that tools for torch's modules know them. They compute through Ops. None
+draws initial values. Each gets two attributes when it is built: `rules` say how its parameters are drawn and divided
+over ranks, `flops` is the number of its own operations, without its children's, for a token in a full sequence, forward
+and backward.
 """
 
 import math
@@ -21,17 +23,17 @@ from megamix.model.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class ParamRule:
-    """How a parameter is drawn at first, and how tensor-parallel ranks divide it."""
+    """The rule by which a parameter is drawn at first, and by which tensor-parallel ranks divide it."""
 
     draw: Literal["zeros", "ones", "normal"]
-    std: float = 0.0  # of "normal"; the mean is 0
-    divided: int | None = None  # the dim of which each rank has an equal part; None: each holds all of it
-    # What each rank holds whole but uses for its own heads alone: its gradient is a part of the sum, whatever else is
-    # divided.
+    std: float = 0.0  # standard deviation of "normal"; the mean is 0
+    divided: int | None = None  # the dim that ranks divide into equal parts; None: each rank holds the whole parameter
+    # True: each rank holds the whole parameter but uses it for its own heads only, so its gradient is always a part of
+    # the sum over ranks.
     within_heads: bool = False
 
     def fill(self, out: Tensor, **place: Any) -> None:
-        """Draw elements of a parameter. `place`: which ones, as in `draw_normal`. Shapes: out FP32 (n,)."""
+        """Draw elements of a parameter. `place`: `draw_normal`'s arguments that select them. Shapes: out FP32 (n,)."""
         if self.draw == "normal":
             draw_normal(out, self.std, **place)
         else:
@@ -39,9 +41,9 @@ class ParamRule:
 
 
 def param_rules(model: nn.Module) -> dict[str, ParamRule]:
-    """Return the rules of all parameters, a shared one's under each name, as their modules say in `rules`.
+    """Return the rules of all parameters, from their modules' `rules`. A shared parameter has an entry for each name.
 
-    Raises: ValueError naming a parameter whose module says nothing.
+    Raises: ValueError naming a parameter without a rule.
     """
     rules = {}
     for path, module in model.named_modules():
@@ -58,8 +60,9 @@ def param_rules(model: nn.Module) -> dict[str, ParamRule]:
 
 
 class Linear(nn.Linear):
-    """`divides`: "columns" of its output, of which each tensor-parallel rank computes some, or "rows", where each has a
-    part of the input and the outputs add up; the bias comes once, after that. `std`: of the initial weights.
+    """A linear layer. `divides`: how tensor-parallel ranks divide it. With "columns" each rank computes some columns of
+    the output. With "rows" each rank has a part of the input, the outputs are summed, and the bias is added once after
+    that. `std`: standard deviation of the initial weights.
     """
 
     def __init__(
@@ -73,36 +76,38 @@ class Linear(nn.Linear):
         self.rules = {"weight": weight, "bias": ParamRule("zeros", divided=columns)}
 
     def reset_parameters(self) -> None:
-        """Draw nothing: the whole model does."""
+        """Draw nothing: the whole model draws its weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
 
 class Head(Linear):
-    """The last layer: logits, or with targets their loss, without ever holding all logits."""
+    """The last layer: logits, or with targets the loss, without ever holding all logits."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, slopes: Slopes = slopes) -> Tensor:
-        """As Linear; with targets as `linear_cross_entropy`."""
+        """Return logits; with targets the loss, as `linear_cross_entropy` does."""
         return super().forward(x) if targets is None else linear_cross_entropy(x, self.weight, targets, slopes)
 
 
 class Embedding(nn.Embedding):
-    """`divided`: whether each tensor-parallel rank has some rows. `std`: of the initial weights."""
+    """A table of rows. `divided`: each tensor-parallel rank has some rows. `std`: that of the initial weights."""
 
     def __init__(self, num_rows: int, hidden_size: int, ops: Ops, *, std: float, divided: bool = False) -> None:
         super().__init__(num_rows, hidden_size)
         self.ops, self.rules = ops, {"weight": ParamRule("normal", std, 0 if divided else None)}
 
     def reset_parameters(self) -> None:
-        """Draw nothing: the whole model does."""
+        """Draw nothing: the whole model draws its weights."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.ops.embedding(tokens, self.weight)
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight, the mean square in FP32, the result in x's dtype. `within_heads`: of each head by itself."""
+    """RMSNorm: x / rms(x) * weight, with the mean square in FP32 and the result in x's dtype. `within_heads`: each head
+    is normed by itself.
+    """
 
     def __init__(self, hidden_size: int, eps: float, ops: Ops, *, within_heads: bool = False) -> None:
         super().__init__(hidden_size, eps)
@@ -114,7 +119,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """(x - mean(x)) / std(x) * weight + bias, mean and std in FP32, the result in x's dtype."""
+    """LayerNorm: (x - mean(x)) / std(x) * weight + bias, with mean and std in FP32 and the result in x's dtype."""
 
     def __init__(self, hidden_size: int, eps: float, bias: bool, ops: Ops) -> None:
         super().__init__(hidden_size, eps, bias=bias)
@@ -128,7 +133,7 @@ RotaryTables = tuple[Tensor, Tensor]  # cos and sin, FP32 (T, head_dim / 2) or (
 
 
 class RotaryTable(nn.Module):
-    """FP32 cos and sin of position * frequency, each (seq_len, head_dim / 2); not in the state dict."""
+    """Tables of cos and sin of position * frequency, each FP32 (seq_len, head_dim / 2), not in the state dict."""
 
     cos: Tensor
     sin: Tensor
@@ -139,11 +144,11 @@ class RotaryTable(nn.Module):
         self._fill(torch.get_default_device())
 
     def _fill(self, device: torch.device) -> None:
-        if device.type == "meta":  # an outline, perhaps of any length; arange would import the compiler
+        if device.type == "meta":  # no values needed, and the length may be huge; arange would import the compiler
             shape = self.seq_len, self.head_dim // 2
             cos, sin = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         else:
-            # FP64 until the end: in FP32 an angle of some thousand radians is already off by 1e-4.
+            # Compute in FP64 until the end: in FP32 an angle of some thousand radians is already off by 1e-4.
             pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
             frequencies = self.theta ** -(pairs / self.head_dim)  # radians per position
             if self.scaling is not None:
@@ -154,7 +159,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # half() would round the tables to three digits, to_empty() would leave them unset: fill them anew instead.
+        # half() would round the tables to three digits, and to_empty() would leave them unset: fill them again instead.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # no types
         self._fill(self.cos.device)
         return self
@@ -166,12 +171,14 @@ class RotaryTable(nn.Module):
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """The frequencies with their wavelengths stretched by `factor`: all of them ("linear": Chen et al. 2023,
-    Position Interpolation), or only those too long to have turned often in the training before ("llama3": Llama 3.1's
-    reference code, and `_compute_llama3_parameters` of transformers' modeling_rope_utils.py)."""
+    """Return the frequencies with their wavelengths stretched by `factor`. "linear" stretches all of them (Chen et al.
+    2023, Position Interpolation). "llama3" stretches only the long ones, which turned few times within a sequence of
+    the earlier training (Llama 3.1's reference code, and `_compute_llama3_parameters` of transformers'
+    modeling_rope_utils.py).
+    """
     stretched = frequencies / scaling.factor
     if scaling.rule == "linear":
         return stretched
-    turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # in one sequence of the training before
+    turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # turns in a sequence of the earlier training
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return stretched.lerp(frequencies, kept.clamp(0, 1))

@@ -1,4 +1,4 @@
-"""The operations a block is made of: torch's own, or wide.py's for half tensors on a CPU."""
+"""The operations of a block: torch's own, or those of wide.py for half tensors on a CPU."""
 
 import functools
 import inspect
@@ -19,17 +19,17 @@ _VARLEN_KNOWS_GROUPS = torch.__version__ >= "2.12"
 
 @functools.cache
 def _flash_takes_borders(device: torch.device) -> bool:
-    """Return whether FlashAttention's kernels for documents are there, as torch 2.11 and later call them."""
+    """Return whether torch has FlashAttention's kernels for documents, with the arguments of torch 2.11 and later."""
     if not torch.backends.cuda.is_flash_attention_available() or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    from torch.nn.attention import varlen  # it imports some of the compiler
+    from torch.nn.attention import varlen  # imported late: it imports some of the compiler
 
     return "window_size" in inspect.signature(varlen.varlen_attn).parameters
 
 
 def takes_borders(x: Tensor, head_dim: int) -> bool:
-    """Return whether attention to hidden states such as x takes the documents' borders in a mask's place: on a GPU, in
-    half. A tensor without memory stands for a GPU's.
+    """Return whether attention on hidden states like x takes documents as borders instead of a mask: on a GPU, in half.
+    A meta tensor stands for a GPU's.
     """
     fits = x.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and 0 < head_dim <= 256
     return fits and (x.is_meta or (x.is_cuda and _flash_takes_borders(x.device)))
@@ -37,11 +37,11 @@ def takes_borders(x: Tensor, head_dim: int) -> bool:
 
 @dataclass(frozen=True)
 class Ops:
-    """What modules call instead of torch.nn.functional.
+    """The operations that modules call in place of torch.nn.functional.
 
-    With `wide`, half tensors on a CPU are stored in half and computed in FP32: every operation, or in a dtype of
-    `native` those alone that would otherwise sum or keep statistics in half (embedding, norms). `wide=False` is torch's
-    own way, which FP32 tensors and tensors on a GPU always go.
+    With `wide`, a CPU stores half tensors in half and computes every operation in FP32. In a dtype of `native` it
+    computes only those in FP32 that would otherwise sum or keep statistics in half (embedding, norms). `wide=False`
+    computes as torch does; FP32 tensors and tensors on a GPU are always computed so.
     """
 
     wide: bool = True
@@ -54,7 +54,7 @@ class Ops:
         return self._sums_wide(x) and x.dtype not in self.native
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Rows of weight. On a CPU torch sums their gradients in half: 2000 times 0.3 makes 128 in BF16."""
+        """Return the tokens' rows. On a CPU torch sums their gradients in half: 2000 times 0.3 makes 128 in BF16."""
         if self._sums_wide(weight):
             return wide.apply(wide.WideEmbedding, tokens, weight)
         return F.embedding(tokens, weight)
@@ -78,15 +78,16 @@ class Ops:
         return wide.apply(wide.SwiGLU, gate, up, torch.float32 if self._computes_wide(gate) else gate.dtype)
 
     def dropout(self, x: Tensor, share: float) -> Tensor:
-        """Zero a share of the elements, drawn from torch's generator, and divide the rest by what is kept.
+        """Zero a share of the elements, drawn by torch's generator, and divide the others by 1 - share.
 
-        Not torch's own, which on a CPU rounds 1 / (1 - share) to half first: every element would be off the same way.
+        torch's own dropout is not used: on a CPU it rounds 1 / (1 - share) to half first, so that every element would
+        be off in the same direction.
         """
         kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - share)
         return torch.where(kept, x * (1 / (1 - share)), 0.0)
 
     def gelu(self, x: Tensor, approximate: str = "none") -> Tensor:
-        """Exact, or with approximate="tanh" the tanh form of Hendrycks and Gimpel (2016)."""
+        """Return the exact GELU; with approximate="tanh" the tanh form of Hendrycks and Gimpel (2016)."""
         if self._computes_wide(x):
             return wide.apply(wide.GELU, x, approximate)
         return F.gelu(x, approximate=approximate)
@@ -94,7 +95,7 @@ class Ops:
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the pairs (i, i + head_dim / 2) of x (B, T, heads, head_dim).
 
-        cos and sin: FP32 (T, head_dim / 2), or (B, T, head_dim / 2) where the samples' positions differ.
+        cos and sin: FP32 (T, head_dim / 2), or (B, T, head_dim / 2) if positions differ between samples.
         """
         if self._computes_wide(x):
             return wide.apply(wide.Rotary, x, cos, sin)
@@ -103,7 +104,10 @@ class Ops:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
-        """Causal, within each document; query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim)."""
+        """Return causal attention within each document.
+
+        Shapes: query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim) -> like query.
+        """
         if documents is not None and documents.lengths:
             return self._attention_by_document(query, key, value, documents.lengths)
         if documents is not None and documents.borders is not None:
@@ -113,14 +117,14 @@ class Ops:
             return wide.attention(query, key, value, mask)
         group = query.shape[1] // key.shape[1]
         if group > 1 and (query.dtype == torch.float32 or mask is not None):
-            # The one fused kernel for FP32 or masks on a GPU knows no groups; asked for them, torch makes all scores.
+            # A GPU's only fused kernel for FP32 or masks knows no groups: with enable_gqa torch would make all scores.
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=grouped)
 
     def _attention_by_document(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         batch, _, num_positions, _ = query.shape
-        # (B * T, heads, head_dim), cut into documents.
+        # Each piece is (tokens of a document, heads, head_dim).
         pieces = (torch.split(x.transpose(1, 2).flatten(0, 1), [*lengths]) for x in (query, key, value))
         outs = [
             self.attention(*(x.transpose(0, 1).unsqueeze(0) for x in document)).squeeze(0).transpose(0, 1)
@@ -136,7 +140,7 @@ class Ops:
         if group > 1 and not more:
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        # Any document may be as long as a sequence: to know the longest, the host would wait for the device.
-        attend: Callable[..., Any] = varlen_attn  # mypy: a tensor, or two of them where more is asked for
+        # Pass T as the longest document's length: to know the real one, the host would wait for the device.
+        attend: Callable[..., Any] = varlen_attn  # for mypy: it returns one tensor, or two if asked for more
         out: Tensor = attend(*flat, borders, borders, num_positions, num_positions, window_size=(-1, 0), **more)
         return out.view(batch, num_positions, *out.shape[1:]).transpose(1, 2)

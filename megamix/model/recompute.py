@@ -1,7 +1,8 @@
 """Tensors that backward computes again instead of keeping them (`model.recompute = "selective"`).
 
-Of what a block keeps, the outputs of norms and activation function are large and come from one cheap operation whose
-input is kept anyway. Korthikanti et al. 2022 recompute the attention core; here it keeps no scores to begin with.
+A block keeps many tensors for backward. The outputs of its norms and of its activation function are large, and come
+from one cheap operation whose input is kept anyway: these are computed again. Korthikanti et al. 2022 recompute the
+attention core; the attention here keeps no scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ Recipe = Callable[[], Tensor]
 
 
 class _Again:
-    """Stands in for a tensor wherever autograd would keep it or a view of it."""
+    """A stand-in for a tensor, wherever autograd would keep the tensor or a view of it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -29,25 +30,25 @@ class _Again:
             self.still_to_ask = self.num_keepers
         view = self.tensor.as_strided(size, stride, offset)
         self.still_to_ask -= 1
-        if self.still_to_ask == 0:  # query, key and value have had the one input they share
+        if self.still_to_ask == 0:  # every keeper has its view, as query, key and value of one norm
             self.tensor = None
         return view
 
 
 @contextmanager
 def recomputed(enabled: bool, *recipes: Recipe) -> Iterator[tuple[Tensor, ...]]:
-    """Give what the recipes compute; inside, autograd keeps each one in its result's place, if enabled.
+    """Yield the results of the recipes. In the block, if enabled, autograd keeps a recipe in place of its result.
 
-    A recipe must give the same bits again.
+    A recipe must return the same bits again.
     """
-    if enabled and torch.compiler.is_compiling():  # compiled code is told, and decides by itself
+    if enabled and torch.compiler.is_compiling():  # the compiler gets `checkpoint`, and decides by itself
         yield tuple(checkpoint(recipe, use_reentrant=False) for recipe in recipes)
         return
     results = tuple(recipe() for recipe in recipes)
     if not enabled:
         yield results
         return
-    # By the storage itself and not its data's address, which tensors without memory do not have (plan/activations.py).
+    # Keyed by the storage object and not by its address: meta tensors have no address (plan/activations.py).
     again = {result.untyped_storage()._cdata: _Again(recipe) for result, recipe in zip(results, recipes, strict=True)}
 
     def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:

@@ -1,4 +1,4 @@
-"""What follows from a ModelConfig, and the operations that devices compute at most. Imports no torch by itself."""
+"""Sizes that follow from a ModelConfig, and the peak operations of devices. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def head_dim(config: ModelConfig) -> int:
-    """Return what one head has of the width."""
+    """Return the elements of one head."""
     return config.head_dim or config.hidden_size // config.num_heads
 
 
@@ -22,7 +22,7 @@ def num_kv_heads(config: ModelConfig) -> int:
 
 
 def ffn_hidden_size(config: ModelConfig) -> int:
-    """Inner width of the feed-forward part."""
+    """Return the inner width of the feed-forward part."""
     return config.ffn_hidden_size or default_ffn_hidden_size(config.activation, config.hidden_size)
 
 
@@ -35,29 +35,30 @@ def mlp_bias(config: ModelConfig) -> bool:
 
 
 def branch_end_std(config: ModelConfig) -> float:
-    """Standard deviation of the weights that end a branch, at first. With scaled_init init_std / sqrt(2 * num_layers)
-    (GPT-2, Radford et al. 2019, section 2.3); Llama and Qwen, as transformers initialises them, draw all weights alike.
+    """Return the standard deviation of the initial weights at the end of a branch. With scaled_init it is init_std /
+    sqrt(2 * num_layers) (GPT-2, Radford et al. 2019, section 2.3). Llama and Qwen, as transformers initialises them,
+    draw all weights alike.
     """
-    # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with depth.
+    # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with the depth.
     return config.init_std / math.sqrt(2 * config.num_layers if config.scaled_init else 1)
 
 
 def fewest_params(config: ModelConfig) -> int:
-    """Return the parameters of matrices and of tables of tokens: nearly all, and never more than there are."""
-    heads = config.num_heads + num_kv_heads(config)  # of queries and outputs, of keys and values
+    """Return the number of parameters in matrices and in tables of tokens: nearly all, and a lower bound of all."""
+    heads = config.num_heads + num_kv_heads(config)  # half of the heads in query, out, key and value
     widths = 2 * head_dim(config) * heads + (3 if config.activation == "swiglu" else 2) * ffn_hidden_size(config)
     tables = config.vocab_size * (1 if config.tie_embeddings else 2)
     return config.hidden_size * (config.num_layers * widths + tables)
 
 
 def effective(config: ModelConfig) -> dict[str, Any]:
-    """Return the section's values, those that are not set replaced by what they come to."""
+    """Return the section's values, with unset ones replaced by the values in effect."""
     filled = {size.__name__: size(config) for size in (head_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias)}
     return dict(config) | filled
 
 
-# Dense peak of FP16 and BF16 products in operations per second, by the name the driver gives the device. A slice of a
-# device (MIG) has a longer name and no entry: its share of the peak is not in its name.
+# Dense peak of FP16 and BF16 products in operations per second, by the driver's name of the device. A slice of a device
+# (MIG) has a longer name and no entry: the name does not tell its share of the peak.
 DENSE_PEAKS = (
     (r"NVIDIA H100 \d+GB HBM\d\w*", 989.4e12),
     (r"NVIDIA H100 PCIe", 756e12),
@@ -68,7 +69,7 @@ DENSE_PEAKS = (
 
 
 def dense_peak(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak operations per second of products in `dtype`, or None where no published figure is known here."""
+    """Return a device's peak operations per second of products in `dtype`; None if DENSE_PEAKS has no figure for it."""
     import torch
 
     if dtype not in (torch.float16, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Mistral and Qwen: attention and feed-forward part, by the settings of one section."""
+"""The family of GPT-2, Llama, Mistral and Qwen: attention and feed-forward part, by the settings of one section."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,14 +17,14 @@ from megamix.model.recompute import recomputed
 
 
 class Attention(Branch):
-    """Causal self-attention, grouped-query when there are fewer key and value heads than query heads."""
+    """Causal self-attention; grouped-query attention if there are fewer key and value heads than query heads."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.head_dim, self.ops = sizes.head_dim(config), ops
         self.selective = config.recompute == "selective"
         query_size, kv_size = config.num_heads * self.head_dim, sizes.num_kv_heads(config) * self.head_dim
-        self.flops = 12 * query_size * config.seq_len  # all positions: the causal half is not subtracted
+        self.flops = 12 * query_size * config.seq_len  # for all positions: the causal half is not subtracted
         project = partial(Linear, config.hidden_size, bias=sizes.qkv_bias(config), ops=ops, divides="columns")
         std, end_std = config.init_std, sizes.branch_end_std(config)
         self.query, self.key, self.value = (project(size, std=std) for size in (query_size, kv_size, kv_size))
@@ -43,13 +43,14 @@ class Attention(Branch):
         projected_query, projected_key, value = (  # (B, T, heads, head_dim)
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
-        again = self.selective and self.query_norm is not None  # without a norm nobody keeps what was projected
+        again = self.selective and self.query_norm is not None  # without norms autograd keeps no projections
         place_query = partial(self._place, projected_query, self.query_norm, rotary)
         place_key = partial(self._place, projected_key, self.key_norm, rotary)
         with recomputed(again, place_query, place_key) as (query, key):
             if cache is not None:
                 key, value = cache.extend(key, value)
-            # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
+            # Attention gets and returns transposed views: its kernels read and write strided heads, so nothing is
+            # copied.
             out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
         projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return projected
@@ -60,7 +61,7 @@ class Attention(Branch):
 
 
 class FeedForward(Branch):
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))), the exact GELU or the one with tanh."""
+    """The feed-forward part: down(silu(gate(x)) * up(x)), or down(gelu(up(x))) with the exact GELU or its tanh form."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -84,7 +85,9 @@ class FeedForward(Branch):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); the residual stream keeps the parameters' dtype."""
+    """A block: x + attention(norm(x)), then x + feed_forward(norm(x)). The residual stream
+    has the parameters' dtype.
+    """
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -118,12 +121,14 @@ def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
 
 
 class Transformer(Decoder):
-    """GPT-2, Llama, Mistral and Qwen: settings of one section."""
+    """The family of GPT-2, Llama, Mistral and Qwen, which are settings of one section."""
 
     name, section, formats = "transformer", ModelConfig, FORMATS
 
     def __init__(self, config: ModelConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
-        """Raises: ValueError if the sizes do not divide: a config file is checked before, one made by hand is not."""
+        """Build the model. Raises: ValueError if sizes do not divide. A config file is checked before; a section made
+        in a program is checked here.
+        """
         for problem in model_problems(config):
             raise ValueError(problem)
         super().__init__(config, ops, like)

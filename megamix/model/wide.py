@@ -1,8 +1,9 @@
 """Compute wide, store narrow: the operations of a block on half tensors of a CPU.
 
-Every tensor that outlives an operation is half; inside, everything is FP32, and the result is rounded once. What FP16
-cannot hold becomes inf in that rounding, as on a GPU. Each operation is its own autograd.Function because otherwise
-autograd would keep the FP32 copies of inputs and weights until backward: twice the bytes of the tensors themselves.
+Every tensor that outlives an operation is half. Inside an operation everything is FP32, and the result is rounded once.
+Values beyond FP16's range become inf in that rounding, as on a GPU. Each operation is its own autograd.Function,
+because autograd would otherwise keep the FP32 copies of inputs and weights until backward: twice the bytes of the
+tensors themselves.
 """
 
 from collections.abc import Iterator
@@ -15,18 +16,18 @@ from torch.autograd.function import once_differentiable
 
 aten = torch.ops.aten
 
-# FP32 elements of a product alive at a time (4 MB): the logits, widened at once, would be the peak of the whole step.
+# FP32 elements of a product that are alive at a time (4 MB): logits widened at once would be the whole step's peak.
 MAX_WIDE_ELEMENTS = 2**20
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """function.apply with a type."""
+    """Call function.apply, with a type for its result."""
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # no types
     return result
 
 
 class WideLinear(torch.autograd.Function):
-    """x (..., in), weight (out, in), bias (out,) or None -> (..., out); keeps x and weight."""
+    """A linear layer: x (..., in), weight (out, in), bias (out,) or None -> (..., out). Keeps x and weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -50,7 +51,9 @@ class WideLinear(torch.autograd.Function):
 
 
 def _linear_by_rows(x: Tensor, weight32: Tensor, bias32: Tensor | None = None) -> Tensor:
-    """F.linear of half x (rows, in) with FP32 weight32 (out, in), rounded to x's dtype; no sum is cut."""
+    """Return F.linear of half x (rows, in) and FP32 weight32 (out, in), rounded to x's dtype. Slices are whole rows, so
+    no sum is divided.
+    """
     out = x.new_empty(x.shape[0], weight32.shape[0])
     for rows in row_slices(x.shape[0], max(weight32.shape)):
         out[rows] = F.linear(x[rows].float(), weight32, bias32)
@@ -58,13 +61,15 @@ def _linear_by_rows(x: Tensor, weight32: Tensor, bias32: Tensor | None = None) -
 
 
 def row_slices(num_rows: int, row_size: int, max_elements: int = MAX_WIDE_ELEMENTS) -> Iterator[slice]:
-    """Cut num_rows into slices of at most max_elements elements (at least one row)."""
+    """Yield slices of num_rows rows, each of at most max_elements elements but of at least one row."""
     step = max(1, max_elements // row_size)
     return (slice(start, start + step) for start in range(0, num_rows, step))
 
 
 class WideEmbedding(torch.autograd.Function):
-    """tokens INT64 (...), weight (vocab, hidden) -> (..., hidden); the gradient's rows are summed in FP32."""
+    """An embedding: tokens INT64 (...), weight (vocab, hidden) -> (..., hidden). The gradient's rows are summed in
+    FP32.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -76,14 +81,14 @@ class WideEmbedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.saved_tensors
-        # A frequent token adds hundreds of rows; in half each addition would round, and small ones would be lost.
+        # A frequent token adds hundreds of rows. In half each addition would round, and small rows would be lost.
         grad_weight = torch.zeros(ctx.weight_shape, dtype=torch.float32, device=grad.device)
         grad_weight.index_add_(0, tokens.flatten(), grad.float().flatten(0, -2))
         return None, grad_weight.to(ctx.weight_dtype)
 
 
 class WideRMSNorm(torch.autograd.Function):
-    """x (..., hidden), weight (hidden,) -> x / rms(x) * weight; keeps x and FP32 1/rms (..., 1)."""
+    """RMSNorm: x (..., hidden), weight (hidden,) -> x / rms(x) * weight. Keeps x and FP32 1/rms (..., 1)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,7 +110,9 @@ class WideRMSNorm(torch.autograd.Function):
 
 
 class WideLayerNorm(torch.autograd.Function):
-    """x (..., hidden), weight (hidden,), bias (hidden,) or None; keeps x and FP32 mean and 1/std (..., 1)."""
+    """LayerNorm: x (..., hidden), weight (hidden,), bias (hidden,) or None. Keeps x, and FP32
+    mean and 1/std (..., 1).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -128,8 +135,9 @@ class WideLayerNorm(torch.autograd.Function):
 
 
 class SwiGLU(torch.autograd.Function):
-    """gate, up (..., ffn) -> silu(gate) * up, computed in compute_dtype; keeps gate and up, where torch's own
-    operations would keep silu(gate) as well."""
+    """SwiGLU: gate, up (..., ffn) -> silu(gate) * up, computed in compute_dtype. Keeps gate and up; torch's own
+    operations would also keep silu(gate).
+    """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tensor:
@@ -148,7 +156,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class GELU(torch.autograd.Function):
-    """x (..., ffn) -> gelu(x), exact ("none") or with tanh ("tanh"); keeps x."""
+    """GELU: x (..., ffn) -> gelu(x), exact ("none") or with tanh ("tanh"). Keeps x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
@@ -165,13 +173,15 @@ class GELU(torch.autograd.Function):
         return grad_x.to(x.dtype), None
 
 
-# Private operators, the same in torch 2.11 to 2.13. They hand out the logsumexp; the public function keeps it to
-# itself, and with it FP32 copies of query, key, value and output until backward.
+# Private operators, the same in torch 2.11 to 2.13. They return the logsumexp. The public function does not, and its
+# own backward would keep FP32 copies of query, key, value and output.
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Causal attention of half tensors; a torch without the private operators keeps FP32 copies until backward."""
+    """Return causal attention of half tensors. With a mask, or without the private operators, torch keeps FP32 copies
+    until backward.
+    """
     if mask is None and hasattr(aten, FLASH) and hasattr(aten, f"{FLASH}_backward"):
         return apply(WideAttention, query, key, value)
     key32, value32 = (widen_heads(x, query.shape[1]) for x in (key, value))
@@ -180,9 +190,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
 
 
 class WideAttention(torch.autograd.Function):
-    """query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim) -> like query, causal.
+    """Causal attention: query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim) -> like query.
 
-    Keeps the half inputs and output and the FP32 logsumexp (B, heads, T), as flash attention does on a GPU.
+    Keeps the half inputs and output, and the FP32 logsumexp (B, heads, T), as flash attention does on a GPU.
     """
 
     @staticmethod
@@ -205,8 +215,9 @@ class WideAttention(torch.autograd.Function):
 
 
 def widen_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Return an FP32 copy of half (B, kv_heads, T, D), each head repeated for its group of queries -> (B, num_heads, T,
-    D).
+    """Return an FP32 copy in which each head is repeated for its group of query heads.
+
+    Shapes: x half (B, kv_heads, T, D) -> FP32 (B, num_heads, T, D).
     """
     if x.shape[1] == num_heads:
         return x.float()
@@ -214,7 +225,7 @@ def widen_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def narrow_heads(grad: Tensor, like: Tensor) -> Tensor:
-    """Undo widen_heads in a gradient: sum over each group in FP32, round once to the dtype and heads of `like`."""
+    """Reverse widen_heads in a gradient: sum over each group in FP32, then round once to the dtype of `like`."""
     if grad.shape[1] != like.shape[1]:
         batch, num_heads, *rest = grad.shape
         kv_heads = like.shape[1]
@@ -223,7 +234,9 @@ def narrow_heads(grad: Tensor, like: Tensor) -> Tensor:
 
 
 class Rotary(torch.autograd.Function):
-    """x (B, T, heads, head_dim), cos and sin FP32 ([B,] T, head_dim / 2) -> x rotated; keeps the tables alone."""
+    """Rotary positions: x (B, T, heads, head_dim), cos and sin FP32 ([B,] T, head_dim / 2) -> x rotated. Keeps only the
+    tables.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -238,7 +251,7 @@ class Rotary(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # In one FP32 buffer: the plain form's halves and their concatenation are FP32 tensors of their own.
+    # Compute in one FP32 buffer: the plain form would have more FP32 tensors, the two halves and their concatenation.
     x32, sin = x.float(), sin.unsqueeze(-2)
     out = x32 * torch.cat((cos, cos), -1).unsqueeze(-2)
     (first, second), (out_first, out_second) = x32.chunk(2, -1), out.chunk(2, -1)
