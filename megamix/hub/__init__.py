@@ -1,10 +1,10 @@
-"""Models in and out: Hugging Face folders, and text and perplexity from any model that lies on the disk.
+"""Models in and out: Hugging Face folders, and text and perplexity from any model on the disk.
 
-links            which format a model has, and which part of which of their tensors a parameter is
+links            the format of a model, and the place of each parameter in a Hugging Face tensor
 place            a model's folder by a path, and its JSON
-hugging_face     a Hugging Face folder, read tensor by tensor, and its sizes against those of its config.json
-tokenizer_files  what belongs to a tokenizer, and which tokens end a text
-convert          a Hugging Face folder becomes a checkpoint that a run can begin from, a model a Hugging Face folder
+hugging_face     a Hugging Face folder, read tensor by tensor; its tensors' sizes are compared with its config.json
+tokenizer_files  the files of a tokenizer, and the tokens that end a text
+convert          import: a Hugging Face folder becomes a checkpoint to begin from; export: a model becomes such a folder
 source           a model by its path: a run, a checkpoint, a Hugging Face folder; weights that are NaN or inf
 evaluate         perplexity of a token file, and lm-eval-harness on the export
 command          what `megamix import`, `export`, `generate` and `evaluate` take and print

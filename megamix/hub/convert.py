@@ -1,6 +1,6 @@
-"""A Hugging Face folder becomes a folder that a run begins from: a checkpoint of the weights alone, the section
-[model] to build on, and the tokenizer. A model becomes a Hugging Face folder: safetensors in shards, config.json,
-tokenizer.
+"""Import and export. An import turns a Hugging Face folder into a folder that a run begins from: a checkpoint of the
+weights alone, the section [model] to base a job on, and the tokenizer. An export turns a model into a Hugging Face
+folder: safetensors in shards, config.json, tokenizer.
 """
 
 import json
@@ -34,14 +34,15 @@ from megamix.model.family import family_of
 T = TypeVar("T")
 
 MODEL = "model.toml"
-FILE_SIZE = 1 << 30  # bytes of one file at most: all ranks share in reading them
+FILE_SIZE = 1 << 30  # bytes of a file at most: ranks share the reading by files
 
 
 def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allow_non_finite: bool = False) -> str:
-    """Write `output`, whole or not at all; the path of the checkpoint in it. Holds a few pieces of 16 MiB at a time.
+    """Write `output`, whole or not at all. Return the path of the checkpoint in it. Memory holds a few pieces of 16 MiB
+    at a time.
 
-    Raises: ValueError if the folder does not hold a model that ours can be, a weight is not finite and may not be, or
-    `output` is there; OSError.
+    Raises: ValueError if the folder holds no model that we can compute, if a weight is not finite and that is not
+    allowed, or if `output` exists; OSError.
     """
     with new_folder(output, "--output") as aside:
         weights = HuggingFaceWeights(folder)
@@ -59,7 +60,7 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allo
 
 
 def _write_checkpoint(folder: Path, model: DecoderConfig, weights: WatchedWeights, config: str, file_size: int) -> str:
-    """Its name. Committed as a save of a run is."""
+    """Write a checkpoint of the weights, and commit it as a run's save is. Return its name."""
     shapes = family_of(model).shapes(model)
     tied = (HEAD_WEIGHT,) if model.tie_embeddings else ()
     manifest = Manifest(
@@ -72,7 +73,7 @@ def _write_checkpoint(folder: Path, model: DecoderConfig, weights: WatchedWeight
     )  # fmt: skip
     files = Files()
     begun = folder / begin(folder, Snapshot(manifest, []), files)
-    most = file_size // 4  # elements; a parameter larger than a file is cut
+    most = file_size // 4  # elements of a file; a larger parameter is cut
     parts = (StateBox(name, MASTER, box) for name, shape in shapes.items() for box in pieces(Box.whole(shape), most))
     written = [
         write_rank(begun, number, _box_chunks(boxes, weights), files)
@@ -82,7 +83,7 @@ def _write_checkpoint(folder: Path, model: DecoderConfig, weights: WatchedWeight
 
 
 def _filled(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Which items each file holds, in order: at most `most` elements together, or one item."""
+    """Yield the items of each file, in order: at most `most` elements together, or a single item."""
     held: list[T] = []
     room = most
     for item in items:
@@ -97,23 +98,23 @@ def _filled(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterato
 def _box_chunks(boxes: list[StateBox], weights: WatchedWeights) -> Iterator[memoryview]:
     yield memoryview(header(boxes, ["F32"] * len(boxes)))
     for part in boxes:
-        for piece in pieces(part.box):  # in order, so that one after the other they are the box
+        for piece in pieces(part.box):  # in order: their bytes one after the other are the box's
             yield from tensor_chunks(weights.read(part.param, piece).view(-1))
 
 
-SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it; a larger tensor has a shard of its own
+SHARD_SIZE = 5 * 10**9  # bytes of a shard, as in transformers; a larger tensor has a shard of its own
 
 
 def export_model(
     source: Source, output: Path, dtype: str, shard_size: int = SHARD_SIZE, tokenizer: Path | None = None
 ) -> int:
-    """Write `output`, whole or not at all; the bytes of its tensors. Holds a few pieces of 16 MiB at a time.
+    """Write `output`, whole or not at all. Return the bytes of its tensors. Memory holds a few pieces of 16 MiB at a
+    time.
 
-    `tokenizer`: a file that goes with it in place of the model's own.
+    `tokenizer`: a file to copy in place of the model's own.
 
-    Raises: ValueError if there is something at `output`, no format has such a model, or a weight is not finite
-    or beyond `dtype`;
-    OSError.
+    Raises: ValueError if `output` exists, no format can express the model, or a weight is not finite or beyond the
+    range of `dtype`; OSError.
     """
     with new_folder(output, "OUT:") as aside:
         tokenizer = tokenizer or source.tokenizer
@@ -159,9 +160,9 @@ def _chunks(
 ) -> Iterator[memoryview]:  # fmt: skip
     yield memoryview(head)
     for name, shape in shapes.items():
-        for piece in pieces(Box.whole(shape)):  # in order, so that one after the other they are the tensor
+        for piece in pieces(Box.whole(shape)):  # in order: their bytes one after the other are the tensor's
             part = _read(weights, links[name], piece)
-            largest = float(torch.stack(part.aminmax()).abs().max())  # without a copy of the piece; NaN if there is one
+            largest = float(torch.stack(part.aminmax()).abs().max())  # copies no piece; NaN if any element is
             if not math.isfinite(largest):
                 raise ValueError(
                     f"{name} has a weight of {largest}: the model is damaged; export an earlier checkpoint"
@@ -176,7 +177,7 @@ def _chunks(
 
 
 def _read(weights: Weights, links: list[Link], piece: Box) -> Tensor:
-    """A piece of one of their tensors out of our parameters that lie in it, FP32."""
+    """Return a piece of a Hugging Face tensor in FP32, put together from the parameters of ours that lie in it."""
     out = torch.empty(piece.size)
     for link in links:
         if common := piece.intersection(link.region):

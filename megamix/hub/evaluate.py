@@ -1,6 +1,7 @@
-"""Perplexity of a token file: every token but the first is a target exactly once.
+"""Perplexity of a token file, and the tasks of lm-eval-harness.
 
-And the tasks of lm-eval-harness (github.com/EleutherAI/lm-evaluation-harness; the extra `harness`).
+Every token of the file but the first is a target exactly once. The harness is
+github.com/EleutherAI/lm-evaluation-harness; the extra `harness` installs it.
 """
 
 import json
@@ -20,18 +21,18 @@ from megamix.data.steady_file import FileArray
 from megamix.data.token_file import TokenFile, id_outside
 from megamix.model.decoder import Decoder
 
-MANIFEST = "manifest.json"  # that `megamix prepare` writes beside its token files
-_TOKENS = 16_384  # in one forward; a longer window is alone
-_STRETCH = 2**22  # tokens looked at in one go, for ids that the model lacks
+MANIFEST = "manifest.json"  # name of the file that `megamix prepare` writes beside its token files
+_TOKENS = 16_384  # tokens in one forward; a longer window has a forward of its own
+_STRETCH = 2**22  # tokens that are searched at a time for ids that the model lacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Cross entropy over a whole token file."""
 
-    nats: float  # summed over the targets
+    nats: float  # cross entropy, summed over the targets
     targets: int
-    text_bytes: int | None  # of the text that the tokens spell, where the manifest of the data says so
+    text_bytes: int | None  # bytes of the tokens' text, if the manifest of the data has them
 
     @property
     def nats_per_token(self) -> float:
@@ -39,7 +40,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf  # where FP64 ends
+        return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf  # exp(710) overflows FP64
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -47,9 +48,9 @@ class Evaluation:
 
 
 def evaluate(model: Decoder, prefix: Path, stride: int, seq_len: int) -> Evaluation:
-    """Read the file as one stream, in windows of up to seq_len tokens that begin `stride` tokens apart. In each only
-    targets behind the one before count, so each token counts once, seen from the tokens before it in its window: at
-    least seq_len - stride of them, but for the file's beginning.
+    """Evaluate a token file as one stream, in windows of up to seq_len tokens that begin `stride` tokens apart. A
+    target counts only in the first window that has it, so each token counts once. The model sees the tokens before it
+    in that window: at least seq_len - stride of them, except at the file's beginning.
 
     Raises: ValueError if the file is damaged, too short or of another vocabulary.
     """
@@ -76,10 +77,10 @@ def evaluate(model: Decoder, prefix: Path, stride: int, seq_len: int) -> Evaluat
 
 
 def _batches(tokens: FileArray, seq_len: int, stride: int) -> Iterator[NDArray[np.int64]]:
-    """INT64 (2, windows, T): tokens, and their targets or IGNORE. Full windows together, a shorter last one alone."""
+    """Yield batches INT64 (2, windows, T): tokens, and their targets or IGNORE. A shorter last window comes alone."""
     alike: list[NDArray[np.int64]] = []  # windows of one length
     most = max(1, _TOKENS // seq_len)
-    counted = 0  # the last target that has counted: its place in the file
+    counted = 0  # index in the file of the last target that has counted
     for start in range(0, len(tokens), stride):
         end = min(start + seq_len, len(tokens) - 1)
         window = np.stack([tokens[start:end], tokens[start + 1 : end + 1]]).astype(np.int64)
@@ -99,11 +100,11 @@ def _text_bytes(prefix: Path) -> int | None:
         part = json.loads((prefix.parent / MANIFEST).read_bytes())["parts"][prefix.name]
         return int(part["num_bytes"])
     except (OSError, ValueError, LookupError, TypeError):
-        return None  # no data of `megamix prepare`, or of an older one
+        return None  # the data are not from `megamix prepare`, or from an older one
 
 
 def run_harness(folder: Path, tasks: Sequence[str], dtype: str) -> dict[str, dict[str, Any]]:
-    """Return every task's metrics by name. A task is one of lm-eval's, or the path of a YAML file that defines one."""
+    """Return the metrics of every task, by its name. A task is one of lm-eval's, or the path of a YAML file of one."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 

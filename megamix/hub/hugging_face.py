@@ -1,6 +1,6 @@
 """A Hugging Face folder: config.json and safetensors, in one file or in shards, read piece by piece.
 
-The sizes in config.json are held against those of the tensors before anything is built by them: the tensors are there.
+The sizes in config.json are compared with the tensors' shapes before anything is built: the tensors prove their sizes.
 """
 
 import math
@@ -23,17 +23,17 @@ from megamix.model.formats import LIBRARY, Format, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")
-_LARGEST_HEADERS = 2 << 20  # bytes, for the reason of place.py's JSON
-_TOLD = 20  # tensors in a message
-# Buffers that transformers' older versions saved beside the weights; they follow from the configuration.
+_LARGEST_HEADERS = 2 << 20  # bytes of all headers: parsing takes many times as much memory, as in place.py
+_TOLD = 20  # tensors that a message names
+# Buffers that older versions of transformers saved beside the weights; they follow from the configuration.
 _NOT_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 
 
 class HuggingFaceWeights:
-    """A folder whose tensors are those of a format, each with its shape. Reading takes a piece at a time.
+    """The weights of a folder whose tensors have the names and shapes of a format. They are read a piece at a time.
 
     Nothing is built by config.json's sizes before the tensors have confirmed them.
-    Raises: ValueError naming what is missing, unknown or of another shape; OSError.
+    Raises: ValueError naming tensors that are missing, unknown or of another shape; OSError.
     """
 
     def __init__(self, folder: Path):
@@ -42,10 +42,10 @@ class HuggingFaceWeights:
         self.form = _format(self.json, folder)
         with naming(folder):
             self.config = self.form.read(self.json)
-        self._files = _open(folder, _file_names(folder))  # mapped: a header is parsed once
-        # An open file is no mapping: it has keys() and cannot be iterated.
+        self._files = _open(folder, _file_names(folder))  # kept open, so each header is parsed once
+        # safe_open's file is no mapping: it has keys(), and cannot be iterated.
         self._file_of = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
-        # A model saved without its head has names without the base.
+        # A model saved without its head has names without the prefix.
         based = any(name.startswith(self.form.base) for name in self._file_of)
         self._base = "" if based else self.form.base
         shapes = {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
@@ -57,7 +57,7 @@ class HuggingFaceWeights:
         self._check_tensors(links, shapes)
 
     def read(self, param: str, box: Box) -> Tensor:
-        """Return a box of one of our parameters, FP32."""
+        """Return a box of one of our parameters. Shapes: FP32 (*box.size)."""
         link = self._links[param]
         origin = Box((0,) * len(box.size), box.size)
         name = link.theirs.removeprefix(self._base)
@@ -77,7 +77,7 @@ class HuggingFaceWeights:
         problems = [f"missing {name} {list(shape)}" for name, shape in want.items() if name not in shapes]
         for name, shape in shapes.items():
             dtype = self._slice(name).get_dtype()
-            # The embedding once more.
+            # A tied head may be stored, too: it is the embedding once more.
             tied = name == f"{self.form.places['head'].name}.weight" and self.config.tie_embeddings
             if name not in want:
                 if not tied and not _NOT_WEIGHTS.search(name):
@@ -94,7 +94,7 @@ class HuggingFaceWeights:
 
 
 def _open(folder: Path, names: list[str]) -> dict[str, Any]:
-    """The files by name. Raises: ValueError naming one that is no safetensors file; OSError."""
+    """Open the files; return them by name. Raises: ValueError naming one that is no safetensors file; OSError."""
     files, left = {}, _LARGEST_HEADERS
     for name in names:
         with open(folder / name, "rb") as file:
@@ -119,7 +119,9 @@ def _format(content: dict[str, Any], folder: Path) -> Format:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """The safetensors files of a folder. Raises: ValueError if there are none, or not all of the index's."""
+    """Return the names of a folder's safetensors files. Raises: ValueError if there is none, or one of the index is
+    missing.
+    """
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     if not (folder / INDEX).is_file():
@@ -143,15 +145,16 @@ def _file_names(folder: Path) -> list[str]:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Bytes of rotary tables that any model may have: 262,144 positions of heads of 128. No tensor says how many positions
-# a model with rotary ones has, so beyond that they may take as much as its weights.
+# Bytes of rotary tables that any model may have: 262,144 positions with heads of 128. No tensor confirms the number of
+# rotary positions, so larger tables may take at most as many bytes as the weights.
 _USUAL_TABLES = 1 << 27
 
 
 def contradictions(form: Format, base: str, config: DecoderConfig, shapes: Shapes) -> list[str]:
-    """Return what the tensors say otherwise. Takes as long as there are tensors, whatever the sizes in `config` are.
+    """Return the sizes of `config` that the tensors contradict, a line each. The time depends on the number of tensors,
+    not on the sizes in `config`.
 
-    `base`: what their names lack of the format's.
+    `base`: the prefix of the format's names that the tensors' names lack.
     """
     names = {module: place.name.removeprefix(base) for module, place in form.places.items()}
     values, keys = family_of(config).effective(config), form.size_keys
@@ -174,7 +177,7 @@ def contradictions(form: Format, base: str, config: DecoderConfig, shapes: Shape
 
 
 def _layers(modules: Iterable[str], shapes: Shapes) -> list[str]:
-    """The numbers of the layers that have the weight of any of these, as text, the lowest first."""
+    """Return the numbers of the layers that have a weight of any of these modules, as text, the lowest first."""
     pattern = re.compile("|".join(re.escape(f"{name}.weight").replace(r"\{\}", "([0-9]+)") for name in modules))
     found = (pattern.fullmatch(tensor) for tensor in shapes)
     numbers = {match[match.lastindex or 0] for match in found if match}
@@ -182,7 +185,7 @@ def _layers(modules: Iterable[str], shapes: Shapes) -> list[str]:
 
 
 def tables_problem(config: DecoderConfig, key: str, shapes: Shapes, usual: int = _USUAL_TABLES) -> list[str]:
-    """Return the tables of positions, if they take more than the weights and `usual` bytes."""
+    """Return a line about the tables of positions, if they take more than `usual` bytes and more than the weights."""
     tables = family_of(config).table_bytes(config)
     weights = 4 * sum(map(math.prod, shapes.values()))
     if tables <= max(usual, weights):

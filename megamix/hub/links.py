@@ -1,4 +1,4 @@
-"""Models as Hugging Face has them: which format a model has, and which part of which tensor a parameter is."""
+"""Links between our parameters and Hugging Face's tensors, and the format that a model has."""
 
 import re
 from collections.abc import Iterable
@@ -12,25 +12,25 @@ from megamix.model.formats import Format
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One of our parameters lies in one of their tensors, from `offset` on, turned around where theirs is (in, out)."""
+    """The place of our parameter in one of their tensors: from `offset` on, transposed if theirs is (in, out)."""
 
     ours: str
     theirs: str
-    shape: tuple[int, ...]  # of ours
-    offset: tuple[int, ...]  # in theirs
+    shape: tuple[int, ...]  # shape of our parameter
+    offset: tuple[int, ...]  # place of its first element in their tensor
     transposed: bool = False
 
     @property
     def region(self) -> Box:
-        """What of their tensor is ours."""
+        """Return the box of their tensor that is our parameter."""
         return self.to_theirs(Box.whole(self.shape))
 
     def to_theirs(self, box: Box) -> Box:
-        """Return where a box of our parameter lies in their tensor."""
+        """Return the box of their tensor that is a box of our parameter."""
         return self._turned(box).moved(self.offset)
 
     def to_ours(self, box: Box) -> Box:
-        """Return the reverse, for a box within `region`."""
+        """Return the box of our parameter that is a box of their tensor, which must lie within `region`."""
         return self._turned(box.moved(tuple(-start for start in self.offset)))
 
     def _turned(self, box: Box) -> Box:
@@ -38,7 +38,7 @@ class Link:
 
 
 def their_shapes(links: Iterable[Link]) -> dict[str, tuple[int, ...]]:
-    """Return the whole of each of their tensors, in the links' order."""
+    """Return the shape of each of their tensors, in the links' order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
         end = link.region.end
@@ -47,7 +47,7 @@ def their_shapes(links: Iterable[Link]) -> dict[str, tuple[int, ...]]:
 
 
 def links_of(form: Format, config: DecoderConfig) -> list[Link]:
-    """Return every parameter of such a model, once, in the order of its modules."""
+    """Return a link for every parameter of such a model, in the order of its modules. A shared parameter has one."""
     return [_link(form, name, shape) for name, shape in family_of(config).shapes(config).items()]
 
 
@@ -63,12 +63,12 @@ def _link(form: Format, ours: str, shape: tuple[int, ...]) -> Link:
 
 
 def formats() -> dict[str, Format]:
-    """Return all that are known, by `model_type`."""
+    """Return all known formats, by `model_type`."""
     return {form.model_type: form for family in families() for form in family.formats}
 
 
 def format_of(config: DecoderConfig) -> Format:
-    """Return the format that has such a model. Raises: ValueError with what is in the way of the nearest one."""
+    """Return the format that can express such a model. Raises: ValueError saying why the nearest format cannot."""
     given = family_of(config).effective(config)
     misfits = {
         form: [

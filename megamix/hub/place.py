@@ -1,4 +1,4 @@
-"""A model by its path, and the JSON of its folder. No torch here: a wrong path is answered before that is imported."""
+"""A model's folder by its path, and the folder's JSON. This module imports no torch, so a wrong path fails at once."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 
 CONFIG = "config.json"
-# What is parsed before anything of it can be judged, in bytes. Ten times what the largest models that are known here
-# have; parsed it takes up to 25 times as much memory.
+# Bytes of JSON that are parsed at most. Nothing in a file can be judged before it is parsed, and parsing takes up to 25
+# times as much memory. The largest known models have a tenth of this.
 _LARGEST_JSON = 4 << 20
 
 
 def find_model(path: Path) -> Path:
-    """Return the checkpoint or Hugging Face folder that a path means, the newest one of a run.
+    """Return the checkpoint or Hugging Face folder that a path means; for a run its newest checkpoint.
 
     Raises: ValueError naming what is missing.
     """
@@ -33,7 +33,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return what a file of a Hugging Face folder holds. Raises: ValueError naming the file."""
+    """Return the content of a JSON file of a Hugging Face folder. Raises: ValueError naming the file."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; give a Hugging Face folder (hf download NAME --local-dir DIR)")
     if (size := path.stat().st_size) > _LARGEST_JSON:

@@ -1,6 +1,6 @@
-"""A model by its path: a run's folder, an imported one, a checkpoint, or a Hugging Face folder.
+"""A model by its path: a run's folder, an imported folder, a checkpoint, or a Hugging Face folder.
 
-Weights that are NaN or inf are told by tensor: one of them makes every loss and every text of the model NaN.
+Weights that are NaN or inf are reported by tensor: a single one makes every loss and every text of the model NaN.
 """
 
 import logging
@@ -29,27 +29,27 @@ from megamix.run.run_record import check_if_run, check_params
 
 log = logging.getLogger("megamix")
 ALLOW = "--allow-non-finite"
-_TOLD = 8  # tensors in a message
-_LARGEST_TABLES = 1 << 32  # bytes, of rotary positions: a run has trained with them, if its record is its own
+_TOLD = 8  # tensors that a message names
+_LARGEST_TABLES = 1 << 32  # bytes of rotary tables: a genuine checkpoint's run has trained with them
 _OF_TORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class Weights(Protocol):
-    """All parameters of a model on the disk, by our names, a piece at a time."""
+    """The parameters of a model on the disk, by our names, read a piece at a time."""
 
     def read(self, param: str, box: Box) -> Tensor:
-        """FP32, of the box's size."""
+        """Return a box of a parameter. Shapes: FP32 (*box.size)."""
 
     def where(self, param: str, place: tuple[int, ...]) -> str:
-        """Return a place of a parameter as the files name it."""
+        """Return the name and index by which the files know an element of a parameter."""
 
 
 class WatchedWeights:
-    """Weights, with a count of those that are not finite among what was read."""
+    """Weights that count the values read that are not finite."""
 
     def __init__(self, weights: Weights):
         self._weights = weights
-        self._found: dict[str, tuple[int, str]] = {}  # by parameter: how many, and the first one in words
+        self._found: dict[str, tuple[int, str]] = {}  # by parameter: their number, and the first one in words
 
     def read(self, param: str, box: Box) -> Tensor:
         values = self._weights.read(param, box)
@@ -63,7 +63,9 @@ class WatchedWeights:
         return values
 
     def judge(self, allow: bool) -> None:
-        """After all is read. Raises: ValueError with the tensors' names, unless the user has allowed it."""
+        """Refuse, or log if `allow`, values that are not finite. Call it after all is read. Raises: ValueError with the
+        tensors' names.
+        """
         if not self._found:
             return
         lines = [f"{count:,}, the first {first}" for count, first in self._found.values()]
@@ -76,24 +78,24 @@ class WatchedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model that lies on the disk."""
+    """A model on the disk."""
 
     path: Path  # the checkpoint or Hugging Face folder itself
     config: DecoderConfig
     weights: Weights
-    dtype: str  # in which it was trained
-    tokenizer: Path | None  # its own, a file
-    valid: str | None = None  # data.valid of the run, if it is one token file
+    dtype: str  # the dtype in which it was trained
+    tokenizer: Path | None  # file of its own tokenizer
+    valid: str | None = None  # the run's data.valid, if it names one token file
 
     @property
     def home(self) -> Path:
-        """Where its own tokenizer and its settings of generation lie, if it has any."""
+        """Return the folder of its own tokenizer and of its settings of generation, if it has any."""
         if self.tokenizer is not None:
             return self.tokenizer.parent
         return self.path if is_hugging_face(self.path) else self.path.parent.parent
 
     def load(self, dtype: torch.dtype, device: torch.device, *, allow_non_finite: bool = False) -> Decoder:
-        """Return the model with its weights, for inference. Raises: ValueError if one is not finite and may not be."""
+        """Return the model with its weights, for inference. Raises: ValueError if one is not finite, unless allowed."""
         watched = WatchedWeights(self.weights)
         model = family_of(self.config).on_meta(self.config).to(dtype).to_empty(device=device)
         model.tie()
@@ -120,7 +122,7 @@ class CheckpointWeights:
 
 
 def open_source(path: Path) -> Source:
-    """Open a folder: of a run or an imported one the newest checkpoint.
+    """Open a model by its path; for a run or an imported folder its newest checkpoint.
 
     Raises: ValueError naming what is missing; DamagedCheckpoint.
     """
@@ -162,7 +164,9 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
 
 
 def _text(tables: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
-    """A setting of a manifest that no run may have written, so unchecked. Raises: ValueError if it is no text."""
+    """Return a setting of a manifest. Anybody may have written the manifest, so the value is checked here. Raises:
+    ValueError if it is no text.
+    """
     section, key = name.split(".")
     value = tables.get(section, {}).get(key)
     if value is not None and not isinstance(value, str):
@@ -171,7 +175,7 @@ def _text(tables: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
 
 
 def _one_prefix(sources: object) -> str | None:
-    """The token file that data.valid names, if it is one."""
+    """Return the token file that data.valid names; None unless it is a single one."""
     match sources:
         case str(path) | [{"path": str(path)}]:
             return path

@@ -1,4 +1,4 @@
-"""What belongs to a tokenizer in a Hugging Face folder, and which tokens end a text."""
+"""The files of a tokenizer in a Hugging Face folder, and the tokens that end a text."""
 
 import contextlib
 import json
@@ -22,20 +22,21 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_in(folder: Path) -> Path | None:
-    """Return the file to open, if the folder has it."""
+    """Return the folder's tokenizer.json; None if it has none."""
     path = folder / TOKENIZER
     return path if path.is_file() else None
 
 
 def copy_tokenizer(place: Path, output: Path) -> None:
-    """`place`: a folder, of which everything that belongs to a tokenizer is taken as it is; or a tokenizer's file, with
-    its folder's others if it has its usual name, else alone, under that name: the others are another tokenizer's.
+    """Copy a tokenizer's files to `output`, unchanged. A tokenizer.json without settings gets those that it needs.
 
-    A tokenizer.json without settings gets those that it needs.
+    `place`: a folder, or a tokenizer's file. All files of a tokenizer in the folder are copied, also if `place` is a
+    file of the usual name. A file of another name is copied alone, to the usual name: the other files of its folder
+    belong to another tokenizer.
     """
     usual_name = SENTENCEPIECE if place.suffix == ".model" else TOKENIZER
     if place.is_file() and place.name != usual_name:
-        shutil.copyfile(place, output / usual_name)  # the user has named it
+        shutil.copyfile(place, output / usual_name)  # may be a link: the user has named it
     else:
         folder = place.parent if place.is_file() else place
         for name in _FILES:
@@ -43,14 +44,15 @@ def copy_tokenizer(place: Path, output: Path) -> None:
                 shutil.copyfile(folder / name, output / name)
     if (output / TOKENIZER).is_file() and not (output / _SETTINGS).exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        with contextlib.suppress(ValueError):  # it cannot be opened here, or no end token is known
+        with contextlib.suppress(ValueError):  # it cannot be opened here, or has no known end token
             settings["eos_token"] = open_tokenizer(output / TOKENIZER).end_token
         write_text(output / _SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
 def _is_own_file(path: Path) -> bool:
-    """Whether it is there. Raises: ValueError if it is no file, or a link to one elsewhere: a folder from the net must
-    not make its reader publish a file of his own. A cache of Hugging Face links to `blobs` beside `snapshots`.
+    """Return whether a file is there. Raises: ValueError if the path is no file, or is a link to a file elsewhere: a
+    folder from the net must not make its user publish a file of the user's own. In a cache of Hugging Face links lead
+    to `blobs` beside `snapshots`; these are allowed.
     """
     if not path.is_symlink() and not path.exists():
         return False
@@ -63,7 +65,7 @@ def _is_own_file(path: Path) -> bool:
 
 
 def copy_generation(folder: Path, output: Path, tokenizer: Path | None) -> dict[str, Any]:
-    """Settings of generation, with the ids of special tokens in any case; the ids."""
+    """Write the settings of generation to `output`, always with the ids of special tokens. Return these ids."""
     ids = special_ids(folder, tokenizer)
     settings = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     write_text(output / GENERATION, json.dumps({**settings, **ids}, indent=2) + "\n")
@@ -71,8 +73,9 @@ def copy_generation(folder: Path, output: Path, tokenizer: Path | None) -> dict[
 
 
 def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
-    """Return what begins, ends and pads a text: each an id, several, or None. By the folder's settings of generation or
-    its config.json or, where neither says so, by the end token of the tokenizer's file.
+    """Return the ids of the tokens that begin, end and pad a text: each an id, a list of ids, or None. They come from
+    the folder's settings of generation or, where these say nothing, from its config.json. If neither names an end
+    token, the tokenizer's file does.
     """
     ids: dict[str, Any] = dict.fromkeys(_IDS)
     for name in (CONFIG, GENERATION):
@@ -86,7 +89,7 @@ def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
             ids |= told
     if ids["eos_token_id"] is None and tokenizer is not None:
         opened = open_tokenizer(tokenizer)
-        with contextlib.suppress(ValueError):  # it has none, and nothing else names one
+        with contextlib.suppress(ValueError):  # the tokenizer has no end token, either
             ids["eos_token_id"] = opened.end_of_text
     return ids
 
