@@ -1,1 +1,3 @@
-"""How ranks talk: who is in the data-parallel group, and the collectives of a step."""
+"""Communication between ranks: their topology, the collectives of a step, messages on the host, and the step's
+timeline.
+"""

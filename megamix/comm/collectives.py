@@ -19,18 +19,18 @@ from torch import Tensor
 from megamix import tuned
 from megamix.comm.topology import Axis
 
-# torch 2.13 renames both and warns about the old names, which are the only ones before it.
+# torch 2.13 renames both and warns about the old names; earlier versions have only the old names.
 _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-_GATHER_TAG = 1 << 30  # and more: apart from the user's own sends and receives, which have tag 0 unless told otherwise
+_GATHER_TAG = 1 << 30  # first tag of gathers, far above those of users' own sends and receives (0 by default)
 
-Use = Callable[[Tensor], None]  # what is done with all ranks' parts of a sum, instead of it
+Use = Callable[[Tensor], None]  # uses all ranks' parts of a sum, in place of the sum
 
 
 @contextmanager
 def noting(what: str) -> Iterator[None]:
-    """Say with an error of the backend `what` was going on, if anything is to be said."""
+    """Add `what`, if it is not empty, as a note to an error of the backend inside the block."""
     try:
         yield
     except RuntimeError as error:
@@ -40,14 +40,15 @@ def noting(what: str) -> Iterator[None]:
 
 
 class Pending:
-    """A collective under way; `wait` returns once its result may be read on the current stream, however often called.
+    """A collective under way. `wait` returns once its result may be read on the current stream; it may be called
+    repeatedly.
 
-    `works`: what torch has begun, nothing where there is nothing to wait for. `then`: called once, by the first `wait`.
-    `what`: added to its error, for the backend's names neither call nor tensor.
+    `works`: torch's handles, none if there is nothing to wait for. `then`: called once, by the first `wait`. `what`:
+    added to an error of `wait`, because the backend names neither call nor tensor.
     """
 
     what = ""
-    noted: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait, where somebody measures it
+    noted: Callable[[], AbstractContextManager[None]] = nullcontext  # entered around each wait, for measuring
 
     def __init__(self, *works: dist.Work | None, then: Callable[[], object] | None = None):
         self.works, self._then = list[Any](work for work in works if work is not None), then
@@ -55,15 +56,15 @@ class Pending:
     def wait(self) -> None:
         with self.noted(), noting(self.what):
             works, self.works = self.works, []
-            then, self._then = self._then, None  # not behind works of which one has failed
+            then, self._then = self._then, None  # `then` never runs after a failed work
             for work in works:
                 work.wait()
             if then is not None:
                 then()
 
     def __del__(self) -> None:
-        # A Gloo receive lives in its work object: dropped unfinished, it would leave its message to whoever talks next.
-        # No contextlib: at the end of a program its name here may be None by now.
+        # A Gloo receive lives in its work object. Dropped unfinished, it would leave its message to the next
+        # collective. No contextlib here: at the end of a program its name in this module may be None.
         try:
             for work in self.works:
                 work.wait()
@@ -72,26 +73,28 @@ class Pending:
 
 
 class Collectives:
-    """One rank alone: every collective is the identity. The base of the backends below, which work over one axis."""
+    """The collectives of one rank alone, each the identity. The backends below, which work over one axis, derive from
+    them.
+    """
 
     def __init__(self, axis: Axis):
         self.axis = axis
 
     def release(self) -> None:
-        """Give back the memory in which parts arrive, until the next sum. Between sums alone."""
+        """Free the memory in which parts arrive, until the next sum. Call it only between sums."""
 
     def own_part(self, flat: Tensor) -> Tensor:
-        """Return this rank's part of what is divided evenly, a view. Shapes: (n,) -> (n / size,)."""
+        """Return this rank's part of an evenly divided tensor, as a view. Shapes: (n,) -> (n / size,)."""
         return flat.view(self.axis.size, -1)[self.axis.rank]
 
     def reduce_scatter(self, grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         """Start summing `grads` over the ranks into this rank's part.
 
-        `use(parts)` does so itself, where the sum is to have another dtype; it is called once, by the first `wait` or
-        by the next reduction. `parts`: this rank's part as each rank has it, in rank order. They lie in a
-        scratch buffer that the next reduction fills anew; `grads` has been sent by then and may be overwritten.
-        Shapes: grads (padded_numel,), grad_shard (padded_numel / size,), a view of grads at this rank's
-        place, or memory of its own; parts (size, padded_numel / size).
+        `use(parts)` replaces the sum, for a sum of another dtype; it is called once, by the first `wait` or by the next
+        reduction. `parts`: this rank's part as each rank has it, in rank order. They lie in a scratch buffer that the
+        next reduction overwrites; `grads` has been sent by then and may be overwritten.
+        Shapes: grads (padded_numel,); grad_shard (padded_numel / size,), a view of grads at this rank's place, or
+        memory of its own; parts (size, padded_numel / size).
         """
         then = partial(use, grads.unsqueeze(0)) if use else partial(grad_shard.copy_, grads)
         in_place = grad_shard.untyped_storage()._cdata == grads.untyped_storage()._cdata
@@ -100,50 +103,53 @@ class Collectives:
     def all_gather(self, flat: Tensor, shard: Tensor, number: int = 0) -> Pending:
         """Start filling `flat` (padded_numel,) with every rank's `shard`, a view of flat at this rank's place.
 
-        `number`: gathers of different ones never take each other's parts where a backend can tell (Gloo on a CPU): a
-        rank that launches another one than the others waits, and fails by the group's time limit.
+        `number`: gathers with different numbers never take each other's parts, if the backend can tell (Gloo on a CPU).
+        A rank that launches another number than the others waits, and fails at the group's time limit.
         """
         return Pending()
 
     def table(self, row: Tensor) -> Tensor:
-        """Return every rank's row, in rank order. Shapes: row (n,) -> (size, n). Small; awaited at once."""
+        """Return every rank's row, in rank order. Shapes: row (n,) -> (size, n). For small rows; waits for
+        the result.
+        """
         return row.unsqueeze(0)
 
     def gather(self, part: Tensor, number: int = 0) -> Tensor:
-        """Return every rank's part, as `table` does, however large they are. Shapes: part (n,) -> (size, n)."""
+        """Return every rank's part, as `table` does, for parts of any size. Shapes: part (n,) -> (size, n)."""
         flat = part.new_empty(self.axis.size, part.numel())
         flat[self.axis.rank].copy_(part)
         self.all_gather(flat.view(-1), flat[self.axis.rank], number).wait()
         return flat
 
     def sum_parts(self, parts: Tensor) -> Tensor:
-        """Return this rank's row of the ranks' sum, awaited at once. Shapes: parts (size, n) -> (n,)."""
+        """Return this rank's row of the ranks' sum; wait for it. Shapes: parts (size, n) -> (n,)."""
         return parts[0]
 
     def exchange(self, sent: Tensor, arrived: Tensor, to: Sequence[int], of: Sequence[int]) -> Pending:
-        """Start sending `to[r]` elements to each rank r, in rank order, and filling `arrived` with `of[r]` of each.
+        """Start sending `to[r]` elements to each rank r, in rank order, and receiving `of[r]` elements of each into
+        `arrived`.
 
         Shapes: sent (sum of to,), arrived (sum of of,).
         """
         return Pending(then=partial(arrived.copy_, sent))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` on every rank with that of one, the first if not told otherwise."""
+        """Overwrite `tensor` on every rank with that of rank `source` of the axis, the first by default."""
 
     def agree(self, ok: bool) -> bool:
-        """Return whether every rank says so. Reads the device: for construction, never inside a step."""
+        """Return whether all ranks pass True. Waits for the device: for construction, never inside a step."""
         return ok
 
 
 class _ManyRanks(Collectives):
-    """What both backends do alike. Parts to be summed here arrive in `num_scratch` buffers in turn."""
+    """The common part of both backends. Parts that are summed here arrive in `num_scratch` buffers in turn."""
 
     num_scratch = 1
 
     def __init__(self, axis: Axis, device: torch.device):
         super().__init__(axis)
         self._device = device
-        # Each has the memory of the largest sum since the last `release`.
+        # Each has the size of the largest sum since the last `release`.
         self.scratch = [torch.empty(0, device=device).untyped_storage() for _ in range(self.num_scratch)]
         self._exchanges = deque([(one, Pending()) for one in self.scratch], self.num_scratch)  # oldest first
 
@@ -153,21 +159,21 @@ class _ManyRanks(Collectives):
 
     def reduce_scatter(self, grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         scratch, earlier = self._exchanges[0]
-        earlier.wait()  # its parts are summed before these come into their place
+        earlier.wait()  # its parts are summed before new ones overwrite them
         if scratch.nbytes() < grads.nbytes:
-            scratch.resize_(0)  # else what has been used would be copied
+            scratch.resize_(0)  # without this, resizing would copy the used bytes
             scratch.resize_(grads.nbytes)
         parts = grads.new_empty(0).set_(scratch, 0, grads.shape, grads.stride())
         work = dist.all_to_all_single(parts, grads, group=self.axis.group, async_op=True)
         add = partial(sum_in_rank_order, out=grad_shard) if use is None else use
-        # On a GPU `wait` orders the current stream behind the exchange, and the sum runs on that stream; the next
-        # exchange into this buffer starts behind it.
+        # On a GPU `wait` orders the current stream after the exchange, and the sum runs on that stream. The next
+        # exchange into this buffer starts after the sum.
         exchange = Pending(work, then=partial(add, parts.view(self.axis.size, -1)))
         self._exchanges.append((scratch, exchange))
         return exchange
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        # As bytes, for a module's buffers have dtypes that the backends do not send.
+        # As bytes, because a module's buffers may have dtypes that the backends do not send.
         plain = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
         dist.broadcast(plain, group=self.axis.group, group_src=source)
 
@@ -187,7 +193,7 @@ class _ManyRanks(Collectives):
 class NcclCollectives(_ManyRanks):
     """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data.
 
-    Of parts that are summed here (`use`), in one scratch buffer alone backward would wait at each bucket.
+    Parts that are summed here (`use`) need two scratch buffers: with one, backward would wait at each bucket.
     """
 
     num_scratch = 2
@@ -209,16 +215,16 @@ class NcclCollectives(_ManyRanks):
 class GlooCollectives(_ManyRanks):
     """Gloo: reduce-scatter is an all-to-all, an FP32 sum in rank order and one rounding.
 
-    2.4 times faster than Gloo's own, in a fixed order, and it overflows to inf as NCCL's does. The parts arrive in
+    It is 2.4 times faster than Gloo's own, has a fixed order, and overflows to inf as NCCL's does. The parts arrive in
     one scratch buffer, so a reduction is completed before the next one starts.
     """
 
     def all_gather(self, flat: Tensor, shard: Tensor, number: int = 0) -> Pending:
-        # Several ranks on one GPU: Gloo's send takes host memory alone.
+        # Several ranks on one GPU: Gloo can send only from host memory.
         if flat.device.type != "cpu":  # pragma: CUDA only
             return Pending(_all_gather(flat, shard, group=self.axis.group, async_op=True))
-        # Every part travels straight to its place: Gloo's own all-gather copies in and out of a buffer of its own,
-        # 3.9 ms against 1.2 for 3 M half elements between two ranks.
+        # Every part travels straight to its place. Gloo's own all-gather copies through a buffer of its own: 3.9 ms
+        # against 1.2 for 3 M half elements between two ranks.
         size, rank, group = self.axis.size, self.axis.rank, self.axis.group
         tag = _GATHER_TAG + number % _GATHER_TAG
         parts = flat.view(size, -1)
@@ -238,19 +244,21 @@ class GlooCollectives(_ManyRanks):
 
 
 class ShapesAlone(Collectives):
-    """Of an axis that is not connected: the tensors that its ranks would have, with nothing of the others in them. For
-    memory planned without ranks.
+    """The collectives of an axis that is not connected, for memory planned without ranks: they return tensors of the
+    right shapes, without other ranks' values.
     """
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         out = parts.new_empty(parts.shape[1])
-        if not parts.is_meta:  # as Gloo; NCCL sums in its own buffers, and tensors that stand for a GPU's are of "meta"
+        if not parts.is_meta:  # as Gloo does; NCCL sums in its own buffers, and a GPU's tensors are planned on "meta"
             sum_in_rank_order(torch.empty_like(parts), out)
         return out
 
 
 class Unconnected(Collectives):
-    """Refuses every call: its ranks have no process group, as where placements alone are asked for."""
+    """The collectives of ranks without a process group, for code that asks for placements alone: every call
+    is refused.
+    """
 
     def _refuse(self, *given: object, **settings: object) -> Any:
         raise RuntimeError(
@@ -262,12 +270,12 @@ class Unconnected(Collectives):
 
 
 def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
-    """Sum the ranks' parts in FP32, rank 0 first; a half `out` is rounded to once, an FP32 one takes the sum itself.
+    """Sum the ranks' parts in FP32, rank 0 first. A half `out` is rounded once; an FP32 `out` receives the sum itself.
 
     Shapes: parts half or FP32 (ranks, shard_numel) -> out half or FP32 (shard_numel,).
     """
     rounded = out.dtype != torch.float32
-    # Without an accumulator the whole is one piece on a GPU, where launches cost more than the cache saves.
+    # On a GPU a sum without accumulator is one piece, because launches cost more than the cache saves.
     size = min(tuned.SUM_PIECE, out.numel()) if rounded or out.is_cpu else out.numel()
     accumulator = out.new_empty(size, dtype=torch.float32) if rounded else out
     for start in range(0, out.numel(), size):
@@ -281,15 +289,15 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
 
 
 def make_collectives(axis: Axis, device: torch.device) -> Collectives:
-    """Return the collectives of this axis's backend for tensors of this device."""
+    """Return the collectives of this axis's backend for tensors on this device."""
     if axis.group is None:
         return Collectives(axis) if axis.size == 1 else Unconnected(axis)
-    # A group may carry a backend per device type ("cpu:gloo,cuda:nccl"): ask for the one that serves this device.
+    # A group may carry one backend per device type ("cpu:gloo,cuda:nccl"): ask for the one that serves this device.
     backend = axis.group._get_backend(device).name()
     if backend == "nccl":
-        return NcclCollectives(axis, device)  # of one rank, too: its calls are then the ones of many
-    # A rank alone has nobody to send to: Gloo takes 0.2 ms a sum for a copy to itself and back.
+        return NcclCollectives(axis, device)  # also for one rank, which then makes the same calls as many
+    # A single rank has nobody to send to: Gloo would take 0.2 ms a sum for a copy to itself and back.
     return GlooCollectives(axis, device) if axis.size > 1 else Collectives(axis)
 
 
-MakeCollectives = Callable[[Axis, torch.device], Collectives]  # `make_collectives`, or what stands in its place
+MakeCollectives = Callable[[Axis, torch.device], Collectives]  # `make_collectives` or a replacement

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside a step: JSON, tensors of the host, and what of their collectives has ended."""
+"""Messages between ranks beside a step: JSON, host tensors, and records of the ranks' last collectives."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis
 from megamix.durable import create_anew
 
-_USUAL = 1024  # bytes of a text that travels at once; a longer one goes again, when all know how long it is
+_USUAL = 1024  # bytes of a text sent at once; a longer text is sent again once its length is known
 _LENGTH = 8  # bytes
 
 
 def gather_json(collectives: Collectives, value: Any, device: torch.device) -> list[Any]:
-    """Return every rank's value, in rank order, as JSON has it: torch's own way unpickles, and a pickle runs code.
+    """Return every rank's value, in rank order, through JSON: torch's own object gather unpickles, and a pickle runs
+    code.
 
-    `device`: where the collectives' tensors live.
+    `device`: the device of the collectives' tensors.
     """
     content = json.dumps(value).encode()
 
     def rows(room: int) -> list[bytes]:
-        """Return of every rank its content's length, and as much of it as there is room for."""
+        """Return each rank's content length and as much of its content as `room` bytes hold."""
         row = bytearray(len(content).to_bytes(_LENGTH, "little") + content[:room].ljust(room))
         table = collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(device))
         return [bytes(line.tolist()) for line in table.cpu()]
@@ -43,19 +44,22 @@ def gather_json(collectives: Collectives, value: Any, device: torch.device) -> l
 
 
 def tell_collectives(path: Path) -> None:
-    """Write what torch's flight recorder holds of this rank's last collectives, which began and which ended, as JSON,
-    if torch and the disk let it. For any thread: where the host runs ahead of NCCL, stacks do not tell who is late.
+    """Write torch's flight recorder as JSON: this rank's last collectives, with which began and which ended. Do nothing
+    if torch or the disk fails.
+
+    It may run in any thread. Stacks do not show which rank is late when the host runs ahead of NCCL.
     """
     with contextlib.suppress(Exception):
-        backend = "nccl" if dist.get_backend() == "nccl" else "fr"  # which is that of all others
+        backend = "nccl" if dist.get_backend() == "nccl" else "fr"  # "fr" serves all other backends
         recorded = getattr(torch._C._distributed_c10d, f"_dump_{backend}_trace_json")()
         with create_anew(path) as file:
             file.write(recorded)
 
 
 def host_collectives(world: Axis, timeout_s: float) -> Collectives:
-    """Connect the ranks by a group of its own for tensors of the host, which waits for no device. Every rank must call
-    it. Units: `timeout_s` bounds the wait for the slowest rank; after it the group is of no more use.
+    """Connect the ranks by a group of its own for host tensors, which waits for no device. Every rank must call it.
+
+    Units: `timeout_s` bounds the wait for the slowest rank; after a timeout the group cannot be used any more.
     """
     group = None
     if world.group is not None:

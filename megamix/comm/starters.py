@@ -1,4 +1,4 @@
-"""Make ranks of the processes that torchrun, srun or mpirun start, by what these tell them."""
+"""Ranks made of the processes that torchrun, srun or mpirun start, by the variables that these set."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megamix.comm.topology import local_device, meet_ranks
 
 
 class _Starter(NamedTuple):
-    """Names the variables in which one starter tells each rank its place."""
+    """Holds the names of the variables in which one starter tells each rank its place."""
 
     name: str
     rank: str
     world_size: str
     local_rank: str
-    local_world_size: str  # a number, or one for each machine, as 2(x3),1
-    job: tuple[str, ...] = ()  # what together no other job of the same machines has
-    hosts: str = "SLURM_JOB_NODELIST"  # the first one's machine comes first
+    local_world_size: str  # a number, or one for each machine, as in 2(x3),1
+    job: tuple[str, ...] = ()  # variables that together name this job alone on its machines
+    hosts: str = "SLURM_JOB_NODELIST"  # lists the machines, rank 0's first
 
 
 _TORCHRUN = _Starter("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# In this order: mpirun starts its ranks by srun where it can, whose variables then tell of its own helpers. What srun
-# tells by PMI lacks the local ones.
+# In this order: mpirun may start its ranks by srun, whose variables then describe mpirun's own helpers. srun's PMI
+# variables lack the local rank and size.
 _STARTERS = (
     _Starter(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -44,13 +44,13 @@ _STARTERS = (
 
 def start_ranks(timeout_s: float = 600.0) -> torch.device:
     """Meet the ranks that torchrun, srun or mpirun has started beside this process (NCCL on GPUs, Gloo on CPUs), and
-    return this one's device. A process that was started alone stays alone. Every rank must call it.
+    return this rank's device. A process that was started alone stays alone. Every rank must call it.
 
-    What srun or mpirun says is put into RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; of
-    these the last two hold as they are where they are set, and all where RANK and WORLD_SIZE are.
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set from the variables of srun or
+    mpirun. MASTER_ADDR and MASTER_PORT are kept if they are set already; all are kept if RANK and WORLD_SIZE are.
     Units: `timeout_s` bounds every collective.
-    Raises: ValueError naming the variables that are missing; OSError where nobody can meet at that address and port;
-    NotMetError naming ranks that do not come.
+    Raises: ValueError naming missing variables; OSError if ranks cannot meet at that address and port; NotMetError
+    naming ranks that do not come.
     """
     starter = _started_by()
     if starter is not None and _size(starter) > 1 and not dist.is_initialized():
@@ -74,7 +74,9 @@ def start_ranks(timeout_s: float = 600.0) -> torch.device:
 
 
 def refuse_alone() -> None:
-    """Raises: RuntimeError if several processes were started together, and this one has not met the others."""
+    """Refuse to train alone if several processes were started together and this one has not met the others. Raises:
+    RuntimeError.
+    """
     starter = None if dist.is_initialized() else _started_by()
     if starter is not None and (size := _size(starter)) > 1:
         raise RuntimeError(
@@ -85,7 +87,9 @@ def refuse_alone() -> None:
 
 
 def _started_by() -> _Starter | None:
-    """Return who has told this process its rank: in torchrun's words, or who has told most of it."""
+    """Return the starter that has told this process its rank: torchrun if its variables are set, else preferably one
+    that has also told the local rank and size.
+    """
     told = os.environ.get
     found = [one for one in (_TORCHRUN, *_STARTERS) if told(one.rank) and told(one.world_size)]
     whole = [one for one in found if os.environ.keys() >= {one.local_rank, one.local_world_size}]
@@ -93,7 +97,7 @@ def _started_by() -> _Starter | None:
 
 
 def _size(starter: _Starter) -> int:
-    """Raises: ValueError."""
+    """Return the number of ranks. Raises: ValueError if the variable holds no number."""
     text = os.environ[starter.world_size]
     if not text.isdecimal():
         raise ValueError(f"{starter.world_size} is {text!r}, no number of ranks")
@@ -117,5 +121,5 @@ def _as_torchrun(starter: _Starter) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first of Slurm's node[01-03,07],gpu5."""
+    """Return the first host of a Slurm list such as node[01-03,07],gpu5."""
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts).partition(",")[0]

@@ -1,7 +1,7 @@
-"""When the transfers of a step's buckets were launched, had arrived, were needed and were waited for.
+"""The timeline of a step's transfers: when each was launched, had arrived, was needed and was waited for.
 
-Only steps that are to be profiled are looked at so: on a CPU by a thread for each transfer, on a GPU by events alone.
-What is computed stays the same, bit for bit.
+Only profiled steps pay for it: on a CPU a thread for each transfer, on a GPU events alone. The results of the step stay
+the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 
 from megamix.comm.collectives import Pending
 
-_MOST_THREADS = 256  # what is launched while as many are under way is seen to arrive late
+_MOST_THREADS = 256  # most transfers watched at once; further ones appear to arrive late
 
-Instant = Any  # of the host: seconds; of a GPU: an event
+Instant = Any  # host: seconds; GPU: an event
 
 
 class Transfer(NamedTuple):
-    """One bucket's collective. Units: seconds since the step began, and `waited_s` long."""
+    """One bucket's collective. Units: seconds since the step began; `waited_s` is a duration in seconds."""
 
     kind: str
     bucket: int
     launched_s: float
-    landed_s: float  # all of it was there
-    needed_s: float  # the step first asked for it
-    waited_s: float  # in which nothing was computed; of Gloo with the sum of what had arrived
+    landed_s: float  # all of it had arrived
+    needed_s: float  # the step first waited for it
+    waited_s: float  # nothing was computed; on Gloo including the sum of the parts
 
 
 @dataclass
@@ -45,32 +45,30 @@ class _Watched:
 
 
 class Timeline:
-    """When the transfers of one step come and go, which begins now."""
+    """Records the transfers of one step, which begins now."""
 
     def __init__(self, device: torch.device):
         self._device, self._on_gpu = device, device.type == "cuda"
         self._watched: list[_Watched] = []
-        self._threads = ThreadPoolExecutor(_MOST_THREADS, "arrivals")  # each is made when it has something to do
-        # Waits for transfers beside the stream that computes.
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, "arrivals")  # threads start on demand
+        # A stream that waits for transfers, beside the stream that computes.
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]  # no types
         self._begin = self._now()
 
     def watch(self, kind: str, bucket: int, pending: Pending) -> None:
-        """Note what becomes of a transfer that has just been launched."""
+        """Record a transfer that has just been launched."""
         watched = _Watched(kind, bucket, self._now())
         self._watched.append(watched)
         pending.noted = partial(self._noted, watched)
         if self._stream is None:
             arrival = self._threads.submit(self._arrive, watched, pending.works)
-            pending.works = [SimpleNamespace(wait=arrival.result)]  # which raises what a thread has met
+            pending.works = [SimpleNamespace(wait=arrival.result)]  # raises the thread's error
         else:
             with torch.cuda.stream(self._stream):
                 self._arrive(watched, pending.works)
 
     def transfers(self) -> list[Transfer]:
-        """Return what has become of them, in the order of their launches; all must have been waited for. Waits for the
-        device.
-        """
+        """Return all transfers in the order of their launches. All must have been waited for. Waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         return [

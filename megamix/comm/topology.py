@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks, and which machine it computes on."""
+"""The place of this process among the ranks, and the device on which it computes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Ranks that divide something among them, as one of them sees it. `group` connects them; None: not connected, as
-    where this process is alone.
+    """Ranks that divide something among them, as seen by one of them. `group` connects them; None: not connected, e.g.
+    because this process is alone.
     """
 
     ranks: Sequence[int] = (0,)  # their numbers in the world, ascending
-    rank: int = 0  # this one's place among them
+    rank: int = 0  # this rank's place among them
     group: dist.ProcessGroup | None = field(default=None, compare=False)
 
     @property
@@ -34,19 +34,19 @@ class Axis:
 
 @dataclass(frozen=True)
 class Topology:
-    """A mesh of named axes, as seen by one rank. Neighbours in it differ in the last axis first, so the axis that talks
-    most, tp, stays within a machine.
+    """A mesh of named axes, as seen by one rank. Neighbouring ranks differ in the last axis first, so tp, the axis that
+    communicates most, stays within a machine.
 
     pp: pipeline stages of one copy of the model. dp: ranks that hold the same part of it. tp: ranks that divide each
-    layer of one stage, and read the same data. Any other axis is for whoever adds it; of those not named there is one
-    rank.
+    layer of one stage, and read the same data. A program may add any other axis. Along an axis without a size there is
+    one rank.
     """
 
     sizes: Mapping[str, int] = field(default_factory=lambda: {"pp": 1, "dp": 1, "tp": 1})
     place_in_mesh: int = 0
-    reads: Sequence[str] = ("dp",)  # the axes along which ranks read other data
-    owns: Sequence[str] = ("dp",)  # those along which ranks that hold the same part of the model divide its FP32 truth
-    ranks: Sequence[int] | None = None  # the mesh's, by their numbers in the world; None: the same
+    reads: Sequence[str] = ("dp",)  # axes along which ranks read different data
+    owns: Sequence[str] = ("dp",)  # axes along which ranks with the same part of the model divide its FP32 masters
+    ranks: Sequence[int] | None = None  # numbers of the mesh's ranks in the world; None: their places in the mesh
     groups: Mapping[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Topology:
         return f"{self.world.size} rank(s)" + (f" ({sizes})" if self.dp.size < self.world.size else "")
 
     def along(self, *names: str) -> Axis:
-        """Return the ranks that differ from this one in these axes alone, connected if that was asked for.
+        """Return the ranks that differ from this one only in these axes, connected if that was asked for.
 
         Raises: ValueError if there is no such axis.
         """
@@ -72,7 +72,7 @@ class Topology:
 
     @cached_property
     def world(self) -> Axis:
-        """All ranks of the mesh."""
+        """Return all ranks of the mesh."""
         return self.along(*self.sizes)
 
     @cached_property
@@ -89,27 +89,29 @@ class Topology:
 
     @cached_property
     def stage(self) -> Axis:
-        """All ranks of this pipeline stage."""
+        """Return all ranks of this pipeline stage."""
         return self.along(*(name for name in self.sizes if name != "pp"))
 
     @cached_property
     def data(self) -> Axis:
-        """Ranks that read other data for the same part of the model."""
+        """Return the ranks that read different data for the same part of the model."""
         return self.along(*self.reads)
 
     @cached_property
     def owners(self) -> Axis:
-        """Ranks that own a share each of what all of them hold whole."""
+        """Return the ranks that each own a share of the part of the model that all of them hold."""
         return self.along(*self.owns)
 
     @cached_property
     def replicas(self) -> Axis:
-        """Ranks that own the same share, each a copy of it."""
+        """Return the ranks that own the same share, each a copy of it."""
         return self.along(*(name for name in self.sizes if name not in ("pp", "tp", *self.owns)))
 
     @cached_property
     def ends(self) -> Axis:
-        """The owners on the first and the last pipeline rank, which hold a tied table; between these, this rank."""
+        """Return the owners on the first and the last pipeline rank, which hold a tied table; on ranks between these,
+        this rank.
+        """
         if 0 < self.pp.rank < self.pp.size - 1:
             return self._axis([self.place_in_mesh])
         stride = self._strides().get("pp", 0)
@@ -118,17 +120,21 @@ class Topology:
 
     @property
     def counts_sums(self) -> bool:
-        """Of the ranks of a stage that compute together on the same samples, the first one's sums count."""
+        """Return whether this rank is the first of its stage's ranks that compute together on the same samples: only
+        its sums count.
+        """
         return self._is_first_of("pp", *self.reads)
 
     @property
     def counts_loss(self) -> bool:
-        """Of the ranks that compute one loss together, one counts it: the first of the last stage, if each has one."""
+        """Return whether this rank counts the loss: only the first of the last stage's ranks that compute one loss
+        together does.
+        """
         return self.counts_sums and self.pp.rank == self.pp.size - 1
 
     @property
     def saves_shard(self) -> bool:
-        """Of the ranks that own the same share, one counts and saves it."""
+        """Return whether this rank is the first of the ranks that own the same share: it counts and saves the share."""
         return self._is_first_of("pp", "tp", *self.owns)
 
     def _is_first_of(self, *others: str) -> bool:
@@ -146,8 +152,8 @@ class Topology:
 
     @staticmethod
     def current(group: dist.ProcessGroup | None = None) -> Topology:
-        """Data-parallel ranks and nothing else: those of `group`; without one, of the whole world; without a world,
-        one process.
+        """Return a mesh of data-parallel ranks alone: those of `group`; without one, of the whole world; without a
+        world, one process.
         """
         if group is None:
             if not (dist.is_available() and dist.is_initialized()):
@@ -160,7 +166,7 @@ class Topology:
 
     @staticmethod
     def place(rank: int, *, pp_size: int = 1, dp_size: int = 1, tp_size: int = 1) -> Topology:
-        """Return where that rank stands in a mesh of these sizes: arithmetic, nothing is connected.
+        """Return the place of that rank in a mesh of these sizes: arithmetic, nothing is connected.
 
         Raises: ValueError if there is no such rank.
         """
@@ -172,7 +178,7 @@ class Topology:
 
     @staticmethod
     def connect(*, pp_size: int = 1, tp_size: int = 1, timeout_s: float | None = None) -> Topology:
-        """This rank's place in the mesh of the whole world, its axes connected. Every rank must call it.
+        """Return this rank's place in the mesh of the whole world, with connected axes. Every rank must call it.
 
         Raises: ValueError if the sizes do not divide the world.
         """
@@ -188,16 +194,16 @@ class Topology:
         return Topology.place(dist.get_rank(), pp_size=pp_size, dp_size=dp_size, tp_size=tp_size).connected(timeout_s)
 
     def connected(self, timeout_s: float | None = None) -> Topology:
-        """Return it with its axes connected. Every rank of the world must call it, and be in the mesh."""
+        """Return this mesh with its axes connected. Every rank of the world must call it, and be in the mesh."""
         groups = {tuple(self.world.ranks): dist.group.WORLD}
-        # The same order on every rank: those of a group meet in its creation. With NCCL each of these calls splits the
-        # world, so every rank must be in one group of each axis, as it is.
+        # In the same order on every rank, because a group's ranks meet when it is created. With NCCL each of these
+        # calls splits the world, so every rank must be in one group of each axis, which it is.
         shared = self.along(*self.owns, "tp")
         for axis in (self.tp, self.owners, shared, self.data, self.replicas, self.stage, self.pp):
             _connect(axis, groups, timeout_s)
         if 0 < self.pp.rank < self.pp.size - 1:
-            # Between the ends, one of its own: torch names these groups by their ranks and by how many this rank has,
-            # so that one which has fewer would find no peer for any later group.
+            # A rank between the ends makes a group of its own. torch names these groups by their ranks and by the
+            # number of groups that this rank has, so a rank with fewer groups would find no peer for any later one.
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
         else:
             _connect(self.ends, groups, timeout_s)
@@ -205,7 +211,7 @@ class Topology:
 
 
 def _connect(axis: Axis, groups: dict[tuple[int, ...], dist.ProcessGroup | None], timeout_s: float | None) -> None:
-    """Add its group to those there are, unless it is of one rank."""
+    """Add the axis's group to `groups`, unless it is there or has one rank."""
     ranks = tuple(axis.ranks)
     if len(ranks) > 1 and ranks not in groups:
         timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
@@ -219,8 +225,8 @@ def _connect(axis: Axis, groups: dict[tuple[int, ...], dist.ProcessGroup | None]
 
 
 def local_device() -> torch.device:
-    """Return the GPU that LOCAL_RANK names, or the CPU where torch sees no GPU. Of one GPU alone, as Slurm shows each
-    task its own with --gpus-per-task, it is that one.
+    """Return the GPU that LOCAL_RANK names; the only GPU if torch sees one, as Slurm shows each task its own with
+    --gpus-per-task; the CPU if torch sees none.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -228,14 +234,14 @@ def local_device() -> torch.device:
 
 
 def num_on_machine(axis: Axis) -> int:
-    """Return how many of these ranks torchrun has started on this one's machine; 1 where it has not."""
+    """Return how many of these ranks torchrun has started on this rank's machine; 1 if torchrun has started none."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return sum(rank // local_size == axis.ranks[axis.rank] // local_size for rank in axis.ranks)
 
 
 def side_store(world: Axis) -> Store:
-    """Return the store in which the ranks have met, for messages beside the collectives: by a connection of its own,
-    and with keys that no job before this one in the same processes has used. Every rank must call it.
+    """Return the store in which the ranks have met, for messages beside the collectives. It has a connection of its
+    own, and keys that no earlier job of these processes has used. Every rank must call it.
     """
     store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     job = store.add(f"megamix/rank {world.rank}", 1)
@@ -243,22 +249,23 @@ def side_store(world: Axis) -> Store:
 
 
 class NotMetError(RuntimeError):
-    """Ranks that were started and have not come; `late` are their numbers."""
+    """Ranks that were started but have not come; `late` holds their numbers."""
 
     def __init__(self, late: Sequence[int], timeout_s: float):
         self.late = late
         which = ", ".join(map(str, late[:8])) + " and more" * (len(late) > 8)
         super().__init__(
-            f"no sign within {timeout_s:g} s of rank {which}: an import may hang, a plugin's say, or a file"
+            f"no sign within {timeout_s:g} s of rank {which}: an import may hang, such as a plugin's, or reading a file"
         )
 
 
 def meet_ranks(device: torch.device, timeout_s: float) -> None:
-    """Meet the ranks that torchrun started (NCCL on GPUs, Gloo on CPUs); alone, stay alone. `Topology.connect` then
-    gives the world its axes: not here, since ranks that disagree on them would make other groups, and wait for ever.
+    """Meet the ranks that torchrun started (NCCL on GPUs, Gloo on CPUs); do nothing in a process that is alone.
 
+    `Topology.connect` then gives the world its axes. It is not done here, because ranks that disagree on the axes would
+    create different groups and wait for ever.
     Units: `timeout_s` bounds every collective: a peer that died or hangs is an error after it, never a silent wait.
-    Raises: NotMetError if one does not come.
+    Raises: NotMetError if a rank does not come.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
@@ -282,9 +289,11 @@ def meet_ranks(device: torch.device, timeout_s: float) -> None:
 
 
 def leave_ranks(*, alike: bool) -> None:
-    """Leave the ranks that `meet_ranks` has met, if all of them do; else NCCL could wait for the others for ever: then
-    the process ends at once when the error that ends it is printed. Where that is caught, torch drops the groups at the
-    process's end.
+    """Leave the ranks that `meet_ranks` has met.
+
+    `alike`: all ranks leave now. Otherwise NCCL could wait for the others for ever, so the groups stay, and an uncaught
+    error ends the process at once after it is printed. If the error is caught, torch drops the groups at the process's
+    end.
     """
     if dist.is_initialized() and alike:
         dist.destroy_process_group()
@@ -296,6 +305,6 @@ def _end_at_once(tell: Callable[..., object], *error: Any) -> None:
     try:
         tell(*error)
         sys.stdout.flush()
-    except Exception:  # of a hook of one's own, or of a pipe that nobody reads
+    except Exception:  # the user's own hook failed, or nobody reads the pipe
         sys.__excepthook__(*error)
     os._exit(1)

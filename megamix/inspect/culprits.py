@@ -1,4 +1,4 @@
-"""Who made a step overflow: parameters from the statistics that every step takes, ranks and micro-batches from an
+"""The causes of an overflow: parameters from the statistics that every step takes, ranks and micro-batches from an
 examination. For the host, between steps.
 """
 
@@ -20,20 +20,22 @@ from megamix.mixed_precision.step import Examination
 Fault = Literal["NaN", "inf", "inf and NaN", "too large to square"]
 _FAULTS: tuple[Fault, ...] = ("NaN", "inf", "inf and NaN", "too large to square")
 
-_TOO_LARGE = 2.0**64  # the square of this, and of nothing smaller, is beyond FP32
-_MOST_ORIGINS = 64  # that one rank reports: a scale far too high makes every gradient of every micro-batch inf
+_TOO_LARGE = 2.0**64  # the smallest number whose square is beyond FP32
+_MOST_ORIGINS = 64  # most origins that one rank reports, as a scale far too high makes all its gradients inf
 
 
 class ParamPeak(NamedTuple):
-    """How large one parameter's gradient is, summed over ranks and micro-batches, with the loss scale in it."""
+    """The size of one parameter's gradient, summed over ranks and micro-batches, loss scale included."""
 
     name: str
     sum_of_squares: float
-    max_abs: float  # NaN where an element is
+    max_abs: float  # NaN if any element is NaN
 
     @property
     def fault(self) -> Fault | None:
-        """Why a step with this gradient is skipped; None: not because of this one. Inf beside NaN counts as NaN."""
+        """Return why a step with this gradient is skipped; None: this gradient is no reason. Inf beside NaN counts as
+        NaN.
+        """
         if math.isnan(self.max_abs):
             return "NaN"
         if math.isinf(self.max_abs):
@@ -49,7 +51,7 @@ def broken_masters(engine: ShardedEngine) -> list[str]:
 
 
 def headroom(max_abs: float) -> float:
-    """Octaves between the largest element and the end of FP16, log2(65504 / max_abs), in whatever dtype it is.
+    """Return the octaves between the largest element and the end of FP16, log2(65504 / max_abs), whatever its dtype.
 
     inf for 0, -inf for inf, NaN for NaN.
     """
@@ -57,7 +59,8 @@ def headroom(max_abs: float) -> float:
 
 
 def gather_peaks(engine: ShardedEngine, by_piece: Tensor) -> list[ParamPeak]:
-    """Return every parameter of the model, in registration order. Every rank must call it: one small collective.
+    """Return the peaks of all parameters of the model, in registration order. Every rank must call it: one small
+    collective.
 
     Shapes: by_piece FP64 (2, pieces), a step's `StepResult.by_piece`, on the host or the device.
     """
@@ -75,7 +78,7 @@ def peaks_by_param(by_piece: Tensor, pieces: Sequence[Piece], param_names: Seque
 
 
 def merge_peaks(table: Tensor, param_names: Sequence[str]) -> list[ParamPeak]:
-    """Return all ranks' `peaks_by_param` as one. Shapes: FP64 (ranks, params, 2)."""
+    """Merge the `peaks_by_param` of all ranks. Shapes: FP64 (ranks, params, 2)."""
     sums, peaks = table[..., 0].sum(0).tolist(), table[..., 1].amax(0).tolist()  # both keep NaN and inf
     return [ParamPeak(*values) for values in zip(param_names, sums, peaks, strict=True)]
 
@@ -90,15 +93,15 @@ class Origin(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """What an examined step's ranks found in their own gradients."""
+    """Holds the faults that an examined step's ranks found in their own gradients."""
 
-    found: list[Origin]  # by rank, by micro-batch, in about the order of backward: a fault travels on from its first
-    left_out: int  # further ones
+    found: list[Origin]  # by rank and micro-batch, in about backward's order: a fault spreads from its first
+    left_out: int  # number of further faults
 
 
 def gather_origins(engine: ShardedEngine, examination: Examination) -> Origins:
-    """Return rank and micro-batch of every fault in an examined step. Every rank must call it: one or two small
-    collectives.
+    """Return rank and micro-batch of every fault in an examined step. Every rank must call it: one small collective, or
+    two.
     """
     mine = origins_of(examination.local.cpu(), engine.plan.param_names, engine.world.axis.rank)
     by_rank = gather_json(engine.world, mine, engine.device)
@@ -107,10 +110,10 @@ def gather_origins(engine: ShardedEngine, examination: Examination) -> Origins:
 
 
 def origins_of(local: Tensor, param_names: Sequence[str], rank: int) -> Origins:
-    """Return what one rank found. Shapes: local FP64 (micro_batches, params, 3), an `Examination.local`."""
+    """Return one rank's faults. Shapes: local FP64 (micro_batches, params, 3), an `Examination.local`."""
     inf, nan, large = local[..., 0] > 0, local[..., 1] > 0, local[..., 2] >= _TOO_LARGE
     fault = torch.where(inf & nan, 2, torch.where(nan, 0, torch.where(inf, 1, torch.where(large, 3, -1))))
-    # Parameters from the last to the first: about the order of backward, in which a fault spreads.
+    # Parameters from last to first: about the order of backward, in which a fault spreads.
     places = (fault.flip(1) >= 0).nonzero()
     found = [
         Origin(param_names[-1 - reverse], rank, micro_batch, _FAULTS[int(fault[micro_batch, -1 - reverse])])

@@ -1,4 +1,4 @@
-"""`megamix.record`: values that a forward or a loss reports, or whoever calls between two steps."""
+"""`megamix.record`: values that a forward, a loss, or code between two steps reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megamix.comm.topology import Topology
 from megamix.mixed_precision.step import Recorded, Reduce, StepProgress
 
 _JOIN: dict[Reduce, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": torch.add,  # divided at last
+    "mean": torch.add,  # divided by their number at the end
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
@@ -25,15 +25,16 @@ _TAG = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 
 
 def record(name: str, tensor: Tensor, reduce: Reduce = "mean") -> None:
-    """Report a value of this step, from anywhere in a forward or a loss, or between two steps, for the next one.
+    """Report a value of this step from anywhere in a forward or a loss, or of the next step from between two steps.
 
-    Of all values of a name in a step, over calls, micro-batches and ranks, their mean, sum, maximum or minimum is
-    reported; of tensor-parallel ranks the first one's goes into a sum, and where they divide the positions that is of
-    its part. Ranks that compute the same part of the model must record the same names. A job writes them beside its own
-    metrics; without one they are in `StepResult.recorded`. The host does not wait. What is given in a backward, while
-    the module is in `eval()`, or without an engine, does not count.
+    The mean, sum, maximum or minimum of all values of a name in a step is reported, over calls, micro-batches and
+    ranks. Of tensor-parallel ranks only the first one's value goes into a sum; if they divide the positions, it covers
+    that rank's positions. Ranks that compute the same part of the model must record the same names. A job writes the
+    values beside its own metrics; without a job they are in `StepResult.recorded`. The host does not wait. Values
+    recorded in a backward, while the module is in `eval()`, or without an engine, do not count.
     Shapes: tensor (), kept as FP32.
-    Raises: ValueError for what is no scalar, a name that is no tag, or another `reduce` than the name had before.
+    Raises: ValueError for a tensor that is no scalar, a name that is no tag, or another `reduce` than the name had
+    before.
     """
     step = StepProgress.latest()
     if step is None or not step.counts():
@@ -59,10 +60,10 @@ def _check(name: str, reduce: Reduce, known: Iterable[tuple[str, Reduce]]) -> No
 
 
 def gather_recorded(recorded: Recorded, topology: Topology, collectives: Collectives) -> dict[str, float]:
-    """Return the values of all ranks by name, each combined as it says. Every rank must call it; waits for the table.
+    """Return all ranks' values by name, each combined by its reduce. Every rank must call it; waits for the device.
 
-    `collectives`: among all ranks of the model, where the table lies.
-    Raises: ValueError on every rank if two that compute the same part of the model recorded other names.
+    `collectives`: among all ranks of the model, on the table's device.
+    Raises: ValueError on every rank if two ranks that compute the same part of the model recorded different names.
     """
     rows = zip(recorded.names, recorded.table.tolist(), strict=True)
     mine = FromRank(topology.pp.rank, topology.counts_sums, [(*key, *row) for key, row in rows if row[1]])
@@ -70,17 +71,17 @@ def gather_recorded(recorded: Recorded, topology: Topology, collectives: Collect
 
 
 class FromRank(NamedTuple):
-    """What one rank has recorded in a step, and where it stands."""
+    """Holds the values that one rank has recorded in a step, and the rank's place."""
 
     stage: int
     counts_sums: bool
-    rows: list[tuple[str, Reduce, float, float]]  # a name, its reduce, and its row of `Recorded.table`
+    rows: list[tuple[str, Reduce, float, float]]  # name, reduce, and row of `Recorded.table`
 
 
 def combine(by_rank: list[FromRank]) -> dict[str, float]:
-    """Return the values of all ranks. Raises: ValueError, as `gather_recorded`."""
+    """Combine the values of all ranks. Raises: ValueError, as `gather_recorded`."""
     found: dict[tuple[str, Reduce], list[tuple[float, float]]] = {}
-    of_stage: dict[int, tuple[int, set[tuple[str, Reduce]]]] = {}  # its first rank, and what that one recorded
+    of_stage: dict[int, tuple[int, set[tuple[str, Reduce]]]] = {}  # a stage's first rank, and the names it recorded
     for rank, mine in enumerate(by_rank):
         names = {(name, reduce) for name, reduce, *_ in mine.rows}
         first, others = of_stage.setdefault(mine.stage, (rank, names))

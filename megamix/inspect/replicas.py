@@ -1,9 +1,10 @@
-"""Silent damage: does every rank still hold the same half parameters and counters, and do masters and halves agree?
+"""Silent damage: whether every rank still holds the same half parameters and counters, and halves are the casts of
+masters.
 
-Every rank holds each element in half, and its owner holds it in FP32 as well; the counters and the loss scale every
-rank holds whole. What a memory fault, a wrong kernel or a lost message changes in one of them shows as a difference.
-What has no second copy cannot be checked: the digits of a master that its cast drops, and the optimizer's states. With
-`Sharding(shard="parameters")` no element has one between steps: counters and loss scale alone are compared.
+Every rank holds each element in half, and its owner holds it in FP32 as well. Every rank holds all counters and the
+loss scale. A memory fault, a wrong kernel or a lost message that changes one copy shows as a difference. Values without
+a second copy cannot be checked: the digits of a master that its cast drops, and the optimizer's states. With
+`Sharding(shard="parameters")` no element has a second copy between steps, so only counters and loss scale are compared.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.refusals import fingerprint
 
-Numbers = float | Sequence[float]  # what a rank counts on the host, equal on every rank
+Numbers = float | Sequence[float]  # host counters, equal on every rank
 
-_SHOWN = 8  # of what differs
+_SHOWN = 8  # most differences shown
 _MIX = -7046029254386353131  # 2^64 divided by the golden ratio, made odd, as a signed number
 
 
 class DamagedMemory(Exception):
-    """Memory does not hold what was written; the message names ranks and parameters."""
+    """Memory that does not hold what was written; the message names ranks and parameters."""
 
 
 def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None = None) -> None:
     """Compare every rank's half parameters with the masters, and every rank's counters and loss scale with the other
     ranks'. Every rank must call it, after the same step.
 
-    `counters`: the caller's own, by name, that must be equal on every rank.
-    One pass over the half parameters and this rank's masters, one gather of a number of 8 bytes for each bucket from
-    its owners, one of two such numbers from every rank, one read of the device.
+    `counters`: the caller's own counters by name, which must be equal on every rank.
+    It costs one pass over the half parameters and this rank's masters, one gather of 8 bytes per bucket from its
+    owners, one gather of two such numbers from every rank, and one wait for the device.
     Raises: DamagedMemory on all ranks alike, after a closer look at every element.
     """
     engine.check_module()
@@ -56,15 +57,15 @@ def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None
 
 
 def _state(engine: ShardedEngine) -> dict[str, Tensor]:
-    """What lies on the device of every rank, and must be equal there."""
+    """Return the tensors on the device of every rank that must be equal on all ranks."""
     scale = {f"loss_scale.{name}": getattr(engine.loss_scale, name) for name in engine.loss_scale.state_names}
     return {"applied_updates": engine.applied_updates, "skipped_steps": engine.skipped_steps, **scale}
 
 
 def _state_hash(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> Tensor:
-    """A hash of the bits of all that must be equal on every rank: INT64 ()."""
+    """Return a hash of the bits of everything that must be equal on every rank: INT64 ()."""
     state = _state(engine)
-    # As a number that fills a tensor: a tensor made of a list would be copied to the device, and the host wait for it.
+    # A number that fills a tensor: a tensor made of a list would be copied to the device, and the host would wait.
     told = int(fingerprint(dict(counters))[:15], 16)
     parts = [torch.full((1,), told, device=engine.device), *state.values()]
     rows = [part.reshape(-1).view(torch.uint8) for part in parts]
@@ -74,7 +75,7 @@ def _state_hash(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> Tenso
 
 
 def _buckets_by_owners(engine: ShardedEngine) -> ItemsView[Collectives, list[Bucket]]:
-    """The buckets of the same owners together, in the same order on all of these."""
+    """Return the buckets by their owners, in the same order on all of these owners."""
     found: dict[Collectives, list[Bucket]] = {}
     for bucket in engine.buckets:
         found.setdefault(bucket.owners, []).append(bucket)
@@ -82,8 +83,10 @@ def _buckets_by_owners(engine: ShardedEngine) -> ItemsView[Collectives, list[Buc
 
 
 def _copies_agree(engine: ShardedEngine, owners: Collectives, buckets: list[Bucket]) -> Tensor:
-    """Whether this rank's half parameters are the casts of their owners' masters: bool (). All owners must call it."""
-    if engine.plan.sharding.shard == "parameters":  # no copy is kept
+    """Return whether this rank's half parameters are the casts of their owners' masters: bool (). All owners must call
+    it.
+    """
+    if engine.plan.sharding.shard == "parameters":  # no second copy exists
         return torch.ones((), dtype=torch.bool, device=engine.device)
     dtype = engine.plan.precision.dtype
     copies = [shard_hashes(bucket.params, owners.axis.size, dtype) for bucket in buckets]
@@ -92,38 +95,41 @@ def _copies_agree(engine: ShardedEngine, owners: Collectives, buckets: list[Buck
 
 
 def shard_hashes(flat: Tensor, shards: int, dtype: torch.dtype) -> Tensor:
-    """Return a hash of the bits of each of `shards` equal parts of `flat`, as they are in `dtype`.
+    """Return a hash of the bits of each of `shards` equal parts of `flat`, cast to `dtype`.
 
-    A sum modulo 2^64 of 64-bit words, each folded, times an odd number that depends on its place: any difference within
-    one word changes it, always; elements that changed places do, but for a chance of about 2^-30.
+    It is a sum modulo 2^64 of 64-bit words, each folded and multiplied by an odd number that depends on its place. Any
+    difference within one word always changes it; elements that changed places do, except with a chance of about 2^-30.
     Shapes: flat (numel,), a multiple of 64 x shards -> INT64 (shards,).
     """
     chunk = tuned.HASH_PIECE if flat.is_cpu else tuned.HASH_PIECE_GPU
     keys = _odd_keys(ROW * dtype.itemsize // 8, flat.device)
     rows = [_row_hashes(part.to(dtype).view(torch.int64), keys) for part in torch.split(flat, chunk)]
     by_shard = torch.cat(rows).view(shards, -1)
-    # Other numbers than those of the words: else word i of row j would count as word j of row i does.
+    # Other numbers than those of the words: otherwise word i of row j would count like word j of row i.
     return (by_shard * _odd_keys(ROW + by_shard.shape[1], flat.device)[ROW:]).sum(1)
 
 
 def _row_hashes(words: Tensor, keys: Tensor) -> Tensor:
-    """Shapes: words INT64 (rows * n,), keys INT64 (n,) -> INT64 (rows,)."""
-    # A word's top bit times any odd number is that top bit: two of them would cancel. So fold it down first.
+    """Return the hash of each row. Shapes: words INT64 (rows * n,), keys INT64 (n,) -> INT64 (rows,)."""
+    # A word's top bit times any odd number is that top bit, so two of them would cancel. Therefore it is folded down
+    # first.
     folded = (words >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
     return folded.view(-1, keys.numel()).mul_(keys).sum(1)
 
 
 def _odd_keys(count: int, device: torch.device) -> Tensor:
-    """Odd numbers without a pattern: INT64 (count,). Odd, because the product of an even one drops a word's top bit."""
+    """Return odd numbers without a pattern: INT64 (count,). Odd, because a product with an even number drops a word's
+    top bit.
+    """
     mixed = torch.arange(1, count + 1, device=device) * _MIX
     return ((mixed ^ (mixed >> 32)) * _MIX) | 1
 
 
 def _describe(engine: ShardedEngine, ranks: list[int]) -> str:
-    """Which parameters differ, on the ranks whose hashes do. Every rank must call it."""
+    """Describe which parameters differ, on the ranks whose hashes differ. Every rank must call it."""
     dtype = engine.plan.precision.dtype
     found = [line for shared in _buckets_by_owners(engine) for line in _differences(dtype, *shared)]
-    # A rank knows only of what it owns a share of, and the first one speaks.
+    # A rank only knows differences in buckets that it owns a share of. Duplicates are dropped.
     by_rank = gather_json(engine.world, found[:_SHOWN], engine.device)
     lines = list(dict.fromkeys(line for told in by_rank for line in told))
     shown = "; ".join(lines[:_SHOWN]) or "no element differs at a second look"
@@ -131,7 +137,7 @@ def _describe(engine: ShardedEngine, ranks: list[int]) -> str:
 
 
 def _differences(dtype: torch.dtype, owners: Collectives, buckets: list[Bucket]) -> list[str]:
-    """A phrase for each wrong copy or master of these buckets. Their owners must all call it."""
+    """Return a phrase for each wrong copy or master of these buckets. All their owners must call it."""
     size, bits = owners.axis.size, torch.int32 if dtype.itemsize == 4 else torch.int16
     pieces, differs = [], []
     for bucket in buckets:
@@ -145,7 +151,7 @@ def _differences(dtype: torch.dtype, owners: Collectives, buckets: list[Bucket])
     numbers, found = owners.axis.ranks, []
     for place, (owner, name) in enumerate(pieces):
         wrong = [rank for rank in range(size) if by_rank[rank][place]]
-        if len(wrong) == size:  # alone, an owner cannot tell which of its two copies it is
+        if len(wrong) == size:  # a lone owner cannot tell which of its two copies is wrong
             which = f"the master of {name}" if size > 1 else f"{name} (half parameter or master)"
             found.append(f"rank {numbers[owner]}: {which}")
         else:
@@ -154,25 +160,25 @@ def _differences(dtype: torch.dtype, owners: Collectives, buckets: list[Bucket])
 
 
 def _disagreements(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> list[str]:
-    """A phrase for each counter and state that is not equal on all ranks. Every rank must call it."""
+    """Return a phrase for each counter and state that is not equal on all ranks. Every rank must call it."""
     own = {name: state.tolist() for name, state in _state(engine).items()} | dict(counters)
     by_rank = gather_json(engine.world, own, engine.device)
     return [line for name in own if (line := _disagreement(name, [values[name] for values in by_rank]))]
 
 
 def _disagreement(name: str, by_rank: Sequence[Numbers]) -> str:
-    """Who holds which value at the first place where one differs; empty if none does."""
+    """Return a phrase with the ranks' values at the first place where they differ; empty if all are equal."""
     rows = [numbers if isinstance(numbers, Sequence) else [numbers] for numbers in by_rank]
     if len({len(row) for row in rows}) > 1:
         return _who_holds_what(f"the length of {name}", [len(row) for row in rows])
     for place, values in enumerate(zip(*rows, strict=True)):
-        if len({repr(value) for value in values}) > 1:  # 0.0 and -0.0 are not one, NaN is
+        if len({repr(value) for value in values}) > 1:  # 0.0 and -0.0 differ, NaN equals NaN
             return _who_holds_what(f"{name}[{place}]" if isinstance(by_rank[0], Sequence) else name, values)
     return ""
 
 
 def _who_holds_what(what: str, by_rank: Sequence[float]) -> str:
-    """Those that are not of the majority's value; without a majority everybody."""
+    """Return the ranks whose value is not the majority's; without a majority, all ranks."""
     values = [repr(value) for value in by_rank]
     (usual, count), *_ = Counter(values).most_common(1)
     majority = 2 * count > len(values)

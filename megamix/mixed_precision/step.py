@@ -16,7 +16,7 @@ from torch import Tensor
 def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
     """Return the table on the device, FP32 (updates,), without waiting for it."""
     if len(table) == 1:
-        return torch.full((1,), table[0], dtype=torch.float32, device=device)  # a copy would wait
+        return torch.full((1,), table[0], dtype=torch.float32, device=device)  # a kernel; a copy would wait
     host = torch.tensor(table, dtype=torch.float32)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
