@@ -122,6 +122,7 @@ class Bucket:
     _classes: dict[str, type[nn.Parameter]]  # their own classes, which may be subclasses
     grads: Tensor
     rank_sum: Tensor
+    sum_sent: Pending  # the last reduce-scatter that was launched
 
     def __init__(
         self,
@@ -333,8 +334,8 @@ class Bucket:
         """Count the bucket as complete: no more gradients come before the sum."""
         self.missing = 0
 
-    def launch_sum(self, row_stats: RowStats) -> Pending:
-        """Start summing the gradients over the owners."""
+    def launch_sum(self, row_stats: RowStats) -> None:
+        """Start summing the gradients over the owners: `sum_sent`."""
         if self.storage.grads_pass:
             take(self.rank_sum)
         if self._paddings:
@@ -345,17 +346,17 @@ class Bucket:
             self._rows = rows if self.total is None else None
 
         is_wider = self.rank_sum.dtype != self.grads.dtype
-        pending = self.owners.reduce_scatter(self.grads, self.rank_sum, sum_here if is_wider else None)
-        pending.what = (
+        sent = self.owners.reduce_scatter(self.grads, self.rank_sum, sum_here if is_wider else None)
+        sent.what = (
             f"while the gradients of {self.plan.name} were summed: every rank must call backward as often, and end "
             "all of it or none"
         )
-        self.sum_pending = pending if self.total is None else Pending(then=partial(self._add_sum, pending))
-        return pending
+        self.sum_sent = sent
+        self.sum_pending = sent if self.total is None else Pending(then=partial(self._add_sum, sent))
 
-    def _add_sum(self, pending: Pending) -> None:
+    def _add_sum(self, sent: Pending) -> None:
         assert self.total is not None
-        pending.wait()
+        sent.wait()
         if self.storage.grads_pass:
             take(self.total)
         if self._total_begun:

@@ -104,7 +104,8 @@ class GradReduce:
         `ends`: this micro-batch ends the step; otherwise the next micro-batch's gradients follow.
         """
         self._fill_missing(self._buckets)
-        self._launch(all_are_full=True)
+        for bucket in self._in_turn(all_are_full=True):
+            bucket.launch_sum(self._row_stats)
         for bucket in self._buckets:
             bucket.expect_grads()
         if not ends:
@@ -120,7 +121,8 @@ class GradReduce:
             self._fill_missing(late)
             for bucket in late:
                 bucket.close()
-            self._launch()
+            for bucket in self._in_turn():
+                bucket.launch_sum(self._row_stats)
 
     def _fill_missing(self, buckets: Sequence[Bucket]) -> None:
         new = [name for bucket in buckets for name in bucket.fill_missing() if name not in self._warned]
@@ -128,18 +130,18 @@ class GradReduce:
             self._warned.update(new)
             log.warning("no gradient reached %s: counted as zeros (said once per parameter)", ", ".join(new))
 
-    def _launch(self, *, all_are_full: bool = False) -> None:
-        """Start the sum of each bucket whose turn it is: during backward only of full buckets, after it of all that are
-        left.
+    def _in_turn(self, *, all_are_full: bool = False) -> Iterator[Bucket]:
+        """Yield each bucket whose turn it is to start its sum: during backward only full ones, after it all that are
+        left. The caller launches the sum.
         """
         while self._queue and (all_are_full or (self._overlap and self._queue[0].missing == 0)):
             bucket = self._queue.popleft()
             # A backend whose scratch buffers are all in use finishes an earlier bucket first. That counts as waiting,
             # too.
             with self._clock.span("exposed_reduce_scatter"):
-                pending = bucket.launch_sum(self._row_stats)
+                yield bucket
                 for observer in self._observers:
-                    observer.on_transfer("reduce_scatter", bucket, pending)
+                    observer.on_transfer("reduce_scatter", bucket, bucket.sum_sent)
                 if not self._overlap:
                     self.wait(bucket)
                 elif self._travelling is not None and bucket.storage.grads_pass:
@@ -214,7 +216,8 @@ class GradReduce:
         bucket.collect(name, grad, name in self._completes)
         self._came.add(name)
         if bucket.missing == 0:
-            self._launch()
+            for full in self._in_turn():
+                full.launch_sum(self._row_stats)
 
 
 def refuse_second_engine(model: nn.Module) -> None:

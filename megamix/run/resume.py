@@ -13,9 +13,10 @@ from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint
 from megamix.config import Config, ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.run.resume_rules import judge, none_is_whole, path_is_damaged, record_of
+from megamix.run.resume_rules import judge, no_step_left, none_is_whole, path_is_damaged, record_of
 from megamix.run.run_folder import checkpoint_folder
 from megamix.run.run_record import Progress, check_run, saved_config
+from megamix.supervise.console import say_phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,18 @@ class Start:
     record: RunRecord  # what every checkpoint of this run says, without its progress
     lines: list[str]  # what has changed since the checkpoint
     together: Together
+
+    def told(self, steps: int) -> list[str]:
+        """Return the lines that say so, of a run of that many steps."""
+        if self.checkpoint is None:
+            return []
+        path, applied = self.checkpoint.path, self.progress.applied
+        if applied == 0:  # imported
+            return [f"begins with the weights of {path}", *self.lines]
+        told = [f"goes on from {path} after update {applied}"]
+        if applied == steps:
+            told.append(f"the run {no_step_left(applied)}; its weights and sample are written again")
+        return [*told, *self.lines]
 
 
 def find_start(config: Config, fingerprints: dict[str, str], together: Together) -> Start:
@@ -69,6 +82,7 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
     found = start.checkpoint
     if found is None:
         return start
+    say_phase(f"loading {found.path}")
     try:
         if found.path.parent == checkpoint_folder(config):
             found = load_or_older(found, engine, start.together, check=check_run)

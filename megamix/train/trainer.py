@@ -17,7 +17,7 @@ from megamix.data.sampler import Samples, mix64
 from megamix.inspect.overflows import GaveUpError, OverflowHistory
 from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.step import Examination
+from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.passes import MicroBatch, Passes
 from megamix.report.interval_report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
 from megamix.report.metrics import DETAILED_EVERY, MetricsWriter, format_lines
@@ -115,7 +115,13 @@ class Trainer:
                     break
                 if leave.reason:
                     self.engine.stop_request.fill_(leave.reason)
-                self._try(plan.take())
+                attempt = plan.take()
+                if self._last_overflowed or self._is_examined(attempt.number):
+                    self.engine.examine_next_step()
+                with self.profiling.attempt(attempt.number, plan.applied):
+                    self.passes.backward(self._load(attempt.batch))
+                    result = self.engine.step()
+                self._note(attempt, result)
             is_new = self._validated < stop  # else it was validated before the run was interrupted
             if is_new and self.validation is not None and self._stops_for(stop, self.config.training.eval_interval):
                 valid_loss = self._validate(self.validation, stop, leave)
@@ -146,12 +152,8 @@ class Trainer:
     def _stops_for(self, update: int, interval: int) -> bool:
         return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
-    def _try(self, attempt: Attempt) -> None:
-        if self._last_overflowed or self._is_examined(attempt.number):
-            self.engine.examine_next_step()
-        with self.profiling.attempt(attempt.number, self.plan.applied):
-            self.passes.backward(self._load(attempt.batch))
-            result = self.engine.step()
+    def _note(self, attempt: Attempt, result: StepResult) -> None:
+        """Keep what a step has found, unread, until the attempt is settled; compare the ranks' copies where due."""
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination

@@ -67,8 +67,8 @@ def forward_does_not_wait() -> object:
 
 
 def bucket_launched_too_early() -> object:
-    right = GradReduce._launch
-    return mock.patch.object(GradReduce, "_launch", lambda self, **_: right(self, all_are_full=True))
+    right = GradReduce._in_turn
+    return mock.patch.object(GradReduce, "_in_turn", lambda self, **_: right(self, all_are_full=True))
 
 
 def scratch_shared_too_early() -> object:

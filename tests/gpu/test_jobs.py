@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megamix.cli import main
 from megamix.config import Config
+from megamix.mixed_precision.step import StepResult
 from megamix.run.batch_plan import Attempt, BatchPlan
 from megamix.train.trainer import Trainer
 from tests.gpu.pools import processes_with_gpus
@@ -66,18 +67,18 @@ def _waits(config: Config) -> list[Counter[str]]:
     """
     from tests.gpu import simulated
 
-    right, begins, seen = Trainer._try, (FIRST, FIRST + STEADY, FIRST + STEADY + len(PLANTS)), []
+    right, begins, seen = Trainer._note, (FIRST, FIRST + STEADY, FIRST + STEADY + len(PLANTS)), []
 
     def note(plan: BatchPlan) -> None:
         if plan.launched in begins:
             seen.append(Counter({f"{what} at {place}": count for (what, place), count in simulated.waits.items()}))
 
-    def plant(self: Trainer, attempt: Attempt) -> None:
-        right(self, attempt)
+    def plant(self: Trainer, attempt: Attempt, result: StepResult) -> None:
+        right(self, attempt, result)
         if attempt.number >= begins[1]:
             [*PLANTS.values()][(attempt.number - begins[1]) % len(PLANTS)](torch.ones(3, device=self.device))
 
-    with attempts_recorded(Record(), note), mock.patch.object(Trainer, "_try", plant):
+    with attempts_recorded(Record(), note), mock.patch.object(Trainer, "_note", plant):
         run_on_ranks(config)
     return [behind - before for before, behind in pairwise(seen)]
 

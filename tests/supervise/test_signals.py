@@ -37,7 +37,7 @@ from megamix.supervise.status import (
     shutdown_s,
     signals_noted,
 )
-from megamix.train import job
+from megamix.train import joined
 from megamix.train.trainer import Trainer
 from tests.checkpoint.faults import FaultyFiles
 from tests.conftest import FULL
@@ -230,7 +230,7 @@ def _asked_with_a_slow_disk(config: Config, save_s: float) -> str:
 
     with (
         mock.patch.object(RunCheckpoints, "_saved", saved_slowly),
-        mock.patch.object(job, "signals_noted", lambda launched: nullcontext(request)),
+        mock.patch.object(joined, "signals_noted", lambda launched: nullcontext(request)),
         mock.patch.object(BatchPlan, "take", take_and_be_asked),
     ):
         return _outcome(config)

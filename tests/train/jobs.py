@@ -21,7 +21,7 @@ from megamix.data.tokenizer import Tokenizer
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run import results
 from megamix.run.batch_plan import Attempt, BatchPlan, Fate
-from megamix.train import job
+from megamix.train import joined
 from megamix.train.job import run_job
 
 VOCAB, SEQ_LEN, BRANCHING = 64, 32, 4  # each token has 4 equally likely successors: no model can get below ln 4
@@ -69,7 +69,7 @@ def run_on_ranks(config: Config) -> float | None:
     with (
         mock.patch.object(results, "SAMPLE_TOKENS", 8),
         mock.patch.object(dist.distributed_c10d, "_tensor_to_object", _unpickle),  # by torch's own pipeline, say
-        mock.patch.object(job, "meet_ranks", lambda device, timeout_s: None),
+        mock.patch.object(joined, "meet_ranks", lambda device, timeout_s: None),
         mock.patch.object(dist, "destroy_process_group"),
     ):
         return run_job(config)

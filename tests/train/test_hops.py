@@ -1,4 +1,4 @@
-"""From the command line to a gradient's first collective there are at most eleven calls, those of docs/design.md."""
+"""From the command line to a gradient's first collective there are at most nine calls, those of docs/design.md."""
 
 import re
 import traceback
@@ -11,11 +11,11 @@ import megamix
 from megamix.cli import main
 from megamix.comm.collectives import GlooCollectives
 from megamix.config import Config, config_to_toml
-from megamix.train import job
+from megamix.train import joined
 from tests.train.jobs import tiny_job, write_data
 
 PACKAGE = Path(megamix.__file__).parent
-MOST_CALLS = 11
+MOST_CALLS = 9
 
 
 class ReachedError(Exception):
@@ -38,7 +38,7 @@ def _calls(config: Config) -> list[tuple[str, str]]:
     as_torchrun = {"WORLD_SIZE": "2", "RANK": str(dist.get_rank()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with (
         mock.patch.object(GlooCollectives, "reduce_scatter", noted),
-        mock.patch.object(job, "meet_ranks", lambda device, timeout_s: None),
+        mock.patch.object(joined, "meet_ranks", lambda device, timeout_s: None),
         mock.patch.object(dist, "destroy_process_group"),
         mock.patch.dict("os.environ", as_torchrun),
     ):

@@ -29,7 +29,7 @@ from megamix.report.metrics import TAGS, is_overflow
 from megamix.report.plot import figures, read_history
 from megamix.supervise.liveness import Position
 from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataError
-from megamix.train import job
+from megamix.train import job, joined
 from megamix.train.job import run_job
 from tests.conftest import FULL
 from tests.test_config_unread import CASES
@@ -271,7 +271,7 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
     write_data(tmp_path / "data")
     seen: list[Position] = []
 
-    class Watched(job.Job):
+    class Watched(joined.Job):
         def __init__(self, *fields: Any) -> None:
             super().__init__(*fields)
             Watched.place = self.position
@@ -295,7 +295,7 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
     watched: list[bool] = []
     connect, verified_chunks = Together.apart, load.verified_chunks
     monkeypatch.setattr(Together, "apart", apart)
-    monkeypatch.setattr(job, "Job", Watched)
+    monkeypatch.setattr(joined, "Job", Watched)
     monkeypatch.setattr(job, "drawn", noting(job.drawn))
     monkeypatch.setattr(load, "verified_chunks", chunks)
     monkeypatch.setattr(tuned, "READ_AHEAD", 1 << 16)
@@ -341,6 +341,6 @@ def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_p
 )  # fmt: skip
 def test_groups_are_left_where_all_ranks_leave(monkeypatch, error: BaseException | None, alike: bool) -> None:
     left: list[bool] = []
-    monkeypatch.setattr(job, "leave_ranks", lambda *, alike: left.append(alike))
-    job._part(type(error), error, None)
+    monkeypatch.setattr(joined, "leave_ranks", lambda *, alike: left.append(alike))
+    joined._part(type(error), error, None)
     assert left == [alike]

@@ -25,7 +25,6 @@ from torch import Tensor
 from megamix.config import Config, data_source
 from megamix.mixed_precision.step import StepResult
 from megamix.parallel.passes import MicroBatch
-from megamix.report.interval_report import Readout
 from megamix.run.batch_plan import Attempt, GlobalBatch
 from megamix.supervise.status import LeaveRequest, PreemptedError
 from megamix.tools.verify.layouts import Layout
@@ -116,34 +115,37 @@ class _WatchedTrainer(Trainer):
         self._used = UsedValues()
         self._to_overflow = set(OVERFLOWS)
         self._rows: list[Tensor] = []
-        self.readout = self._noted = _NotedReadout(self.device, len(self.engine.plan.pieces), self.plan.lag)
 
     def train(self, leave: LeaveRequest) -> float | None:
-        self._note()
+        self._write_down()
         with self.engine.observe(self._used):
             return super().train(leave)
 
-    def _try(self, attempt: Attempt) -> None:
-        update = self.plan.launched - self.overflows.count  # if all in flight are applied
-        self._poison.active = planted = update in self._to_overflow
-        self._to_overflow.discard(update)
-        if update == self._part.until and not planted:
-            self.engine.stop_request.fill_(signal.SIGTERM)  # this step carries it to the others
-        self._rows.clear()
-        super()._try(attempt)
-        if not self._part.judged and len(self._seen) > 1:
-            self._seen[-1].observed = None
-        self._note(
-            self._noted.latest, number=attempt.number, planted=planted, planned=attempt.batch.samples,
-            dp_rank=self.engine.topology.data.rank, rows=torch.cat(self._rows).cpu().numpy(),
-        )  # fmt: skip
-
     def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
+        self._rows.clear()
+        if self.plan.launched:  # else the batch that probes the loss scale
+            self._begin_attempt()
         for micro_batch in super()._load(global_batch):
             self._rows.append(micro_batch.batch.tokens)
             yield micro_batch
 
-    def _note(self, result: StepResult | None = None, **attempt: Any) -> None:
+    def _begin_attempt(self) -> None:
+        update = self.plan.launched - self.overflows.count  # if all in flight are applied
+        self._poison.active = update in self._to_overflow
+        self._to_overflow.discard(update)
+        if update == self._part.until and not self._poison.active:
+            self.engine.stop_request.fill_(signal.SIGTERM)  # this step carries it to the others
+
+    def _note(self, attempt: Attempt, result: StepResult) -> None:
+        super()._note(attempt, result)
+        if not self._part.judged and len(self._seen) > 1:
+            self._seen[-1].observed = None
+        self._write_down(
+            result, number=attempt.number, planted=self._poison.active, planned=attempt.batch.samples,
+            dp_rank=self.engine.topology.data.rank, rows=torch.cat(self._rows).cpu().numpy(),
+        )  # fmt: skip
+
+    def _write_down(self, result: StepResult | None = None, **attempt: Any) -> None:
         whole = observed(self.engine, result, used=self._used)
         tensors = {f"{part.state} of {part.spec.name}": part.values for part in [*whole.owned, *whole.copies]}
         tensors |= {f"buffer {name}": buffer.double().numpy() for name, buffer in whole.buffers.items()}
@@ -151,11 +153,3 @@ class _WatchedTrainer(Trainer):
         digests = {name: hashlib.blake2b(values.tobytes()).hexdigest() for name, values in tensors.items()}
         numbers = whole.scalars | scale
         self._seen.append(Seen(numbers=numbers, digests=digests, observed=whole, **attempt))
-
-
-class _NotedReadout(Readout):
-    latest: StepResult
-
-    def write(self, attempt: int, result: StepResult) -> None:
-        self.latest = result
-        super().write(attempt, result)
