@@ -1,4 +1,4 @@
-"""From [data] to the sources it describes, and what can be wrong with the files they read. No torch here."""
+"""Sources of samples built from [data], and problems of the files that they read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ _Names = tuple[str | int, ...]
 
 
 class _Seeds(NamedTuple):
-    order: int  # of files' windows
-    made_up: int  # of a chain's samples, and of a plugin's source
+    order: int  # seed of the order of a file's windows
+    made_up: int  # seed of a Markov chain's samples, and of a plugin's source
 
     def of(self, number: int) -> _Seeds:
-        """Return those of a mixture's source of that number. By one seed, files of one length would be read in one
-        order.
+        """Return the seeds of a mixture's source of that number.
+
+        One seed for all sources would read files of equal length in the same order.
         """
         if not number:
             return self
         return _Seeds(*(int(mix64(np.uint64(seed), np.array([number], np.uint64))[0]) for seed in self))
 
 
-# The same samples at every validation of every run, whatever training's seed is; the second, no integer of TOML, is
-# never training's.
+# Every validation of every run reads the same samples, whatever training's seed is. No TOML integer reaches the second
+# seed, so training never uses it.
 _VALIDATION_SEEDS = _Seeds(0, 2**64 - 1)
 
 
 def training_source(config: Config) -> SampleSource:
-    """Return what a run trains on, from its first sample to its last.
+    """Return the source that a run trains on, from its first sample to its last.
 
     Raises: ValueError if a file cannot be read, or a part of one has no window.
     """
@@ -50,13 +51,13 @@ def training_source(config: Config) -> SampleSource:
 
 
 def plugin_source(config: Config) -> SampleSource | None:
-    """Return the first source of training that a plugin has registered; None where there is none."""
+    """Return the first training source that a plugin has registered, or None."""
     made = (_registered(config, source, config.training.seed) for source in config.data.train)
     return next((one for one in made if one is not None), None)
 
 
 def validation_source(config: Config) -> SampleSource | None:
-    """Return what a run is validated on; None where it has no validation.
+    """Return the source that a run is validated on, or None if it has no validation.
 
     Raises: ValueError, as `training_source`.
     """
@@ -66,12 +67,12 @@ def validation_source(config: Config) -> SampleSource | None:
 
 
 def token_prefixes(config: Config) -> dict[str, str]:
-    """Return every token file of the run: the key that names it, and its prefix."""
+    """Return the prefix of every token file of the run, by the key that names the file."""
     return {field: source.path for field, source in _entries(config) if source.path is not None}
 
 
 def data_fingerprints(config: Config) -> dict[str, str]:
-    """Fingerprint every file of data and the tokenizer, by the key that names it. Reads up to 64 MiB of each file."""
+    """Return the fingerprints of the tokenizer and of all data, by key. Reads up to 64 MiB of each file."""
     found = {field: token_file_fingerprint(Path(prefix)) for field, prefix in token_prefixes(config).items()}
     for field, source in _entries(config):
         if (made := _registered(config, source, _VALIDATION_SEEDS.order)) is not None:
@@ -82,8 +83,9 @@ def data_fingerprints(config: Config) -> dict[str, str]:
 
 
 def data_identity(config: Config) -> str:
-    """Return a text that is equal where the same files are meant, on one machine: then their fingerprints need be
-    taken only once.
+    """Return a text that is equal for equal files on one machine.
+
+    Only one of the ranks with equal texts has to take the fingerprints.
     """
     files = {field: [bin_path(Path(path)), idx_path(Path(path))] for field, path in token_prefixes(config).items()}
     if config.data.tokenizer is not None:
@@ -93,9 +95,9 @@ def data_identity(config: Config) -> str:
 
 
 def check_unchanged(config: Config, identity: str) -> None:
-    """Check that the files opened by now are those of `data_identity` before their fingerprints were taken.
+    """Check that the files open by now are those that `data_identity` saw before their fingerprints were taken.
 
-    Raises: DataError naming the key of one that is not; OSError for one that is no more.
+    Raises: DataError naming the key of a changed file; OSError for a missing file.
     """
     then, now = (json.loads(text)[1] for text in (identity, data_identity(config)))
     for field, files in then.items():
@@ -104,8 +106,8 @@ def check_unchanged(config: Config, identity: str) -> None:
 
 
 def data_problems(config: Config) -> list[str]:
-    """Return why a job must not start on this data, a line each; empty if nothing is wrong."""
-    fields: dict[str, str] = {}  # each file once
+    """Return the reasons why a job must not start on this data, one line each; empty if there are none."""
+    fields: dict[str, str] = {}  # one key per file: a file may be named twice
     for field, prefix in token_prefixes(config).items():
         fields.setdefault(prefix, field)
     sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.model.seq_len}
@@ -116,7 +118,9 @@ def data_problems(config: Config) -> list[str]:
 
 
 def seldom_meant(config: Config, world_size: int) -> Iterator[str]:
-    """Yield what trains and is seldom meant, a line each: of the loss scale, who adds up micro-batches, and what
+    """Yield a line for each setting that trains but is seldom meant.
+
+    The settings are a static loss scale, accumulation by the owner, and a vocabulary or tokenizer other than those that
     `megamix prepare` noted.
     """
     scale: Any = config.precision.loss_scale
@@ -140,17 +144,17 @@ def seldom_meant(config: Config, world_size: int) -> Iterator[str]:
             manifest = (folder / MANIFEST_NAME).read_text(encoding="utf-8")
             known = int(json.loads(manifest)["vocab_size"])
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # none of prepare's
+            continue  # no manifest of `megamix prepare`
         if size > known * 9 // 8 + 128:
             fix = f"rows beyond are never trained; write vocab_size = {-(-known // 128) * 128}"
             yield f"model.vocab_size: {size}, but {field} was prepared with {known} tokens, and {fix}"
-        # It has the checksums of its tokenizer, and of the file that this was made from.
+        # The manifest has the checksums of its tokenizer's file and of the file that the tokenizer was made from.
         if own is not None and file_fingerprint(Path(own)) not in manifest:
             yield f"data.tokenizer: {own} is not the one that {field} was prepared with; write the one in {folder}"
 
 
 def _lists(config: Config) -> Iterator[tuple[str, Sources]]:
-    """Every list of sources, by its key; the last one may be that of validation."""
+    """Yield every list of sources with its key; the validation list, if there is one, comes last."""
     yield "data.train", config.data.train
     for number, stage in enumerate(config.data.stages):
         yield f"data.stages[{number}].train", stage.train
@@ -194,8 +198,11 @@ def _source_problems(config: Config) -> Iterator[str]:
 
 
 def _stage_problems(config: Config) -> Iterator[str]:
-    """A file in two corpora has two orders: the later one would read again what the earlier one has read."""
-    corpora: dict[str | int, tuple[str, _Names]] = {}  # of each name: the first list that has it, and as what
+    """Yield a line for each file that two corpora share.
+
+    A file in two corpora has two orders: the later corpus would read samples again that the earlier one has read.
+    """
+    corpora: dict[str | int, tuple[str, _Names]] = {}  # by file: the first list that has it, and its corpus there
     for field, sources in _lists(config):
         for entry, _ in () if field == "data.valid" else shares(sources):
             names = _names(entry)
@@ -208,8 +215,8 @@ def _stage_problems(config: Config) -> Iterator[str]:
 
 
 def _mixed(config: Config, stages: list[tuple[int, Sources]], seeds: _Seeds, part: int) -> SampleSource:
-    """One source for all stages; one that is in several of them goes on where it was."""
-    known = {_names(entry): entry for _, sources in stages for entry, _ in shares(sources)}  # as they first come
+    """Return one source for all stages. A source that several stages name goes on where it was."""
+    known = {_names(entry): entry for _, sources in stages for entry, _ in shares(sources)}  # in order of first use
     built = [_source(config, entry, seeds.of(number), part) for number, entry in enumerate(known.values())]
     if len(built) == 1:
         return built[0]
@@ -219,7 +226,7 @@ def _mixed(config: Config, stages: list[tuple[int, Sources]], seeds: _Seeds, par
 
 
 def shares(sources: Sources) -> list[tuple[Sources, int]]:
-    """Return what is mixed, and in which whole numbers. Files without weights are one corpus."""
+    """Return the sources to mix, each with its whole-number share. Files without weights are one corpus."""
     if sources[0].weight is None:
         return [(sources, 1)]
     weights = whole_weights([source.weight for source in sources if source.weight is not None])
@@ -231,7 +238,7 @@ def _names(entry: Sources) -> _Names:
 
 
 def _registered(config: Config, source: DataSource, seed: int) -> Any:
-    """What a plugin makes of a source that names it; None for others."""
+    """Return the source that a plugin builds for an entry with the plugin's key, or None for other entries."""
     for name, build in SOURCES.registered.items():
         if (keys := getattr(source, name, None)) is not None:
             return build(**dict(keys), seq_len=config.model.seq_len, vocab_size=config.model.vocab_size, seed=seed)

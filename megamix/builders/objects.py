@@ -1,4 +1,4 @@
-"""From configuration sections to the objects they describe; each object gets only its own section."""
+"""Objects of a job, built from configuration sections; each object gets only its own section."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,7 +46,7 @@ LOSS_SCALES.registered |= {
 
 
 def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
-    """None where the run has no loss scale."""
+    """Return the loss scale of a run, or None if the run has none."""
     rule = loss_scale_rule(section.loss_scale.rule, section.dtype)
     if rule == "off":
         return None
@@ -55,7 +55,10 @@ def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
 
 
 def build_optimizer(section: OptimizerConfig, lr: Sequence[float], model: DecoderConfig) -> Optimizer:
-    """`lr`: one per update. `model`: its section, by which its family says what is no matrix."""
+    """Return the optimizer of a run.
+
+    `lr`: one learning rate per update. `model`: its section; the family says by it which parameters are no matrices.
+    """
     groups = tuple(ParamGroup(**_given(group)) for group in section.groups)
     own = _given(getattr(section, section.name))
     if section.name in ("adamw", "nag", "muon"):
@@ -69,7 +72,7 @@ def build_optimizer(section: OptimizerConfig, lr: Sequence[float], model: Decode
 
 
 def _given(section: Section, but: str = "") -> dict[str, Any]:
-    """Its keys, without those that are not set: what is built has its own default for them."""
+    """Return the keys that are set. For the others the object has defaults of its own."""
     return {key: value for key, value in section if value is not None and key != but}
 
 
@@ -80,7 +83,7 @@ def build_precision(section: PrecisionConfig) -> Precision:
 
 
 def plan_pipeline(config: Config) -> list[StagePlan]:
-    """Return the stages of all ranks; none without a pipeline."""
+    """Return the stages of all ranks; an empty list without a pipeline."""
     section = config.parallelism
     if section.pp_size == 1:
         return []
@@ -89,10 +92,10 @@ def plan_pipeline(config: Config) -> list[StagePlan]:
 
 
 def build_passes(config: Config, engine: ShardedEngine, model: Decoder, stages: Sequence[StagePlan]) -> Passes:
-    """Return how a step's micro-batches pass through this rank's part of the model."""
+    """Return the object that sends a step's micro-batches through this rank's part of the model."""
     if not stages:
         return Passes(engine)
-    # torch's pipelines import the compiler: 2 s that no other job waits for.
+    # torch's pipelines import the compiler, which takes 2 s. Jobs without a pipeline do not wait for that.
     from megamix.parallel.pipeline_parallel import Handover, Pipeline
 
     topology = engine.topology
@@ -107,7 +110,10 @@ def build_engine(
     config: Config, model: nn.Module, units: Sequence[nn.Module], grad_accum_steps: int,
     topology: Topology | None = None, placements: Mapping[str, Placement] | None = None, fill: Fill | None = None,
 ) -> ShardedEngine:  # fmt: skip
-    """Return the engine of a job. `fill`: of a model without values. Every rank must call it."""
+    """Return the engine of a job. Every rank must call it.
+
+    `fill`: writes the initial values of a model that has none yet.
+    """
     return ShardedEngine(
         model,
         build_optimizer(
@@ -131,13 +137,14 @@ def build_engine(
 
 
 def lr_table(optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int) -> list[float]:
-    """Return the learning rate of updates 0 .. steps - 1, FP64."""
+    """Return the learning rates of updates 0 .. steps - 1, FP64."""
     return [*map(lr_rule(optimizer, schedule, steps), range(steps))]
 
 
 def lr_rule(optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int) -> Callable[[int], float]:
-    """Return what gives the learning rate of an update, FP64: a pure function of the updates applied before, so skipped
-    steps do not count.
+    """Return the function from the number of applied updates to the learning rate, FP64.
+
+    It depends on nothing else, so skipped steps do not count.
     """
     warmup_steps, decay_steps = schedule.warmup_steps, schedule.decay_steps
     return schedules.rule(schedule.decay_style, optimizer.lr, steps, warmup_steps, decay_steps, optimizer.min_lr)

@@ -1,4 +1,4 @@
-"""Overflows: what was not finite, where it began and what can help, in words; and when a run should stop."""
+"""Overflows in words: gradients that were not finite, their origin and what can help; and when a run should stop."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megamix.mixed_precision.step import Examination
 from megamix.supervise.console import format_scale
 from megamix.supervise.status import EndedEarlyError, State
 
-_MOST_IN_LINE = 2  # parameters in a log, where the first says most
-_MOST_NAMES = 4  # of which it is told where they began
-_MOST_LINES = 12  # in a report
+_MOST_IN_LINE = 2  # parameters in a line of the log; the first one says most
+_MOST_NAMES = 4  # parameters whose origin is told
+_MOST_LINES = 12  # lines of a report
 
 
 def culprits(peaks: Sequence[ParamPeak]) -> list[ParamPeak]:
-    """Return the parameters that made the step overflow, in about the order of backward, as a fault travels."""
+    """Return the parameters that made the step overflow, in about the order of backward, in which a fault spreads."""
     return [peak for peak in reversed(peaks) if peak.fault]
 
 
 def overflow_words(loss: float, peaks: Sequence[ParamPeak]) -> str:
-    """Return one line on one overflowed attempt: who, how, and how near the others were.
+    """Return one line about one overflowed attempt: parameters, faults, and how near to an overflow the others were.
 
-    `loss`: the attempt's mean over the global batch; `peaks`: all parameters, see `gather_peaks`.
+    `loss`: the attempt's mean over the global batch. `peaks`: all parameters, see `gather_peaks`.
     """
     found = culprits(peaks)
     if len(found) == len(peaks) and len({peak.fault for peak in found}) == 1:
@@ -51,7 +51,7 @@ def _nearest(rest: Sequence[ParamPeak]) -> str:
 
 
 def cause(loss: float, peaks: Sequence[ParamPeak]) -> str:
-    """Return what kind of overflow it was, and so what can help."""
+    """Return what kind of overflow it was and what can help."""
     faults = {peak.fault for peak in culprits(peaks)}
     if not math.isfinite(loss):
         return (
@@ -75,7 +75,7 @@ def cause(loss: float, peaks: Sequence[ParamPeak]) -> str:
 
 
 def origin_lines(peaks: Sequence[ParamPeak], origins: Origins) -> list[str]:
-    """Rank and micro-batch of each parameter that overflowed in an examined attempt, a line for each."""
+    """Return a line with rank and micro-batch for each parameter that overflowed in an examined attempt."""
     found = culprits(peaks)
     lines = [f"{peak.name}: {_where(peak, origins)}" for peak in found[:_MOST_NAMES]]
     if len(found) > _MOST_NAMES:
@@ -99,8 +99,7 @@ def _where(peak: ParamPeak, origins: Origins) -> str:
 
 
 def culprit_table(history: Sequence[Sequence[ParamPeak]]) -> list[str]:
-    """Return which parameters and layers overflowed how often, for the report of a run that gives up; the most frequent
-    first.
+    """Return how often each parameter and layer overflowed, the most frequent first, for a final report.
 
     `history`: the peaks of each overflowed attempt, oldest first.
     """
@@ -125,31 +124,34 @@ WINDOW = 1000  # attempts over which max_overflows_per_window counts
 
 
 class GaveUpError(EndedEarlyError):
-    """The budget of overflows is spent; the message is the diagnosis."""
+    """End of a run whose budget of overflows is spent; the message is the diagnosis."""
 
     state: State = "gave_up"
 
 
-_KEPT = 50  # overflows and scales that the report of a run that gives up looks back on
+_KEPT = 50  # overflows and scales that the report of a run that gives up includes
 
 
 class OverflowHistory:
-    """Every attempt's outcome, in order, on every rank: what overflowed, where it began, and when to stop."""
+    """Outcomes of all attempts, in order, on every rank: what overflowed, where it began, and when to stop."""
 
     def __init__(self, section: PrecisionConfig, engine: ShardedEngine, count: int):
-        """`count`: attempts that have overflowed before the run took up."""
+        """Start the history of a run.
+
+        `count`: attempts that had overflowed before this process took up the run.
+        """
         self.count, self._engine = count, engine
         self._section = section
         self._in_a_row = self._at_floor = 0
         self._window: deque[bool] = deque(maxlen=WINDOW)
         self._scales: deque[tuple[float, int, int]] = deque(maxlen=_KEPT)  # loss scale, attempts with it, overflows
-        self._peaks: deque[list[ParamPeak]] = deque(maxlen=_KEPT)  # of every overflow
-        self.origins: list[str] = []  # of the last examined one, in words
+        self._peaks: deque[list[ParamPeak]] = deque(maxlen=_KEPT)  # peaks of the last overflows
+        self.origins: list[str] = []  # origins of the last examined overflow, in words
 
     def note(
         self, found_inf: bool, loss: float, loss_scale: float, by_piece: Tensor, examination: Examination | None
     ) -> str:
-        """Take an attempt's outcome; see StepResult. Returns an overflow in words, else "". Every rank must call it."""
+        """Take an attempt's outcome; see StepResult. Return an overflow in words, else "". Every rank must call it."""
         attempts, overflows = 0, 0
         if self._scales and self._scales[-1][0] == loss_scale:
             _, attempts, overflows = self._scales.pop()
@@ -163,7 +165,7 @@ class OverflowHistory:
         return overflow_words(loss, self._peaks[-1])
 
     def faults(self) -> dict[str, str | None]:
-        """Return the parameters that made the last overflow, and how."""
+        """Return the faults of the last overflow, by parameter."""
         return {peak.name: peak.fault for peak in culprits(self._peaks[-1])}
 
     def spend(self, found_inf: bool, loss: float, attempts: int, applied: int) -> None:
@@ -185,14 +187,17 @@ class OverflowHistory:
         for title, body in sections.items():
             if body:
                 lines += [f"{title}:", *(f"  {line}" for line in body)]
-        if broken := broken_masters(self._engine):  # before any overflow of these
+        if broken := broken_masters(self._engine):  # the weights were broken before these overflows
             lines.append(f"weights that are not finite: {', '.join(broken[:_MOST_LINES])} ({len(broken)} parameters)")
         else:
             lines.append("the weights of the last update are saved; nothing that overflowed is in them")
         raise GaveUpError("\n".join(lines))
 
     def _reason_to_stop(self, found_inf: bool) -> str | None:
-        """Count overflows in a row, in a row at a scale that could not have been lower, and per window of attempts."""
+        """Return the limit that was reached, or None.
+
+        Counts overflows in a row, overflows in a row at the lowest loss scale, and overflows in a window of attempts.
+        """
         section, at_floor = self._section, self._scales[-1][0] <= self._engine.loss_scale.min_scale
         self._in_a_row = self._in_a_row + 1 if found_inf else 0
         self._at_floor = self._at_floor + 1 if found_inf and at_floor else 0

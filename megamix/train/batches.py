@@ -15,7 +15,7 @@ from megamix.parallel.passes import Passes
 
 
 class RankBatches:
-    """Cuts global batches into this rank's micro-batches, and reads those."""
+    """This rank's micro-batches of global batches, and the loader that reads them."""
 
     def __init__(self, loader: BatchLoader, topology: Topology, micro_batch_size: int):
         self.loader, self._dp, self._micro_batch_size = loader, topology.data, micro_batch_size
@@ -32,7 +32,7 @@ class RankBatches:
 
 
 class Validation:
-    """Computes the loss of the same batches at every call. Every rank has one."""
+    """Validation loss over the same batches at every call. Every rank has one."""
 
     def __init__(self, config: Config, passes: Passes, loader: BatchLoader):
         self._passes = passes
@@ -42,13 +42,14 @@ class Validation:
         self._batches = [(range(first, first + size),) for first in range(0, training.eval_batches * size, size)]
 
     def loss(self, before_each: Callable[[], None]) -> float:
-        """Mean over all batches and ranks (nats per token), in half precision as trained. Every rank must call it.
+        """Return the mean over all batches and ranks (nats per token), in half precision as trained.
 
-        `before_each`: called before each batch; what it raises ends the validation.
+        Every rank must call it.
+        `before_each`: called before each batch; an exception from it ends the validation.
         """
         engine, mine, batches = self._passes.engine, self._rank_batches, self._batches
         engine.module.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=engine.device)  # of losses, of their weights
+        sums = torch.zeros(2, dtype=torch.float64, device=engine.device)  # sum of losses, sum of their weights
         mine.prefetch(batches[0])
         for number, batch in enumerate(batches, start=1):
             before_each()

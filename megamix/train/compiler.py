@@ -1,4 +1,4 @@
-"""torch's compiler, loaded before the ranks meet: longer than all that it does for an update that is cached."""
+"""Early import of torch's compiler, before the ranks meet; it takes longer than an update's cached compilation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megamix.config import Config
 
 
 def load_compiler(config: Config, tell: Callable[[str], None]) -> None:
-    """Import it, in parts that `tell` is told of, and spare it trials of what a job's update does not need."""
+    """Import the compiler, telling `tell` of each part, and skip its trials of vector sets that no update uses."""
     tell("loading torch's compiler, 1 of 2")
     import torch._dynamo
 
@@ -18,6 +18,6 @@ def load_compiler(config: Config, tell: Callable[[str], None]) -> None:
     vectors = torch._inductor.config.cpp
     on_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     if on_x86 and vectors.vec_isa_ok is None and not config.model.compile:
-        # The update there is of 256-bit vectors, which any g++ that compiles torch's headers knows. To try each kind
-        # that the CPU has is a new interpreter, at each start of each rank, and a compilation where none is cached.
+        # The update uses 256-bit vectors, which any g++ that compiles torch's headers knows. Trying each vector set of
+        # the CPU would start a new interpreter, at each start of each rank, and compile wherever nothing is cached.
         vectors.vec_isa_ok = True
