@@ -1,12 +1,12 @@
 """A run's record and folder: what it leaves behind, and what it may go on from.
 
-run_folder      the names in a run's folder, and whose it is; what is wrong with a job, found before it starts
-least_memory    what a rank holds at least, and whether this machine has that
-ranks_agree     before the model is built: was each rank started with the same?
-own_code        which code a process runs
+run_folder      names in a run's folder, its owner, and problems of a job, found before it starts
+least_memory    the least that a rank holds, and whether this machine has that
+ranks_agree     comparison of what each rank was started with, before the model is built
+own_code        versions and hashes of the code that a process runs
 batch_plan      which batch is tried next, and which are left out
 run_record      what a checkpoint keeps of its run, and whether some run can have saved it
-resume_rules    may a run go on from a checkpoint, and what has changed since?
+resume_rules    whether a run may go on from a checkpoint, and what has changed since
 resume          the checkpoint that a run goes on from, and its way into the engine
 checkpointing   when a run saves, and what it says of it
 results         weights and a sample of text, for use elsewhere

@@ -1,6 +1,4 @@
-"""Which batch is tried next: every batch of the data order is applied once, or lost, or set aside, and each rank
-decides alike.
-
+"""Order in which batches are tried: each is applied once, or lost, or set aside, and each rank decides alike.
 An attempt is one step on one global batch; one that overflows changes no weight. Attempts are numbered on the host,
 which learns of an attempt's outcome a fixed number of attempts later, so nothing here depends on timing.
 """
@@ -20,23 +18,23 @@ from megamix.checkpoint.manifest import Count, Record
 from megamix.data.sampler import Samples, cut, num_samples
 from megamix.mixed_precision.loss_scale import LARGEST, SMALLEST_USED
 
-LARGEST_COUNT = 2**48  # samples, attempts: what is counted on from there is still a number in every reader of JSON
-_LARGEST_BATCH = 2**24  # sequences: no run had a larger one before it had the one of now
+LARGEST_COUNT = 2**48  # samples, attempts: numbers that count on from here are still exact in every reader of JSON
+_LARGEST_BATCH = 2**24  # sequences: no earlier configuration of a run had a larger batch
 
 OnOverflow = Literal["requeue", "redo", "skip"]
 
-# Attempts between launching one and learning its outcome. "redo" waits for each outcome before it goes on; else the
-# device always has a whole attempt queued while the host waits for an older one.
+# Attempts between launching one and learning its outcome. "redo" waits for each outcome before it goes on. The others
+# keep a whole attempt queued on the device while the host waits for an older one.
 LAGS: dict[OnOverflow, int] = {"requeue": 2, "redo": 1, "skip": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The samples of one update, by number, and how often they have been tried in vain."""
+    """Samples of one update, by number, and how often they have been tried in vain."""
 
     samples: Samples
     tries: int = 0
-    counted_tries: int = 0  # those that count against max_retries
+    counted_tries: int = 0  # tries that count against max_retries
 
     def __str__(self) -> str:
         return ", ".join(f"{part.start}..{part.stop - 1}" for part in self.samples)
@@ -48,7 +46,7 @@ class Attempt(NamedTuple):
 
 
 class Fate(enum.Enum):
-    """What became of an attempt."""
+    """Fate of an attempt."""
 
     APPLIED = "applied"
     REQUEUED = "tried again"
@@ -57,9 +55,9 @@ class Fate(enum.Enum):
 
 
 class WaitingBatch(Record):
-    """A batch that overflowed, and after how many more attempts it is due."""
+    """Batch that overflowed, and the number of attempts after which it is due."""
 
-    samples: tuple[tuple[Count, Count], ...]  # (first, how many) of each range
+    samples: tuple[tuple[Count, Count], ...]  # (first, length) of each range
     tries: Count
     counted_tries: Count
     due_in: Annotated[int, Field(ge=-(2**53), le=2**53)]
@@ -76,16 +74,16 @@ class WaitingBatch(Record):
 
 
 class PlanState(Record):
-    """Between updates, with nothing in flight."""
+    """State of the plan between updates, with nothing in flight."""
 
     applied: Count = 0
-    attempts: Count = 0  # handed out so far
+    attempts: Count = 0  # attempts handed out so far
     cursor: Count = 0  # the first sample never tried
     waiting: tuple[WaitingBatch, ...] = ()
     last_applied_scale: float | None = None
 
     def counters(self) -> dict[str, float | list[int]]:
-        """Return all of it in numbers, by name: equal on every rank, or memory is damaged."""
+        """Return the whole state as numbers, by name. They are equal on every rank, or memory is damaged."""
         waiting = [
             number
             for item in self.waiting
@@ -101,7 +99,8 @@ class PlanState(Record):
 def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
     """Refuse a state that no run can have come to. Its batches may have had other sizes than the last.
 
-    `skipped`: attempts that overflowed. Raises: ValueError naming what is wrong.
+    `skipped`: attempts that overflowed.
+    Raises: ValueError naming what is wrong.
     """
     if state.attempts != state.applied + skipped:
         raise ValueError(f"attempts is {state.attempts}, but {state.applied} were applied and {skipped} overflowed")
@@ -111,7 +110,7 @@ def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
         raise ValueError(f"last_applied_scale is {state.last_applied_scale}, no power of two that backward uses")
     ranges = [part for item in state.waiting for part in item.batch.samples]
     waiting = num_samples(tuple(ranges))
-    # Every update took a sample of its own at least, and no attempt took more than a batch.
+    # Every update took at least one sample of its own, and no attempt took more than a batch.
     most = state.attempts * max(global_batch_size, _LARGEST_BATCH)
     if not state.applied + waiting <= state.cursor <= min(most, LARGEST_COUNT):
         raise ValueError(f"cursor is {state.cursor} after {state.attempts} attempts, {waiting} samples waiting")
@@ -127,7 +126,7 @@ def _check_waiting(state: PlanState, skipped: int) -> None:
     for item in state.waiting:
         if not item.samples or item.counted_tries > item.tries:
             raise ValueError(f"waiting: a batch of {item.batch.samples} has {item.counted_tries} of {item.tries} tries")
-        # It was tried as attempt 0 at the earliest, as the last one at the latest.
+        # The batch was tried as attempt 0 at the earliest and as the last attempt at the latest.
         if not min(0, 1 - state.attempts) <= item.due_in < max(LAGS.values()):
             raise ValueError(f"waiting: a batch is due in {item.due_in} attempts, after {state.attempts}")
     if (tries := sum(item.tries for item in state.waiting)) > skipped:
@@ -139,9 +138,9 @@ def _is_used_scale(scale: float) -> bool:
 
 
 class BatchPlan:
-    """Hands out attempts and takes their outcomes, in order.
+    """Source of attempts and judge of their outcomes, in order.
 
-    `updates`: how many the run applies in all; `applied`: so far.
+    `updates`: number of updates of the whole run. `applied`: number of updates so far.
     """
 
     def __init__(
@@ -154,9 +153,10 @@ class BatchPlan:
         self.applied, self._cursor, self._last_applied_scale = state.applied, state.cursor, state.last_applied_scale
         self.launched = state.attempts  # attempts handed out
         self._in_flight: deque[Attempt] = deque()
-        # Batches that overflowed, in the order in which they fall due, each with the attempt it is due at.
+        # Batches that overflowed, in the order in which they fall due, each with the number of the attempt at which it
+        # is due.
         self._waiting: deque[tuple[int, GlobalBatch]] = deque()
-        self._left_over: Samples = ()  # samples of batches of another size: taken before the cursor's
+        self._left_over: Samples = ()  # samples of batches of another size, taken before the cursor's
         for item in state.waiting:
             batch = item.batch
             if num_samples(batch.samples) == global_batch_size:
@@ -165,15 +165,17 @@ class BatchPlan:
                 self._left_over += batch.samples
 
     def must_settle(self, until: int) -> bool:
-        """Return whether the oldest outcome is needed before the next attempt: because it is `lag` attempts back, or
-        because the next one might be update `until` + 1.
+        """Return whether the oldest outcome is needed before the next attempt.
+
+        It is needed if it is `lag` attempts back, or if the next attempt might be update `until` + 1.
         """
         in_flight = len(self._in_flight)
         return in_flight == self.lag or (in_flight > 0 and self.applied + in_flight >= until)
 
     def take(self) -> Attempt:
-        """Return the next attempt: the earliest batch that is due, else a new one, else (new ones could be too many)
-        the earliest that waits.
+        """Return the next attempt: the first waiting batch if it is due, else a new batch.
+
+        If a new batch could be more than the run's updates need, the first waiting batch is taken before it is due.
         """
         waiting_is_due = bool(self._waiting) and self._waiting[0][0] <= self.launched
         spoken_for = self.applied + len(self._in_flight) + len(self._waiting)
@@ -200,7 +202,7 @@ class BatchPlan:
         return self._in_flight[0]
 
     def settle(self, found_inf: bool, loss_scale: float) -> Fate:
-        """Take the outcome of the oldest attempt in flight. `loss_scale`: the one it used."""
+        """Take the outcome of the oldest attempt in flight and return its fate. `loss_scale`: the one it used."""
         number, batch = self._in_flight.popleft()
         if not found_inf:
             self.applied += 1
@@ -208,8 +210,8 @@ class BatchPlan:
             return Fate.APPLIED
         if self._on_overflow == "skip":
             return Fate.LOST
-        # A scale that has never worked is to blame itself. One that has, or a lower one, points to the batch: judged
-        # by applied updates, so that two bad batches that alternate cannot excuse each other.
+        # A loss scale that has never worked is itself to blame. With a scale that has worked, or a lower one, the batch
+        # is to blame. Only applied updates prove a scale, so two bad batches that alternate cannot excuse each other.
         counts = self._last_applied_scale is not None and loss_scale <= self._last_applied_scale
         batch = replace(batch, tries=batch.tries + 1, counted_tries=batch.counted_tries + counts)
         if batch.counted_tries > self._max_retries:
@@ -218,12 +220,12 @@ class BatchPlan:
         return Fate.REQUEUED
 
     def state(self) -> PlanState:
-        """Return what is needed to go on as if never stopped; only with nothing in flight."""
+        """Return the state that is needed to go on as if never stopped; only with nothing in flight."""
         assert not self._in_flight, "outcomes are still to come"
         return self.so_far()
 
     def so_far(self) -> PlanState:
-        """Return what every rank must have counted alike, whatever is in flight."""
+        """Return the state that every rank must have counted alike, whatever is in flight."""
         waiting = [WaitingBatch.of(batch, due - self.launched) for due, batch in self._waiting]
         left_over = [WaitingBatch.of(GlobalBatch((part,)), 0) for part in self._left_over]
         return PlanState(

@@ -1,4 +1,4 @@
-"""What a run saves and what it says of it, and what a checkpoint that cannot be written means."""
+"""Saving during a run: what is saved, what the log says of it, and what a failed save means."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megamix.supervise.status import SAVE_FAILED, LeaveRequest, SaveFailedError
 
 
 class RunCheckpoints:
-    """Every rank has one; its calls must be made by all of them, in the same order.
+    """Checkpoints of a run. Every rank has one of these; all ranks must make its calls in the same order.
 
     `together`: over a group that nobody else uses while a checkpoint may be under way.
-    Every save begins with a replica check, if the run makes any: what has gone wrong in memory must not become the
-    truth. Raises: DamagedMemory on every rank, with the older checkpoints as they were.
+    Every save begins with a replica check, if the run makes any, so that damaged memory is never saved.
+    Raises: DamagedMemory on every rank; the older checkpoints stay as they were.
     """
 
     def __init__(
@@ -36,38 +36,38 @@ class RunCheckpoints:
         folder = checkpoint_folder(config)
         self._files = Files()
         self._saver = Saver(folder, config.checkpoint.keep, together, self._saved, self._failed, self._files)
-        # The newest checkpoint in the run's own folder, and what it holds.
+        # The newest checkpoint in the run's own folder, and its place in the run.
         own = start.checkpoint if start.checkpoint is not None and start.checkpoint.path.parent == folder else None
         self._path = own.path if own is not None else None
         self._newest = _place(start.progress) if own is not None else None
         self._under_way = _place(start.progress)
-        self._error: Exception | None = None  # of the last save
+        self._error: Exception | None = None  # error of the last save
         self._start_s = 0.0
-        self._took_s = -math.inf  # the last save that succeeded; so far unknown, and so no reason not to try one
+        self._took_s = -math.inf  # seconds of the last good save; before one, no time is too short
 
     @property
     def written(self) -> int:
-        """Bytes that this rank's disk has taken so far; for any thread."""
+        """Return the bytes that this rank's disk has taken so far; any thread may ask."""
         return self._files.written
 
     def save(self, progress: Progress) -> None:
-        """After every `save_interval` updates: beside training, if asked so."""
+        """Save, as is done after every `save_interval` updates; beside training if `async_save` asks for it."""
         self._begin(progress, beside=self._section.async_save)
 
     def save_last(self, progress: Progress) -> None:
-        """When the run ends, if it has got further than its newest checkpoint.
+        """Save at the end of a run, if the run has got further than its newest checkpoint.
 
         Raises: SaveFailedError on every rank.
         """
         self._begin(progress, beside=False)
-        self._saver.finish()  # nobody would remove what is left over
+        self._saver.finish()  # waits, for no later save would remove unfinished files
         if self._error is not None:
             raise SaveFailedError(f"the last checkpoint could not be saved: {self._error}") from self._error
 
     def save_leaving(self, progress: Progress) -> str:
-        """`save_last`, unless the launcher would kill the ranks in the middle of it. Returns what became of it."""
+        """Call `save_last`, unless the launcher would kill the ranks in the middle of it. Return what became of it."""
         self._saver.finish()
-        # Only who got the signal knows when it came, and each rank has its own clock.
+        # Only ranks that got the signal know when it came, and each rank has its own clock.
         by_rank = self._together.every(lambda: (self._took_s, self._leave.left_s()))
         took_s, left_s = max(took for took, _ in by_rank), min(left for _, left in by_rank)
         if took_s <= left_s or self._newest == _place(progress):
@@ -101,5 +101,5 @@ class RunCheckpoints:
 
 
 def _place(progress: Progress) -> tuple[int, int]:
-    """Two of a run are equal where nothing has happened between them."""
+    """Return a run's place in its course. Two places are equal if nothing has happened between them."""
     return progress.attempts, progress.validated

@@ -1,5 +1,6 @@
-"""Count what a rank holds at least, by arithmetic on the configuration, and whether this machine has that, for each
-start. Imports torch only for a job that holds much, or whose family is a plugin's. `megamix plan` counts exactly.
+"""Least memory that a rank holds, by arithmetic on the configuration, compared with this machine's before each start.
+
+Imports torch only for a job that holds much, or whose family is a plugin's. `megamix plan` counts exactly.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from megamix.machine import has_gpu, memory_for_each
 from megamix.model import sizes
 
 _GIB = 2**30
-_STATES = {"adamw": 2, "nag": 1, "muon": 1}  # of each parameter, at least; of a plugin's optimizer none are counted
+_STATES = {"adamw": 2, "nag": 1, "muon": 1}  # states of each parameter, at least; a plugin's optimizer counts none
 
 
 def least_held(config: Config, world_size: int) -> dict[str, float]:
-    """Return the bytes that a rank holds between steps, by category as in `MemoryPlan.held`: never more than there are,
-    and of ranks that hold unlike the mean.
+    """Return the bytes that a rank holds between steps, by category as in `MemoryPlan.held`.
+
+    They are never more than the true bytes. If ranks hold different amounts, they are the mean.
     """
     section, optimizer = config.parallelism, config.optimizer
     if isinstance(config.model, ModelConfig):

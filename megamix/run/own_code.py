@@ -1,4 +1,4 @@
-"""Tell which code a process runs: versions, and hashes of the sources of the package and of plugins. No torch here."""
+"""Code that a process runs: versions, and hashes of the sources of the package and of plugins. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-DIGITS = 16  # of a hash, in hexadecimal: enough against chance
+DIGITS = 16  # hexadecimal digits of a hash: enough against chance
 
 
 def own_code(plugins: Sequence[str]) -> dict[str, str]:
-    """Return the versions and sources that this process runs, by what a message calls them."""
+    """Return versions and source hashes of the code that this process runs, by their names in messages."""
     versions = {f"version of {name}": _version(name) for name in ("megamix", "torch")}
     sources = {"megamix": PACKAGE} | {name: _home(name) for name in plugins}
     return versions | {f"source code of {name} (SHA-256)": _sources(home) for name, home in sources.items()}
@@ -22,21 +22,21 @@ def own_code(plugins: Sequence[str]) -> dict[str, str]:
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         return "not installed"
 
 
 def _home(plugin: str) -> Path:
-    """Its file, or folder if it has several."""
+    """Return the plugin's file, or its folder if it has several files."""
     path = Path(str(sys.modules[plugin].__file__))
     return path.parent if path.name == "__init__.py" else path
 
 
 def _sources(home: Path) -> str:
-    """Two nodes may have one version and other code."""
+    """Return a hash of all sources, for two nodes may have one version and different code."""
     digest = hashlib.sha256()
     for path in sorted(home.rglob("*.py")) if home.is_dir() else [home]:
-        content = path.read_bytes() if path.is_file() else b""  # within a zip
+        content = path.read_bytes() if path.is_file() else b""  # no file: the plugin lies within a zip
         digest.update(f"{path.relative_to(home).as_posix()} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()[:DIGITS]

@@ -1,10 +1,11 @@
-"""Ranks of one job: before the model is built, what each rank was started with is held against all others'.
+"""Comparison of the ranks of one job: each rank's settings are held against all others' before the model is built.
 
-Ranks that differ in a seed, a dropout or the data would train on, and end with weights that nobody asked for. Each puts
-what it was started with into the store in which the ranks have met, under its digest. The first rank compares the
-digests and tells all what differs. A rank makes a handful of requests, the first one two more for each rank.
+Ranks that differ in a seed, a dropout or the data would train on, and end with weights that nobody asked for. Each rank
+puts the settings that it was started with into the store in which the ranks have met, under their digest. The first
+rank compares the digests and tells all ranks what differs. A rank makes a handful of requests, the first rank two more
+for each rank.
 
-What comes from the store is JSON of a known form; anything else was not written by a rank of this job.
+Values from the store are JSON of a known form; anything else was not written by a rank of this job.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from megamix.supervise.console import say
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 
-_LONGEST = 2000  # characters of a line out of the store, to which others may write, too
-_LONGEST_TOLD = 1000  # characters of a value that is put there; of a longer one the rest is told by a hash
+_LONGEST = 2000  # characters of a line from the store, to which others may write, too
+_LONGEST_TOLD = 1000  # characters of a value that is put into the store; a hash stands for the rest of a longer one
 _LONGEST_SHOWN = 60  # characters of a value in a message
-_PROBLEM = "problem"  # in place of what a rank was started with: why that is not known
+_PROBLEM = "problem"  # key that replaces a rank's settings and says why they are not known
 
 _DIGEST = TypeAdapter(Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")])
 _TEXTS = TypeAdapter(dict[str, str])
-_OUTCOME = TypeAdapter(tuple[list[str], str])  # what differs; why nothing could be compared
+_OUTCOME = TypeAdapter(tuple[list[str], str])  # differences; reason why nothing could be compared
 
 
 class KnownData(NamedTuple):
     fingerprints: dict[str, str]  # by the key that names the data
-    identity: str  # of this rank's files, from before the fingerprints were taken: see `check_unchanged`
+    identity: str  # identity of this rank's files before the fingerprints were taken: see `check_unchanged`
 
 
 def known_data(config: Config) -> KnownData:
-    """Return what the data are, once all ranks are known to be of one job. Every rank must call it.
+    """Return the data's fingerprints, once all ranks are known to be of one job. Every rank must call it.
 
-    Raises: as `check_same_job`; alone, ConfigError for data that cannot be read.
+    Raises: as `check_same_job`; with a single rank, ConfigError for data that cannot be read.
     """
     world = Topology.current().world
     if world.group is not None:
@@ -67,10 +68,10 @@ def known_data(config: Config) -> KnownData:
 
 
 def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownData:
-    """Compare what the ranks were started with. Every rank must call it; `store` is for this alone.
+    """Compare the settings that the ranks were started with. Every rank must call it; nothing else uses `store`.
 
-    Raises: ConfigError on every rank, with everything that differs; NoAnswerError on every rank that lives, naming one
-    that does not answer, within `parallelism.timeout_s` and a moment.
+    Raises: ConfigError on every rank, with everything that differs. NoAnswerError on every live rank, naming one that
+    does not answer, within `parallelism.timeout_s` and a moment.
     """
     board = Board(store, config.parallelism.timeout_s)
     data, problem = _shared_data(config, board, rank)
@@ -82,7 +83,7 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownD
         board.put("outcome", _outcome(board, size))
     if not board.wait(["outcome"], Board.grace_s):
         silence = f"no sign of life from rank 0 {board.limit}, before it had said whether all were started alike"
-        if rank == 1:  # it is the first rank that speaks, else
+        if rank == 1:  # the first rank speaks otherwise
             say(f"megamix train: {silence}", sys.stderr)
         raise NoAnswerError(silence)
     problems, silence = board.read("outcome", _OUTCOME)
@@ -95,7 +96,7 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownD
 
 
 def _shared_data(config: Config, board: Board, rank: int) -> tuple[KnownData, str]:
-    """What the data are, and why that is not known, if it is not. One rank reads for its machine."""
+    """Return the data's fingerprints, or why they are not known. One rank of each machine reads the files."""
     nothing = KnownData({}, "")
     try:
         identity = data_identity(config)
@@ -116,12 +117,12 @@ def _shared_data(config: Config, board: Board, rank: int) -> tuple[KnownData, st
 def _read_fingerprints(config: Config) -> dict[str, str]:
     try:
         return data_fingerprints(config)
-    except (OSError, ValueError) as error:  # those that wait for it must learn that, too
+    except (OSError, ValueError) as error:  # the ranks that wait for this one must learn of it, too
         return {_PROBLEM: str(error)}
 
 
 def _outcome(board: Board, size: int) -> tuple[list[str], str]:
-    """What all ranks are told: what differs, or why that cannot be known."""
+    """Return what all ranks are told: the differences, or why they cannot be known."""
     if silent := board.missing([f"digest {rank}" for rank in range(size)]):
         to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
         return [], f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
@@ -137,18 +138,19 @@ def _outcome(board: Board, size: int) -> tuple[list[str], str]:
     return [*problems, *differences([group for group in groups if group not in failed])], ""
 
 
-# How long a rank waits is its own affair. What a path leads to may lie elsewhere on each node: of data and tokenizer
-# the fingerprints count, and the run's folder is looked at once it is taken.
+# Each rank may wait for a time of its own. Paths may differ between nodes: the fingerprints of data and tokenizer
+# count, and the run's folder is checked once it is taken.
 MAY_DIFFER = ("parallelism.timeout_s", "checkpoint.folder", "data.tokenizer")
-PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but not which of them are one
+PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but equal paths must be equal on all ranks
 
 _UNSET = "not set"
-NOT_READ = "not read"  # in place of the value of a key that another one of the configuration makes so
+NOT_READ = "not read"  # stands for the value of a key that another key disables
 
 
 def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]:
-    """Return every key that must be alike, and its value as text. `fingerprints`: of the data, by the key that names
-    it.
+    """Return every key that must be alike, and its value as text.
+
+    `fingerprints`: digests of the data, by the key that names it.
     """
     found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
     tree = config.model_dump()
@@ -160,7 +162,7 @@ def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]
 
 def _settings(config: Config) -> dict[str, Any]:
     settings = {key: value for key, value in flat(config_to_toml(config)).items() if key not in MAY_DIFFER}
-    if settings["checkpoint.resume"] not in RESUME_WORDS:  # the first rank's is everybody's
+    if settings["checkpoint.resume"] not in RESUME_WORDS:  # the first rank's path counts for all
         settings["checkpoint.resume"] = "a path"
     numbers: dict[str | int, int] = {}
     for key in PATHS_MAY_DIFFER:
@@ -170,14 +172,15 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _without_paths(value: Any, numbers: dict[str | int, int]) -> Any:
-    """Each path as the number of its file, in the order in which files first come: a file that comes again goes on
-    where it was, so which ones are the same must be alike.
+    """Return the value with each path replaced by the number of its file, in the order in which files first come.
+
+    A file that comes again goes on where it was, so all ranks must repeat the same files.
     """
     if isinstance(value, list):
         return [_without_paths(item, numbers) for item in value]
     if not isinstance(value, dict):
         return value
-    # What is a plugin's own in it is compared as it is.
+    # A plugin's own table is compared as it is.
     named: dict[str, Any] = {
         key: item if isinstance(item, dict) else _without_paths(item, numbers) for key, item in value.items()
     }
@@ -204,13 +207,14 @@ class RankGroup(NamedTuple):
 
 
 def differences(groups: Sequence[RankGroup]) -> list[str]:
-    """Return a line for each key of which the groups that read it have several values. Where one does not, the key that
-    makes it so differs, too.
+    """Return a line for each key that has several values among the groups that read it.
+
+    Groups that ignore a key are skipped: the key that disables it differs, too, and has a line.
     """
     lines = []
     for key in sorted({key for group in groups for key in group.started_with}):
         ranks_of: dict[str, list[int]] = defaultdict(list)
-        missing = _UNSET if key.startswith("content of ") else NOT_READ  # of another choice
+        missing = _UNSET if key.startswith("content of ") else NOT_READ  # meaning of a key that a group lacks
         for group in groups:
             ranks_of[group.started_with.get(key, missing)] += group.ranks
         ranks_of.pop(NOT_READ, None)
@@ -222,7 +226,7 @@ def differences(groups: Sequence[RankGroup]) -> list[str]:
 
 def _line(key: str, ranks_of: dict[str, list[int]]) -> str:
     by_size = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), min(item[1])))
-    # What long values have in common at their beginning says nothing, and would hide where they differ.
+    # Long values are shown from where they differ: a common beginning says nothing and would hide the difference.
     common = next(place for place, letters in enumerate(zip_longest(*ranks_of)) if len(set(letters)) > 1)
     skipped = max(0, common - _LONGEST_SHOWN // 3) if max(map(len, ranks_of)) > _LONGEST_SHOWN else 0
     parts = [f"{_shown(value, skipped)} on {names(ranks)}" for value, ranks in by_size[:_SHOWN_VALUES]]

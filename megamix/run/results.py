@@ -1,4 +1,4 @@
-"""What a run leaves for use elsewhere: its weights, and a text that they write with the run's tokenizer."""
+"""Results of a run for use elsewhere: its weights, and a text that they write with the run's tokenizer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from megamix.run import run_folder
 from megamix.supervise.console import Console
 
 SAMPLE_TOKENS = 128
-TellText = Callable[[int, str, str], None]  # of a step, under a name, a text
+TellText = Callable[[int, str, str], None]  # takes a step, a name and a text
 
 
 def write_results(
     config: Config, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None, tell_text: TellText | None
 ) -> None:
-    """Write what a run that finished or gave up leaves. Every rank must call it; the first one writes, and alone has
-    `tell_text`, which gets the sample.
+    """Write the files that a finished run or one that gave up leaves.
+
+    Every rank must call it. The first rank writes; only it has `tell_text`, which gets the sample.
     """
     folder, topology = Path(config.checkpoint.folder), engine.topology
     first = topology.world.rank == 0
@@ -40,7 +41,7 @@ def write_results(
         weights = engine.full_weights()
         if first:
             path = folder / run_folder.WEIGHTS
-            with nullcontext() if gave_up is None else console.telling(path):  # a run that gave up ends as one
+            with nullcontext() if gave_up is None else console.telling(path):  # a failed write must not hide giving up
                 write_weights(path, weights)
                 console.line(f"weights in FP32: {path}")
     if gave_up is not None:
@@ -49,12 +50,12 @@ def write_results(
                 write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
     elif config.data.tokenizer is not None:
         model = engine.module
-        if first and topology.pp.size > 1:  # no rank of a pipeline has the model whole
+        if first and topology.pp.size > 1:  # no rank of a pipeline has the whole model
             model = family_of(config.model)(config.model)
             model.load_state_dict(weights)
             model.to(engine.plan.precision.dtype)
-        with engine.whole_parameters():  # some ranks compute alone
-            # Those that divide layers compute together.
+        with engine.whole_parameters():  # only some ranks compute below
+            # The ranks that divide layers compute together.
             if first or (topology.pp.size == 1 and topology.data.rank == 0):
                 _write_sample(config, model, console, tell_text)
 
@@ -62,7 +63,7 @@ def write_results(
 def _write_sample(config: Config, model: nn.Module, console: Console, tell_text: TellText | None) -> None:
     assert isinstance(model, Decoder)
     assert config.data.tokenizer is not None
-    model.eval()  # else units would drop out
+    model.eval()  # blocks would drop out in training mode
     sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=config.training.seed)
     text = sample_text(model, open_tokenizer(Path(config.data.tokenizer)), config.metrics.sample_prompt, sampling)
     if tell_text is not None:
@@ -74,8 +75,9 @@ def _write_sample(config: Config, model: nn.Module, console: Console, tell_text:
 
 
 def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    """Write FP32 weights, and buffers as they are, as safetensors, each tensor once under its first name; whole or not
-    there.
+    """Write FP32 weights, and buffers as they are, as safetensors, each tensor once under its first name.
+
+    The file is either whole or not there.
     """
     once: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():
@@ -92,9 +94,9 @@ def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a text goes on; see megamix.model.generation.
+    """Settings of how a text goes on; see megamix.model.generation.
 
-    Raises: ValueError naming what is out of its range.
+    Raises: ValueError naming the value that is out of its range.
     """
 
     max_new_tokens: int
@@ -111,12 +113,13 @@ class Sampling:
 def sample_text(
     model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling, end_tokens: Sequence[int] = ()
 ) -> str:
-    """`prompt` and its continuation, without the token that ends it; the same for the same seed, weights and machine.
+    """Return `prompt` and its continuation, without the token that ends it.
 
-    Raises: ValueError if the prompt is no text, the tokenizer has nothing for an empty one to begin with, or gives ids
-    that the model does not have.
+    The text is the same for the same seed, weights and machine.
+    Raises: ValueError if the prompt is no text, if the tokenizer has no token for an empty prompt to begin with, or if
+    it gives ids that the model does not have.
     """
-    if any("\ud800" <= character <= "\udfff" for character in prompt):  # what stands for bytes that are no UTF-8
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # surrogates stand for bytes that are no UTF-8
         raise ValueError(f"prompt must be UTF-8, got {prompt!r}: write it in UTF-8")
     device = next(model.parameters()).device
     token_ids = tokenizer.encode_prompt(prompt) or [*end_tokens[:1]] or [tokenizer.end_of_text]

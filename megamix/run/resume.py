@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on, and its way into the engine."""
+"""Checkpoint from which a run goes on, and its way into the engine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megamix.supervise.console import say_phase
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run takes up; the same on every rank."""
+    """Start of a run, anew or from a checkpoint; the same on every rank."""
 
-    checkpoint: Checkpoint | None  # None: it begins anew
+    checkpoint: Checkpoint | None  # None: the run begins anew
     progress: Progress
-    record: RunRecord  # what every checkpoint of this run says, without its progress
-    lines: list[str]  # what has changed since the checkpoint
+    record: RunRecord  # record in every checkpoint of this run, without its progress
+    lines: list[str]  # lines of the log on what has changed since the checkpoint
     together: Together
 
     def told(self, steps: int) -> list[str]:
@@ -43,10 +43,10 @@ class Start:
 
 
 def find_start(config: Config, fingerprints: dict[str, str], together: Together) -> Start:
-    """Find the checkpoint to go on from and compare it with the configuration. Its tensors' bytes are verified by
-    `load_start`. Every rank must call it. `fingerprints`: of the data, by the key that names it.
+    """Return the checkpoint to go on from, compared with the configuration. Every rank must call it.
 
-    Raises: ConfigError on every rank, if the run must not go on; the run's folder holds what it held.
+    `load_start` verifies the bytes of its tensors. `fingerprints`: digests of the data, by the key that names it.
+    Raises: ConfigError on every rank, if the run must not go on; the run's folder stays as it was.
     """
     own = record_of(config, fingerprints)
     record = RunRecord.model_validate(together.first(lambda: own.model_dump(mode="json")))
@@ -68,15 +68,15 @@ def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, toget
         if old != new:
             lines.append(f"learning rate of update {progress.applied + 1}: {old:.3g} -> {new:.3g}")
     if checkpoint.path.parent != checkpoint_folder(config):
-        progress = progress.model_copy(update={"log_sizes": {}})  # another run's logs
+        progress = progress.model_copy(update={"log_sizes": {}})  # the sizes are those of another run's logs
     return Start(checkpoint, progress, record, lines, together)
 
 
 def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
-    """Load what the run goes on from; where that is damaged, the newest good one before it in the run's folder. Returns
-    the start as it has become. Every rank must call it.
+    """Load the checkpoint that the run goes on from, and return the start as it has become. Every rank must call it.
 
-    Raises: ConfigError on every rank if there is none that is good, or that may be loaded. The run ends with that, so
+    If the checkpoint is damaged, the newest good one before it in the run's folder is loaded.
+    Raises: ConfigError on every rank if no checkpoint is good, or none may be loaded. The run ends with that error, so
     no engine trains on after a load that failed.
     """
     found = start.checkpoint
@@ -101,16 +101,17 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
 
 
 def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
-    """Return the one that `checkpoint.resume` asks for; those in the run's folder whose manifest or headers are damaged
-    are set aside. None for a run that begins anew. Every rank must call it.
+    """Return the checkpoint that `checkpoint.resume` asks for; None for a run that begins anew.
 
-    Raises: ConfigError on every rank if there are only damaged ones, or the code of now does not take one.
+    Every rank must call it.
+    Checkpoints in the run's folder with a damaged manifest or damaged headers are set aside.
+    Raises: ConfigError on every rank if all are damaged, or if the present code does not take one.
     """
     resume, folder = config.checkpoint.resume, checkpoint_folder(config)
     if resume == "never":
         return None
     there_are_some = together.first(lambda: bool(checkpoints(folder)))
-    if there_are_some:  # also with a path: a run that began from there and was restarted goes on from its own
+    if there_are_some:  # also if resume is a path: a restarted run goes on from its own checkpoints
         found = newest_checkpoint(folder, together, check=check_run)
         if found is None:
             raise none_is_whole(config)

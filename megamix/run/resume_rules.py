@@ -1,5 +1,6 @@
-"""One run, start after start: may it go on from a checkpoint, and what has changed since. Torch is imported only where
-model, optimizer or code have changed, so `--check` asks what a start asks.
+"""Rules of resuming: whether a run may go on from a checkpoint, and what has changed since.
+
+Torch is imported only where model, optimizer or code have changed, so `--check` asks what a start asks.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ RNG_RULE = (
     "training.seed and the number of the sample and of its source, the parameter's name and the element's place for "
     "initial weights, the number of the try for dropout, and for that of the first block of the pipeline's stage"
 )
-# Whatever the shapes, with another value these make another model, other states, or another order of the data.
+# A different value of these keys makes another model, other states, or another order of the data, whatever the shapes.
 _REFUSED = ("model.", "optimizer.name", "training.seed", "data.split", "data.packing")
-# Of these: how a step is computed, and weights that are no longer initial.
+# Exceptions among these: how a step is computed, and initial weights that a checkpoint replaces.
 _PASS = ("model.dropout", "model.compile", "model.recompute", "model.init_std", "model.scaled_init")
 
 
 def outlook(config: Config) -> str:
-    """Say what a start would do with the run's folder as it is; write nothing. What the checkpoints hold is judged by
-    their manifests and the sizes of their files.
+    """Say what a start would do with the run's folder as it is; write nothing.
 
-    Raises: ConfigError if it would be refused.
+    Checkpoints are judged by their manifests and the sizes of their files.
+    Raises: ConfigError if the start would be refused.
     """
     folder, resume, steps = Path(config.checkpoint.folder), config.checkpoint.resume, config.training.steps
     try:
@@ -48,7 +49,7 @@ def outlook(config: Config) -> str:
             lines = judge(path, manifest, config, record)
         except ConfigError:
             raise
-        except (OSError, ValueError, LookupError, TypeError) as error:  # no run has written that
+        except (OSError, ValueError, LookupError, TypeError) as error:  # no run has written such a manifest
             damaged.append(f"{path}: {error}")
             continue
         goes_on = f"would go on from step {manifest.applied_updates} of {folder} to step {steps}"
@@ -63,7 +64,10 @@ def outlook(config: Config) -> str:
 
 
 def _manifest_of(path: Path, config: Config, now: RunRecord) -> Manifest:
-    """Raises: ValueError, OSError for what is damaged; ConfigError for what the code of now does not take."""
+    """Return the manifest of a checkpoint.
+
+    Raises: ValueError, OSError for a damaged one; ConfigError for one that the present code does not take.
+    """
     manifest = read_manifest(path / MANIFEST)
     for file in manifest.files:
         check_size(path / file.name, file)
@@ -77,7 +81,10 @@ def _manifest_of(path: Path, config: Config, now: RunRecord) -> Manifest:
 
 
 def _other_code(manifest: Manifest, config: Config, now: RunRecord) -> bool:
-    """Return whether the code of now may refuse what was saved; what a plugin imports may have changed as well."""
+    """Return whether the present code may refuse the checkpoint.
+
+    With plugins it always may: modules that a plugin imports may have changed.
+    """
     return manifest.run.code != now.code or bool(config.plugins)
 
 
@@ -95,8 +102,9 @@ def path_is_damaged(error: object) -> ConfigError:
 
 
 def record_of(config: Config, fingerprints: dict[str, str]) -> RunRecord:
-    """Return what every checkpoint of a run says, without its progress. `fingerprints`: of the data, by the key that
-    names it; each start may validate on other data.
+    """Return the record that every checkpoint of a run holds, without its progress.
+
+    `fingerprints`: digests of the data, by the key that names it. Each start may validate on other data.
     """
     trained_on = {field: digest for field, digest in fingerprints.items() if not field.startswith("data.valid")}
     code = own_code(config.plugins)
@@ -104,7 +112,7 @@ def record_of(config: Config, fingerprints: dict[str, str]) -> RunRecord:
 
 
 def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord) -> list[str]:
-    """Return what a run that goes on from there says, line by line.
+    """Return the lines that a run says when it goes on from this checkpoint.
 
     Raises: ConfigError if the run must not go on from there.
     """
@@ -133,9 +141,10 @@ def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord) -> lis
 
 
 def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int, *, own: bool) -> list[str]:
-    """Return a line for every key that has another value since the checkpoint. `cursor`: the first sample never read;
-    `own`: the checkpoint is of the run's own folder. From another run's the optimizer may begin anew.
+    """Return a line for every key that has another value since the checkpoint.
 
+    `cursor`: the first sample never read. `own`: whether the checkpoint is of the run's own folder; from another run's
+    checkpoint the optimizer may begin anew.
     Raises: ConfigError naming each change that would make it another run.
     """
     saved = manifest.run
@@ -157,7 +166,7 @@ def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int, *, own:
     ]
     if refused:
         raise ConfigError(refused, "job")
-    if old.get("optimizer.name") != new.get("optimizer.name"):  # the other keys of each are its own
+    if old.get("optimizer.name") != new.get("optimizer.name"):  # each optimizer has its own other keys
         settings = tuple(f"optimizer.{keys.get('optimizer.name')}." for keys in (old, new))
         old, new = ({key: value for key, value in keys.items() if not key.startswith(settings)} for keys in (old, new))
     rules = {"rng_rule": saved.rng_rule}, {"rng_rule": now.rng_rule}  # another order of the data, other initial weights
@@ -165,8 +174,10 @@ def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int, *, own:
 
 
 def _changes_of_model(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """`changes` of a checkpoint that no run has saved: the model alone must be the same, and its sequences may have any
-    length. Where positions are learned the length is a parameter's shape, and loading refuses another one.
+    """Return `changes` for a checkpoint that no run has saved.
+
+    Only the model must be the same, and its sequences may have any length. If positions are learned, the length is a
+    parameter's shape, and loading refuses another one.
     """
     old, new = ({key: value for key, value in flat.items() if key.startswith("model.")} for flat in (old, new))
     if refused := _refused(old, new, (*_PASS, "model.seq_len")):
@@ -191,7 +202,7 @@ def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ..
 
 
 def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
-    """What is not set as what it stands for, and shares on one scale: written otherwise it is the same run."""
+    """Return the keys with unset ones as their meaning, and shares on one scale: two spellings of one run are equal."""
     from megamix.model.family import family_of, section_of
 
     model = {key.removeprefix("model."): value for key, value in keys.items() if key.startswith("model.")}
@@ -209,8 +220,9 @@ def _told(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _mixtures(keys: dict[str, Any], cursor: int) -> list[tuple[int, list[Any]]]:
-    """What the samples before the cursor are taken from, stage by stage: which sources, by the order in which they
-    first come, whatever their paths are now; and their shares.
+    """Return the mixtures that the samples before the cursor are taken from, stage by stage.
+
+    A mixture names its sources by the order in which they first come, whatever their paths are now, and their shares.
     """
     stages = [{"from_sample": 0, "train": keys["data.train"]}, *keys.get("data.stages", [])]
     begun = [stage for stage in stages if stage["from_sample"] < max(cursor, 1)]
@@ -229,7 +241,7 @@ def _shares(train: Any, numbers: dict[Any, int]) -> list[Any]:
 
 
 def _is_read(field: str, stages: int) -> bool:
-    """Whether a fingerprint is of data that a run has come to, `stages` of data.stages having begun."""
+    """Return whether a run has come to the data of a fingerprint. `stages`: number of data.stages that have begun."""
     return not field.startswith("data.stages") or any(field.startswith(f"data.stages[{n}]") for n in range(stages))
 
 
@@ -238,15 +250,17 @@ def _text(value: Any) -> str:
 
 
 def flat(config: str) -> dict[str, Any]:
-    """Take an effective configuration apart, by `section.key`, to compare it with another one: a key that is not read
-    has its default, one that is not set is not there. Raises: ValueError if it is no TOML.
+    """Return an effective configuration as values by `section.key`, to compare it with another one.
+
+    A key that is not read has its default; a key that is not set is not there.
+    Raises: ValueError if it is no TOML.
     """
     return dict(flat_keys("", effective_tables(config)))
 
 
 def flat_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a table of that name, or of "", and theirs."""
-    if isinstance(value, dict) and not name.startswith("model."):  # a table there means something as a whole
+    """Yield the keys and values below a table of that name, or of "" for the whole."""
+    if isinstance(value, dict) and not name.startswith("model."):  # a table in [model] means something as a whole
         for key, inner in value.items():
             yield from flat_keys(f"{name}.{key}".lstrip("."), inner)
     else:

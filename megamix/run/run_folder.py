@@ -1,5 +1,5 @@
-"""What a run leaves behind, without overwriting what another one left; and what else can be wrong with a job, found
-before any time is spent. No torch here.
+"""A run's folder, which overwrites no other run's, and other problems of a job, found before any time is spent.
+Imports no torch.
 """
 
 import importlib.util
@@ -21,10 +21,10 @@ from megamix.supervise.status import STATUS
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
 METRICS, SET_ASIDE = "metrics.jsonl", "set_aside.jsonl"
-RESUME_WORDS = ("auto", "never")  # in place of a path
+RESUME_WORDS = ("auto", "never")  # words in place of a path
 BEGIN_ANEW = "write another checkpoint.folder to begin anew, or bring a whole one there"
-_MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these belongs to a run
-_READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, METRICS, SET_ASIDE)  # all others are written anew
+_MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these files belongs to a run
+_READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, METRICS, SET_ASIDE)  # all other files are written anew
 _WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, SAMPLE, GAVE_UP, "trace_rank*.json")
 
 
@@ -33,7 +33,7 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def folder_problems(config: Config) -> list[str]:
-    """Return why a run cannot write to its folder, one line each."""
+    """Return the reasons why a run cannot write to its folder, one line each."""
     folder, path = config.checkpoint.folder, Path(config.checkpoint.folder)
     if foreign := _foreign_problems(path):
         return foreign
@@ -56,7 +56,7 @@ def folder_problems(config: Config) -> list[str]:
 
 
 def _foreign_problems(path: Path) -> list[str]:
-    """What lies in a folder that others may write to and would lead a run to write elsewhere, or let it hang."""
+    """Return what could make a run write elsewhere or hang, in a folder to which others may write."""
     kinds = {path / name: foreign_kind(path / name) for name in _READ_OR_CONTINUED}
     for folder in (path / CHECKPOINTS, path / "tensorboard"):
         if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():  # old checkpoints would be removed elsewhere
@@ -72,7 +72,7 @@ def _foreign_problems(path: Path) -> list[str]:
 
 
 def _ended_before_its_first_save(path: Path, config: Config) -> bool:
-    """Whether the folder holds this very run, and nothing that a new start would lose."""
+    """Return whether the folder holds this very run, and nothing that a new start would lose."""
     held = _held(path)
     sections = ("model", "data", "optimizer", "training")
     same = all(getattr(held, name, None) == getattr(config, name) for name in sections)
@@ -80,7 +80,7 @@ def _ended_before_its_first_save(path: Path, config: Config) -> bool:
 
 
 def _held(path: Path) -> Config | None:
-    """The configuration of the run that the folder holds, if it can be read."""
+    """Return the configuration of the run that the folder holds, or None if it cannot be read."""
     try:
         return load_config(path / CONFIG, imports=False)
     except ConfigError:
@@ -97,15 +97,16 @@ def claim(config: Config) -> None:
 
 
 def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, starts: bool = False) -> str:
-    """Refuse what cannot be trained; write nothing. Return the words that nothing was found. `tell` gets a line of each
-    thing that trains and is seldom meant. `starts`: this process is a rank that is about to meet the others.
+    """Refuse a job that cannot be trained; write nothing. Return words that say that nothing was found.
 
+    `tell` gets a line for each setting that trains but is seldom meant. `starts`: this process is a rank that is about
+    to meet the others.
     Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE, RANK and their LOCAL_ ones), files and
     folder.
     """
     what = "a number of ranks, 1 or more"
     world_size = _told("WORLD_SIZE", 1, range(1, 10**9), what)
-    local_size = _told("LOCAL_WORLD_SIZE", world_size, range(1, 10**9), what)  # by which the cores are shared
+    local_size = _told("LOCAL_WORLD_SIZE", world_size, range(1, 10**9), what)  # ranks that share this machine's cores
     for variable, size in (("RANK", world_size), ("LOCAL_RANK", local_size)):
         _told(variable, 0, range(size), f"from 0 to {size - 1}, as there are {size} rank(s)")
     if problems := job_problems(config, world_size):
@@ -114,14 +115,14 @@ def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, st
     if unset and world_size > 1:
         fix = "start the ranks by launch/pretrain.sh or torchrun, which set it, or unset WORLD_SIZE for one rank"
         raise ConfigError([f"{', '.join(unset)}: not set, though WORLD_SIZE is {world_size}; {fix}"], "environment")
-    doubts = () if starts else _optimizer_doubts(config)  # which a start logs
+    doubts = () if starts else _optimizer_doubts(config)  # a start logs these later
     for line in (*seldom_meant(config, world_size), *doubts):
         tell(f"note: {line}")
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
 
 
 def _told(variable: str, default: int, numbers: range, what: str) -> int:
-    """What the variable says, if it is set."""
+    """Return the number in an environment variable, or its default."""
     text = os.environ.get(variable, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) not in numbers:
         fix = "start the ranks by launch/pretrain.sh, which sets it, or unset it for one rank"
@@ -148,7 +149,10 @@ def job_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _division_problems(config: Config) -> Iterator[str]:
-    """Of a plugin's family, whose modules alone say what tensor parallelism divides; they have imported torch."""
+    """Yield why tensor parallelism cannot divide a plugin's family.
+
+    Only the family's modules can say, and these have imported torch.
+    """
     tp_size = config.parallelism.tp_size
     if config.model.family != "transformer" and tp_size > 1:
         from megamix.comm.topology import Topology
@@ -162,8 +166,9 @@ def _division_problems(config: Config) -> Iterator[str]:
 
 
 def _optimizer_doubts(config: Config) -> Iterator[str]:
-    """What a start would log of the optimizer's patterns. The model's own names are asked, which imports torch, where
-    there are any.
+    """Yield the lines that a start would log on the optimizer's patterns.
+
+    Patterns, if there are any, are held against the model's own names, which imports torch.
     """
     section = config.optimizer
     own = getattr(section, section.name)
@@ -177,7 +182,7 @@ def _optimizer_doubts(config: Config) -> Iterator[str]:
 
 
 def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
-    # Needed only for the sample at the end: a run must not train for days to fail there.
+    # The sample at the end needs the tokenizer: a run must not train for days to fail there.
     try:
         if (known := open_tokenizer(Path(path)).vocab_size) > vocab_size:
             yield (
@@ -192,7 +197,7 @@ def _resume_problems(config: Config) -> Iterator[str]:
     resume, own = config.checkpoint.resume, checkpoint_folder(config)
     if resume in RESUME_WORDS:
         return
-    # A run that has saved goes on from its own, whatever has become of the one that it began from.
+    # A run that has saved goes on from its own checkpoints, even if the one that it began from is gone.
     held = _held(own.parent) if checkpoints(own) else None
     began_there = held is not None and Path(held.checkpoint.resume).resolve() == Path(resume).resolve()
     if Path(resume).resolve().parent == own.resolve():

@@ -1,5 +1,6 @@
-"""What a checkpoint keeps of its run, as plain JSON, and whether some run can have saved it: a manifest is checked
-against itself and its own configuration, before anything is built from it.
+"""Record of a run in a checkpoint, as plain JSON, and a check whether some run can have saved it.
+
+A manifest is checked against itself and its own configuration, before anything is built from it.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ _DIGEST = re.compile(r"[0-9a-f]{16,128}")
 
 
 def check_if_run(manifest: Manifest) -> None:
-    """`check_run`, unless it is what a script of its own has saved: there, the engine's state is all that is known."""
+    """Call `check_run`, unless a user's own script saved the checkpoint: that holds nothing but the engine's state."""
     if manifest.run.rng_rule:
         check_run(manifest)
 
 
 def check_run(manifest: Manifest) -> None:
-    """Refuse what neither a run nor `megamix import` can have saved.
+    """Refuse a manifest that neither a run nor `megamix import` can have saved.
 
-    Only what contradicts itself whatever the code is damage. What is held against families, rules and sections as they
-    are now, a plugin's too, may have been right for the code that saved it.
-    Raises: ValueError naming what is wrong; ConfigError, likewise, for what the code of now does not take.
+    A manifest is damaged only if it contradicts itself whatever the code is. One that contradicts the present families,
+    rules and sections, a plugin's included, may have been right for the code that saved it.
+    Raises: ValueError naming what is wrong; ConfigError, likewise, for a manifest that the present code does not take.
     """
     tables = manifest.run.tables()
     if manifest.weights_only:
@@ -73,10 +74,10 @@ def check_run(manifest: Manifest) -> None:
 
 @contextmanager
 def _by_code_of_now(saved: Mapping[str, Any]) -> Iterator[None]:
-    """Let whatever is raised by code, which may be a plugin's, be a refusal. Raises: ConfigError."""
+    """Turn every error of code that may be a plugin's into a refusal. Raises: ConfigError."""
     try:
         yield
-    except PluginError:  # it is not imported, and how to have it imported is said
+    except PluginError:  # a plugin that is not imported; the message says how to import it
         raise
     except Exception as error:  # a plugin may raise anything
         savers = ", ".join(["megamix", *saved.get("plugins", [])])
@@ -85,14 +86,14 @@ def _by_code_of_now(saved: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line; with its kind, but for one that is meant for users."""
+    """Return an error in one line; with its type, but for one that is meant for users."""
     return " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())
 
 
 def check_states(path: Path, manifest: Manifest, config: Config) -> None:
-    """Refuse a checkpoint of the run's own whose states are not those that the optimizer has now.
+    """Refuse a checkpoint of the run's own whose states are not those of the optimizer as configured now.
 
-    Raises: ConfigError naming the optimizer and both.
+    Raises: ConfigError naming the optimizer and both sets of states.
     """
     name = config.optimizer.name
     home = OPTIMIZERS.sections[name].__module__
@@ -118,7 +119,7 @@ def check_states(path: Path, manifest: Manifest, config: Config) -> None:
 
 
 def saved_config(manifest: Manifest) -> Config:
-    """Return the configuration of a run's. Raises: as `check_run`."""
+    """Return the configuration of the run that saved a manifest. Raises: as `check_run`."""
     tables = manifest.run.tables()
     return _validated(Config, {name: {} for name in SECTIONS} | tables, tables)
 
@@ -142,7 +143,7 @@ def _check_loss_scale(manifest: Manifest, config: Config) -> None:
 def check_params(manifest: Manifest, model: DecoderConfig) -> None:
     """Refuse parameters that are not the model's. Raises: ValueError."""
     unlike = "its parameters are not those of the model that its configuration names"
-    if model.num_layers > len(manifest.params):  # before anything is made for each of them
+    if model.num_layers > len(manifest.params):  # before a shape is made for each layer
         raise ValueError(unlike)
     try:
         shapes = family_of(model).shapes(model)
@@ -151,7 +152,7 @@ def check_params(manifest: Manifest, model: DecoderConfig) -> None:
     aliases = {EMBEDDING_WEIGHT: {HEAD_WEIGHT}} if model.tie_embeddings else {}
     for saved in manifest.params:
         if BUFFER in manifest.states[saved.state_set]:
-            continue  # loading compares it with the model's
+            continue  # loading compares a buffer with the model's
         if saved.shape != shapes.pop(saved.name, None) or not aliases.get(saved.name, set()).issuperset(saved.aliases):
             raise ValueError(f"params: {saved.name} is no parameter of the model that its configuration names")
     if shapes:
@@ -159,8 +160,10 @@ def check_params(manifest: Manifest, model: DecoderConfig) -> None:
 
 
 def _validated(kind: type[_Section], tree: dict[str, Any], saved: Mapping[str, Any]) -> _Section:
-    """A section, or all of them, as some version has saved it. What only a later one knows is left out here: to say so
-    is for `resume_rules.changes`. Raises: ValueError naming the key; PluginError if it may be one of a plugin's.
+    """Return a section, or all of them, as some version has saved it.
+
+    Keys that only a later version knows are left out; `resume_rules.changes` tells of them.
+    Raises: ValueError naming the key; PluginError if it may be one of a plugin's.
     """
     try:
         return kind.model_validate(tree)
@@ -179,24 +182,24 @@ def _validated(kind: type[_Section], tree: dict[str, Any], saved: Mapping[str, A
 
 
 class Progress(PlanState):
-    """What a run keeps beside the engine's state."""
+    """Progress of a run, which a checkpoint keeps beside the engine's state."""
 
     skipped: Count = 0  # attempts that overflowed
-    interval_losses: tuple[str, ...] = ()  # of the log interval so far, as float.hex
+    interval_losses: tuple[str, ...] = ()  # losses of the log interval so far, as float.hex
     validated: Count = 0  # the update after which the last validation was
-    tokens: Count = 0  # of all updates
-    log_sizes: dict[str, Count] = Field(default_factory=dict)  # bytes, by file name; what lies behind came later
+    tokens: Count = 0  # tokens of all updates
+    log_sizes: dict[str, Count] = Field(default_factory=dict)  # bytes of each log; bytes beyond that came later
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> Progress:
-        """Raises: ValueError naming the field."""
+        """Return progress read from a manifest. Raises: ValueError naming the field."""
         return Progress.from_json(json.dumps(values))  # in JSON a tuple is a list
 
     def losses(self) -> list[float]:
         return [float.fromhex(text) for text in self.interval_losses]
 
     def check(self, applied: int, skipped: int, global_batch_size: int) -> None:
-        """Refuse what no run can have saved beside the engine's counters.
+        """Refuse progress that no run can have saved beside the engine's counters.
 
         Raises: ValueError naming the field.
         """
@@ -209,7 +212,7 @@ class Progress(PlanState):
             raise ValueError(f"validated is {self.validated}, after update {self.applied}")
         if not self.applied <= self.tokens <= LARGEST_COUNT:
             raise ValueError(f"tokens is {self.tokens} after update {self.applied}")
-        # The first update's line ends an interval, so that one is in none.
+        # The first update's line ends an interval, so that update's loss is in none.
         if len(self.interval_losses) > max(self.applied - 1, 0) or not all(map(_is_loss, self.interval_losses)):
             raise ValueError("interval_losses: not the losses of updates since the last line")
         if not set(self.log_sizes) <= {METRICS, SET_ASIDE}:
@@ -217,7 +220,7 @@ class Progress(PlanState):
 
 
 def _is_loss(text: str) -> bool:
-    """Whether it is what `hex` writes of a finite FP32 number: a finite gradient has a finite loss."""
+    """Return whether a text is `hex` of a finite FP32 number: a finite gradient has a finite loss."""
     try:
         loss = float.fromhex(text)
         return loss.hex() == text and math.isfinite(loss) and struct.unpack("f", struct.pack("f", loss))[0] == loss
