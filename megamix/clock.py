@@ -1,4 +1,4 @@
-"""Where the time of a step goes: named spans, measured on the host or, on a GPU, on the device without waiting."""
+"""The time of a step in named spans, measured on the host or, on a GPU, on the device without waiting."""
 
 import time
 from collections import defaultdict
@@ -9,16 +9,16 @@ import torch
 
 
 class Clock:
-    """Sums the seconds spent in each named span, without those of the spans inside it. Off until `enabled` is set.
+    """Sums the seconds spent in each named span, without the seconds of spans inside it. Off until `enabled` is set.
 
-    On a CPU a wait blocks the host, so host time is exact. On a GPU a wait only orders streams: a pair of events on
-    the compute stream measures how long it stalled, and `read` takes those that the device has passed.
+    On a CPU a wait blocks the host, so host time is exact. On a GPU a wait only orders streams. There a pair of events
+    on the compute stream measures how long the stream stalled, and `read` takes the pairs that the device has passed.
     """
 
     def __init__(self, device: torch.device):
         self.enabled = False
-        self.entered = 0  # spans so far, measured or not: what another thread sees of this one's progress
-        self.loaded = 0  # bytes of a checkpoint so far, likewise
+        self.entered = 0  # number of spans so far, measured or not; shows this thread's progress to other threads
+        self.loaded = 0  # bytes of a checkpoint so far; shows progress, too
         self._on_gpu = device.type == "cuda"
         self._open: list[str] = []
         self._last = "the start"
@@ -48,16 +48,18 @@ class Clock:
             self._open.pop()
 
     def doing(self) -> str:
-        """Return the innermost open span, else the last one; for any thread."""
+        """Return the innermost open span, else the last one. Any thread may call it."""
         return next(iter(self._open[-1:]), f"the code after {self._last}")
 
     def read(self) -> dict[str, float]:
-        """Return the seconds per span since the last call. On a GPU, where the host runs ahead, spans that the device
-        has not passed yet are left to the next call: to wait for them would drain its queue.
+        """Return the seconds per span since the last call.
+
+        On a GPU the host runs ahead. Spans that the device has not passed yet are left to the next call, because
+        waiting for them would drain the device's queue.
         """
         events = enumerate(self._events)
         outermost = [number for number, (_, outer, _, end) in events if outer is None and end.query()]  # type: ignore[no-untyped-call]  # no types
-        passed = max(outermost, default=-1) + 1  # an outermost span is behind all that lie inside it
+        passed = max(outermost, default=-1) + 1  # an outermost span ends after all spans inside it
         for name, outer, start, end in self._events[:passed]:
             self._add(name, outer, start.elapsed_time(end) / 1e3)
         del self._events[:passed]

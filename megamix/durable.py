@@ -1,8 +1,8 @@
-"""Files that a power cut does not tear, and that are ours where others may write to the folder as well.
+"""Files that survive a power cut whole, and that are ours even in a folder to which others may write.
 
-Whoever may write to a folder can put a link where a run will write: opened by name it would lead to any file of ours.
-A FIFO would keep the run waiting for its other end. So a file that is written anew is made by us and by nobody else,
-and one that goes on is looked at before it is used.
+Anyone who may write to a folder can put a link where a run will write; opening it by name would open any file of ours.
+A FIFO would keep the run waiting for its other end. So a new file is created by us and nobody else, and an existing
+file is checked before it is used.
 """
 
 import os
@@ -14,17 +14,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-ASIDE = ".partial-"  # then something random
+ASIDE = ".partial-"  # followed by a random part
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder"}
 
 
 class ForeignFileError(OSError):
-    """A file that is not an ordinary one of this user's alone."""
+    """A file that is not an ordinary file of this user alone."""
 
 
 def unwritable(folder: Path) -> str | None:
-    """Return why nothing can be written to a folder, once it is made with those that are missing on the way to it; None
-    if it can. Tried, for who is told that he may write does not get it everywhere (as root in /proc); nothing stays.
+    """Return why nothing can be written to a folder, created with its missing parents; None if it can be written.
+
+    A folder is created and removed on trial, because permission bits do not tell everything (root may not write to
+    /proc).
     """
     existing = next(parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent))
     try:
@@ -37,13 +39,13 @@ def unwritable(folder: Path) -> str | None:
 
 
 def sync_file(handle: IO[Any]) -> None:
-    """Push an open file's bytes to the disk; without it a rename can survive a power cut that the bytes did not."""
+    """Push an open file's bytes to the disk. Without it a rename can survive a power cut that the bytes did not."""
     handle.flush()
     os.fsync(handle.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """Push a directory's entries to the disk; without it a finished rename can be undone by a power cut."""
+    """Push a directory's entries to the disk. Without it a power cut can undo a finished rename."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -52,16 +54,18 @@ def sync_directory(path: Path) -> None:
 
 
 def aside_name(name: str) -> str:
-    """Return a name for what is being written, never the same twice: what another attempt left is not mixed in."""
+    """Return a new name for a file under construction, never the same twice, so that nothing of an earlier attempt is
+    mixed in.
+    """
     return f"{name}{ASIDE}{secrets.token_hex(4)}"
 
 
 @contextmanager
 def written_aside(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
-    """Give a file that takes the place of `path`, or of a link there, once the block has ended and its bytes are on the
-    disk: `path` is whole or as it was. A process killed meanwhile leaves the file, for `remove_asides`.
+    """Yield a file that replaces `path`, or a link there, after the block, once its bytes are on the disk: `path` is
+    whole or as it was. A process killed in the block leaves the file, for `remove_asides`.
 
-    Without `sync` nothing waits for the disk, and a power cut may damage what was written.
+    Without `sync` nothing waits for the disk, and a power cut may damage the file.
     Raises: OSError naming a file.
     """
     aside = path.with_name(aside_name(path.name))
@@ -76,22 +80,22 @@ def written_aside(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
     except BaseException as error:
         aside.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(path)  # a failed write or sync does not say of what
+            error.filename = str(path)  # a failed write or sync does not name its file
         raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole or as it was, and on the disk when this returns."""
+    """Write a file that is either whole or as it was, and on the disk when this returns."""
     with written_aside(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def folder_aside(path: Path, inside: Path | None = None) -> Iterator[Path]:
-    """Give an empty folder that becomes `path` once the block has ended: `path` is whole or not there.
+    """Yield an empty folder that becomes `path` after the block: `path` is whole or missing.
 
-    The block brings the files' bytes to the disk itself. `inside`: where it lies until then, if not beside `path`.
-    A process killed meanwhile leaves the folder, for `remove_asides`.
+    The block itself must push the files' bytes to the disk. `inside`: the folder's parent until then, if not that of
+    `path`. A process killed in the block leaves the folder, for `remove_asides`.
     Raises: OSError, also if `path` is a folder that is not empty.
     """
     aside = (inside or path.parent) / aside_name(path.name)
@@ -106,7 +110,7 @@ def folder_aside(path: Path, inside: Path | None = None) -> Iterator[Path]:
 
 
 def remove_asides(folder: Path, pattern: str) -> None:
-    """Remove what killed processes left of writing files of that name. Nobody may be writing one."""
+    """Remove the unfinished files of that name that killed processes have left. Nobody may be writing one."""
     for aside in folder.glob(f"{pattern}{ASIDE}*"):
         if aside.is_dir() and not aside.is_symlink():
             shutil.rmtree(aside, ignore_errors=True)
@@ -115,13 +119,13 @@ def remove_asides(folder: Path, pattern: str) -> None:
 
 
 def create_anew(path: Path, mode: str = "xb") -> IO[Any]:
-    """Create a new file in place of whatever has that name: a link is removed, never followed."""
+    """Create a new file in place of anything that has that name: a link is removed, never followed."""
     path.unlink(missing_ok=True)
     return path.open(mode, encoding=None if "b" in mode else "utf-8")
 
 
 def foreign_kind(path: Path) -> str | None:
-    """Return what keeps a file from being an ordinary one of ours alone; None where nothing does, or there is none."""
+    """Return why a file is not an ordinary file of ours alone; None if it is one, or is missing."""
     try:
         return _foreign_kind(path.lstat())
     except (FileNotFoundError, NotADirectoryError):
@@ -137,16 +141,16 @@ def _foreign_kind(status: os.stat_result) -> str | None:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Return the descriptor of an ordinary file of ours alone; with O_CREAT made if it is missing, its mode by the
+    """Return the descriptor of an ordinary file of ours alone. O_CREAT creates a missing file, with a mode by the
     umask.
 
     Raises: ForeignFileError naming file and fix; OSError.
     """
     assert not flags & os.O_TRUNC, "what is not ours must stay as it is"
-    kind = foreign_kind(path)  # first: to open a device may already do something
+    kind = foreign_kind(path)  # checked before opening: opening a device may already have an effect
     if kind is None:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        kind = _foreign_kind(os.fstat(descriptor))  # it may have changed in between
+        kind = _foreign_kind(os.fstat(descriptor))  # checked again: it may have changed in between
         if kind is None:
             return descriptor
         os.close(descriptor)
@@ -154,7 +158,9 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def still_names(path: Path, descriptor: int) -> bool:
-    """Tell whether a path, no link, leads to an open file: it may have been removed or replaced since."""
+    """Return whether a path, which is no link, still leads to an open file. The path may have been removed or replaced
+    since.
+    """
     opened = os.fstat(descriptor)
     try:
         named = path.lstat()
@@ -164,6 +170,6 @@ def still_names(path: Path, descriptor: int) -> bool:
 
 
 def read_own(path: Path) -> bytes:
-    """Return all of a file of ours. Raises: ForeignFileError, OSError."""
+    """Return the whole content of a file of ours. Raises: ForeignFileError, OSError."""
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         return file.read()

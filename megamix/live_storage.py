@@ -1,4 +1,4 @@
-"""Bytes of live tensor storage, and their peak: each storage counted once, on any device. torch keeps no such figure
+"""Bytes of live tensor storage, and their peak: each storage is counted once, on any device. torch keeps no such figure
 for CPUs.
 """
 
@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no types
-    """While active, counts the storages that operations return or touch, until each is freed.
+    """Counts, while active, the storages that operations return or touch, until each is freed.
 
-    Sees forward, backward and optimizer alike, but not the scratch memory inside a single operation. It slows every
-    operation down, so time is never measured under it. `counts_meta`: tensors of the meta device count as if they had
+    It sees forward, backward and optimizer alike, but not the scratch memory inside a single operation. It slows down
+    every operation, so time is never measured under it. `counts_meta`: count tensors of the meta device as if they had
     memory.
     """
 
@@ -31,15 +31,16 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no typ
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            # A DTensor's own storage is a pretence as large as the whole tensor: let it call the operations on its
-            # local tensors, which come here in their turn.
+            # A DTensor's own storage only pretends to be as large as the whole tensor. Let it call the operations on
+            # its local tensors, which then come here themselves.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter((args, kwargs, result)):
             if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
                 continue
             storage = leaf.untyped_storage()
-            # A fake tensor says that it is on a CPU. DTensor computes shapes with some, as large as the whole tensors.
+            # A fake tensor claims to be on a CPU, but its storage is on meta. DTensor computes shapes with fake tensors
+            # as large as the whole.
             if self._counts_meta or storage.device.type != "meta":
                 self._count(storage)
         return result
@@ -60,7 +61,7 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no typ
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _recount(self) -> None:
-        # FSDP frees a storage by resizing it to nothing, which is no operation: a peak counts only after a look.
+        # FSDP frees a storage by resizing it to nothing, which is no operation. So a peak counts only after this look.
         for key, (ref, _) in list(self._known.items()):
             storage = ref()
             if storage is not None:

@@ -17,28 +17,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# What glibc's malloc can be told, its number, and what a rank tells: larger blocks get a mapping of their own; free
-# bytes at the top that are kept (-1: all); bytes fetched beyond what is needed. MALLOC_MMAP_THRESHOLD_, or
-# glibc.malloc.mmap_threshold in GLIBC_TUNABLES, tells it at the start of a process.
+# Options of glibc's malloc, with their numbers and a rank's values. mmap_threshold: larger blocks get a mapping of
+# their own. trim_threshold: free bytes that are kept at the top (-1: all). top_pad: bytes fetched beyond the need. A
+# user sets them at a process's start by MALLOC_MMAP_THRESHOLD_, or by glibc.malloc.mmap_threshold in GLIBC_TUNABLES.
 _MALLOC = {
     "mmap_threshold": (-3, 2**31 - 1),
     "trim_threshold": (-1, -1),
     "top_pad": (-2, 2**28),
 }
-# What torch reads when it begins, under its present name and its former one, and what a rank tells it.
+# Variables that torch reads when it is loaded, under their present and former names, with a rank's values.
 _TORCH = {
-    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",  # a GPU's memory stays in one piece
-    ("TORCH_NCCL_HIGH_PRIORITY", ""): "1",  # sums get a GPU's units before the products of the backward beside them
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",  # collectives of which a failed rank tells
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",  # keeps a GPU's memory in one piece
+    ("TORCH_NCCL_HIGH_PRIORITY", ""): "1",  # sums get a GPU's units before the products of a backward beside them
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",  # collectives that a failed rank reports
 }
-WORKSPACES = (":4096:8", ":16:8")  # with which cuBLAS gives the same bits each time
+WORKSPACES = (":4096:8", ":16:8")  # values with which cuBLAS gives the same bits each time
 _DETERMINISTIC = {("CUBLAS_WORKSPACE_CONFIG", ""): WORKSPACES[0], ("TORCHINDUCTOR_DETERMINISTIC", ""): "1"}
-CPU_HALVES = "MEGAMIX_CPU_HALVES"  # the variable that says how a CPU computes halves
-_LARGEST_BEFORE_2_35 = 2**25  # that older glibc keeps; told more it would fall back to 128 KiB
+CPU_HALVES = "MEGAMIX_CPU_HALVES"  # names the variable that says how a CPU computes halves
+_LARGEST_BEFORE_2_35 = 2**25  # largest value that older glibc keeps; a larger one makes it fall back to 128 KiB
 
 
 def num_cores() -> int:
-    """Return cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -53,14 +53,14 @@ def of_groups(root: Path, *names: str) -> Iterator[Path]:
 
 
 def numbers_of(file: Path) -> dict[str, int]:
-    """Return the numbers of a file whose lines are a name and one."""
+    """Return the numbers in a file whose lines are a name and a number each."""
     return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 def memory_for_each(ranks: int, root: Path = Path("/")) -> tuple[float, str]:
-    """Return the bytes that each of so many ranks of this machine may take, and what allows no more."""
+    """Return the bytes that each of `ranks` ranks of this machine may take, and what sets that limit."""
     limits = [(math.inf, "this machine, which does not tell its memory")]
-    with suppress(OSError):  # a sandbox may hide these
+    with suppress(OSError):  # a sandbox may hide these files
         limits.append((1024.0 * numbers_of(root / "proc/meminfo")["MemTotal:"] / ranks, "this machine's memory"))
         for file in of_groups(root, "memory.max", "memory.limit_in_bytes"):
             limits.append((float(file.read_text().replace("max", "inf")) / ranks, f"what {file} allows"))
@@ -70,8 +70,8 @@ def memory_for_each(ranks: int, root: Path = Path("/")) -> tuple[float, str]:
 
 
 def kernel_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel has killed for memory in the control groups around this process, each once
-    for each group.
+    """Return how many processes the kernel has killed for lack of memory in the control groups around this process. A
+    process counts once per group.
     """
     kills = 0
     with suppress(OSError):
@@ -81,7 +81,7 @@ def kernel_kills(root: Path = Path("/")) -> int:
 
 
 def has_gpu() -> bool:
-    """Return whether torch can use one; loads torch."""
+    """Return whether torch can use a GPU; loads torch."""
     import torch
 
     return torch.cuda.is_available()
@@ -91,11 +91,11 @@ def has_gpu() -> bool:
 def half_units() -> frozenset[torch.dtype]:
     """Return the half dtypes in which this CPU has arithmetic; loads torch.
 
-    Without it torch's products in that dtype take 2 (BF16 with AVX-512) to 100 times as long as in FP32.
+    Without such arithmetic torch's products in that dtype take 2 (BF16 with AVX-512) to 100 times as long as in FP32.
     """
     import torch
 
-    units = {  # as torch names them; the last is Arm's
+    units = {  # names in torch; the last of each row is Arm's
         torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
         torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
     }
@@ -104,10 +104,11 @@ def half_units() -> frozenset[torch.dtype]:
 
 
 def native_halves() -> frozenset[torch.dtype]:
-    """Return the half dtypes that a CPU's products take as they are: those in which it has arithmetic, or what
-    MEGAMIX_CPU_HALVES says, "native" all, "wide" none. The others are widened to FP32, and results rounded once.
+    """Return the half dtypes in which a CPU's products are computed directly.
 
-    Raises: ValueError if it says anything else.
+    These are the dtypes in which it has arithmetic, unless MEGAMIX_CPU_HALVES is set: "native" means all, "wide" none.
+    The others are widened to FP32, and results rounded once.
+    Raises: ValueError if it has another value.
     """
     import torch
 
@@ -121,10 +122,10 @@ def native_halves() -> frozenset[torch.dtype]:
 
 
 def tell_torch(ranks: int, *, deterministic: bool = False) -> None:
-    """Set what torch and NCCL are to do on a machine with so many ranks, unless the user has: before torch is loaded,
-    which reads it once.
+    """Set torch's and NCCL's variables for a machine with `ranks` ranks, except those that the user has set. Call it
+    before torch is loaded, which reads them once.
 
-    Each rank gets its share of the cores. More threads than cores make the ranks wait for each other's threads: two
+    Each rank gets its share of the cores. With more threads than cores the ranks wait for each other's threads: two
     ranks with two threads each on two cores reached 30 % of the speed of two ranks with one thread each.
     """
     told = _TORCH | {("OMP_NUM_THREADS", ""): str(max(1, num_cores() // ranks))}
@@ -134,11 +135,12 @@ def tell_torch(ranks: int, *, deterministic: bool = False) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc's malloc keep what a step frees for the next one, where the user's environment does not say otherwise.
+    """Make glibc's malloc keep the memory that a step frees for the next one, unless the user's environment says
+    otherwise.
 
-    It gives a large block back to the system as soon as it is freed, and the next step pays for mapping and zeroing the
-    same pages again. Told to keep them, training on a CPU gains 8 to 10 % tokens/s. The three belong together: setting
-    any one ends glibc's own adjustment of the others. Another libc stays as it is.
+    By default malloc returns a large block to the system as soon as it is freed, and the next step pays for mapping and
+    zeroing the same pages again. Keeping them gains 8 to 10 % tokens/s on a CPU. The three options belong together:
+    setting any one ends glibc's own adjustment of the others. Another libc stays as it is.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -152,8 +154,10 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def many_imports() -> Iterator[None]:
-    """Collect no garbage until the end of the block; of a process that begins, none of what is there by then: imports
-    leave next to none, and to walk half a million objects again and again is a sixth of a rank's start.
+    """Turn garbage collection off inside the block. If the block is the first to load torch, exclude its objects from
+    later collections.
+
+    Imports leave almost no garbage, and walking half a million objects again and again takes a sixth of a rank's start.
     """
     begins = "torch" not in sys.modules
     collects = gc.isenabled()

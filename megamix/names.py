@@ -1,28 +1,28 @@
-"""Names of parameters, buffers and modules as the plain model has them, whatever of torch wraps its modules."""
+"""Names of parameters, buffers and modules as in the plain model, without the parts that torch's wrappers add."""
 
 from collections.abc import Iterable
 from typing import TypeVar
 
 _Named = TypeVar("_Named")
 
-# Parts that torch.compile, activation checkpointing and FSDP put into the path of what they wrap.
+# Parts that torch.compile, activation checkpointing and FSDP put into the path of the modules they wrap.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def plain_name(name: str) -> str:
-    """Return a name without the parts that wrappers have put into it, anywhere."""
+    """Return a name without any part that a wrapper has put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def prefix_of(path: str) -> str:
-    """Return what the plain names of all in a module begin with, that of the whole model nothing."""
+    """Return the prefix of all plain names inside a module; the prefix of the whole model is empty."""
     return f"{plain}." if (plain := plain_name(path)) else ""
 
 
 def by_plain_name(named: Iterable[tuple[str, _Named]]) -> dict[str, _Named]:
-    """Return what has these names by its plain ones, in their order.
+    """Return the named objects by their plain names, in the same order.
 
-    Raises: ValueError if two things have one plain name.
+    Raises: ValueError if two different objects have one plain name.
     """
     found: dict[str, _Named] = {}
     for name, one in named:

@@ -1,5 +1,5 @@
-"""What a configuration can name: what is built in, and what plugins add. A plugin is a module that calls these
-functions when it is imported. No torch here.
+"""The names that a configuration can use: those built in, and those that plugins add. A plugin is a module that calls
+these functions when it is imported. No torch here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A frozen table of a configuration: unknown keys, wrong types, inf and nan are errors; a whole number may stand
-    for a float. The text under a field is its description.
+    """A frozen table of a configuration. Unknown keys, wrong types, inf and nan are errors; an integer may stand for a
+    float. The text under a field is its description.
     """
 
     model_config = ConfigDict(
@@ -26,17 +26,19 @@ class Section(BaseModel):
 
 
 class Registry:
-    """The things of one kind, by name: the keys of each, and what was registered under it."""
+    """Holds the things of one kind by name: the keys of each, and the thing registered under it."""
 
     def __init__(self, kind: str, names: str = r"[A-Za-z][\w-]*"):
-        """`names`: what each must match, so that TOML can spell it as a table."""
+        """Start empty. `names`: the pattern that each name must match, so that TOML can spell it as a table."""
         self.kind, self.names = kind, names
         self.sections: dict[str, type[Section]] = {}
-        self.registered: dict[str, Any] = {}  # a function that builds one, or a family
-        self.reserved: Container[str] = ()  # what megamix itself means by a name at that place
+        self.registered: dict[str, Any] = {}  # each a function that builds one, or a family
+        self.reserved: Container[str] = ()  # names with a meaning of megamix's own at that place
 
     def register(self, name: str, section: type[Section], thing: Any) -> None:
-        """Add one. Raises: ValueError if the name is taken or none, or one of the others is not what it must be."""
+        """Add a thing. Raises: ValueError if the name is taken or no valid name, or if section or thing have a wrong
+        type.
+        """
         if wrong := self._wrong(name, section, thing):
             raise ValueError(f"{self.kind} {name!r} of {getattr(thing, '__module__', thing)}: {wrong}")
         self.sections[name], self.registered[name] = section, thing
@@ -60,61 +62,68 @@ FAMILIES = Registry("model family")
 SOURCES = Registry("data source")
 READERS = Registry("reader", names=r"(\.[\w-]+)+")
 TRACKERS = Registry("tracker")
-# What is read of a corpus file, by the end of its name, without a plugin. Everything else is text, one document a file.
+# Kinds of corpus files, by the end of their names, that are read without a plugin. All other files are text, one
+# document each.
 FILE_KINDS = {
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
     ".jsonl.zst": "jsonl",
-    ".json": "json",  # or jsonl, by what it holds
+    ".json": "json",  # or jsonl, by its content
     ".json.gz": "json",
     ".json.zst": "json",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-LOSS_SCALES.reserved = ("auto",)  # goes by the dtype
+LOSS_SCALES.reserved = ("auto",)  # chosen by the dtype
 READERS.reserved = FILE_KINDS
 
 
 def register_optimizer(name: str, section: type[Section], build: Callable[..., Any]) -> None:
-    """`optimizer.name = "NAME"`, with the section's keys in [optimizer.NAME].
+    """Add an optimizer: `optimizer.name = "NAME"`, with the section's keys in [optimizer.NAME].
 
-    `build(**keys, lr=, weight_decay=, groups=)` returns a `megamix.mixed_precision.optimizers.Optimizer`; a class does.
-    Raises, as all functions here: ValueError if the name is taken.
+    `build(**keys, lr=, weight_decay=, groups=)` returns a `megamix.mixed_precision.optimizers.Optimizer`; a class does,
+    too. Raises, as all functions here: ValueError if the name is taken.
     """
     OPTIMIZERS.register(name, section, build)
 
 
 def register_loss_scale(name: str, section: type[Section], build: Callable[..., Any]) -> None:
-    """`precision.loss_scale.rule = "NAME"`, with the keys beside it. `build(**keys)` returns a `LossScale`."""
+    """Add a loss scale rule: `precision.loss_scale.rule = "NAME"`, with the keys beside it. `build(**keys)` returns a
+    `LossScale`.
+    """
     LOSS_SCALES.register(name, section, build)
 
 
 def register_family(family: Any) -> None:
-    """`model.family = "NAME"`, with the keys of `family.section` beside it; the name is `family.name`."""
+    """Add a model family: `model.family = "NAME"`, with the keys of `family.section` beside it. The name is
+    `family.name`.
+    """
     FAMILIES.register(family.name, family.section, family)
 
 
 def register_source(name: str, section: type[Section], build: Callable[..., Any]) -> None:
-    """`{ NAME = { keys } }` in data.train, data.valid and stages, beside path and markov.
+    """Add a data source: `{ NAME = { keys } }` in data.train, data.valid and stages, beside path and markov.
 
-    `build(**keys, seq_len=, vocab_size=, seed=)` returns a `megamix.data.source.SampleSource`, whose `fingerprint` is a
-    text that another one has only if all of its samples are the same. What is wrong with the keys is a ValueError.
-    `seed`: from 0 to 2**64 - 1; validation's is never training's. Such a source takes no data.split.
+    `build(**keys, seq_len=, vocab_size=, seed=)` returns a `megamix.data.source.SampleSource`. Its `fingerprint` is a
+    text that another source has only if all its samples are the same. `build` raises ValueError for wrong keys. `seed`:
+    from 0 to 2**64 - 1; the seed for validation is never the one for training. Such a source takes no data.split.
     """
     SOURCES.register(name, section, build)
 
 
 def register_reader(suffix: str, read: Callable[..., Any]) -> None:
-    """Files that `megamix prepare --plugins` reads by the end of their name, as ".xyz".
+    """Add a reader: `megamix prepare --plugins` then reads files by the end of their name, such as ".xyz".
 
-    `read(path)` yields the texts of a file's documents, in the same order each time; a function at the top of its
-    module, which workers import.
+    `read(path)` yields the texts of a file's documents, in the same order each time. It must be a function at the top
+    of its module, which workers import.
     """
     READERS.register(suffix, Section, read)
 
 
 def register_tracker(name: str, section: type[Section], build: Callable[..., Any]) -> None:
-    """A table [metrics.NAME] with the section's keys, which turns it on. See `megamix.report.trackers.Tracker`."""
+    """Add a tracker: a table [metrics.NAME] with the section's keys turns it on. See
+    `megamix.report.trackers.Tracker`.
+    """
     TRACKERS.register(name, section, build)
 
 
@@ -122,11 +131,13 @@ MODULE = re.compile(r"[\w.]{1,100}")
 
 
 class PluginError(Exception):
-    """A plugin that is needed and not there: one line, as for any wrong value."""
+    """A plugin that is needed but missing. The message is one line, as for any wrong value."""
 
 
 def require_plugins(names: Iterable[str]) -> None:
-    """Raises: PluginError unless they are imported: what was saved imports nothing, for others may have written it."""
+    """Refuse plugins that are not imported. Saved files import nothing, because others may have written them. Raises:
+    PluginError.
+    """
     if missing := ",".join(name for name in names if name not in sys.modules):
         raise PluginError(
             f"plugins: {missing} named by what was saved, which imports nothing by itself; write --plugins {missing} "
@@ -141,8 +152,8 @@ def import_plugins(names: Iterable[str]) -> None:
             raise PluginError(f"plugins: got {name!r}, which is no name of a module; write it as in Python's import")
         try:
             if os.getcwd() not in sys.path:
-                sys.path.append(os.getcwd())  # behind all that is installed: nothing there may take its place
-            with redirect_stdout(sys.stderr):  # what a command shows begins with its own first line
+                sys.path.append(os.getcwd())  # last, so that nothing there hides an installed module
+            with redirect_stdout(sys.stderr):  # so that a command's own first line is the first of its output
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:
             is_missing = isinstance(error, ModuleNotFoundError) and error.name == name

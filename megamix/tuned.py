@@ -1,80 +1,81 @@
-"""Numbers that were tuned by measuring, on 2 cores of an AMD EPYC (32 MiB of L3) where nothing else is said.
+"""Numbers that were tuned by measuring, on 2 cores of an AMD EPYC (32 MiB of L3) unless a comment says otherwise.
 
-None changes a result. Each comes with what was measured and how to measure it again: change the number and run that
-before and after, in turns. On a GPU none was tuned.
+None of them changes a result. Each has its measurement and a command that repeats it: change the number, and run the
+command before and after, in turns. None was tuned on a GPU.
 """
 
 
 def piece(size: int, numel: int, *, on_gpu: bool) -> int:
-    """Return how many of so many elements a pass takes at a time: `size` on a CPU, for its cache; all of them on a GPU,
+    """Return the number of elements that a pass takes at a time: `size` on a CPU, for its cache; all `numel` on a GPU,
     where launches cost more than a cache saves.
     """
     return numel if on_gpu else min(size, numel)
 
 
-# Elements of the sum over ranks that are added at a time: the FP32 accumulator (1 MiB) stays in cache while the ranks'
-# parts stream through. 0.5 ms where `torch.sum(dim=0, dtype=float32)` took 2.2. Again: `megamix bench wire`.
+# Elements of the sum over ranks that are added at a time. The FP32 accumulator (1 MiB) stays in cache while the ranks'
+# parts stream through: 0.5 ms, where `torch.sum(dim=0, dtype=float32)` took 2.2. Again: `megamix bench wire`.
 SUM_PIECE = 1 << 18
 
-# Elements per pass of the statistics without a compiler: their FP32 copy (2 MiB) stays in cache, and there are few
-# passes, each of which costs some microseconds to begin. 32, 64, 128, 256, 512 Ki took 0.83, 0.65, 0.57, 0.47, 0.39 ns
+# Elements per pass of the statistics without a compiler. Their FP32 copy (2 MiB) stays in cache, and there are few
+# passes, each of which takes some microseconds to begin. 32, 64, 128, 256, 512 Ki took 0.83, 0.65, 0.57, 0.47, 0.39 ns
 # per gradient. Again: `megamix bench update`, "statistics, no compiler".
 STATS_PIECE = 1 << 19
 
-# Elements that are summed before their statistics are taken, in FP32 from half parts. Their 8 MiB are still in cache
-# then; of smaller pieces the calls of compiled statistics (0.02 to 0.3 ms each before they start) cost more than memory
-# saves: 0.81 ns per element of a shard of 1.5 M, 1.09 in pieces of 1 MiB. A multiple of ROW. Again: `megamix bench
-# wire`, `half_fp32_sum`.
+# Elements that are summed, in FP32 from half parts, before their statistics are taken. Their 8 MiB are still in cache
+# then. With smaller pieces the calls of compiled statistics (0.02 to 0.3 ms each before they start) cost more than the
+# saved memory traffic: 0.81 ns per element of a shard of 1.5 M, 1.09 in pieces of 1 MiB. A multiple of ROW. Again:
+# `megamix bench wire`, `half_fp32_sum`.
 SUMMED_PIECE = 1 << 21
 
 # Elements per piece of an update without a compiler. A piece's FP32 gradient (2 MiB) stays in cache between the
-# multiplication and the library's kernel, and its master until it is cast: 128, 256, 512 Ki, 1, 2 Mi took 1.07, 0.94,
-# 0.90, 0.90, 1.00 ns per parameter of 64 M, beside neighbours who used the cache too. A multiple of ROW, so that no
-# piece ends in the kernel's scalar tail, which rounds otherwise. Again: `megamix bench update`, "update, no compiler".
+# multiplication and the library's kernel, and its master until the cast. 128, 256, 512 Ki, 1, 2 Mi took 1.07, 0.94,
+# 0.90, 0.90, 1.00 ns per parameter of 64 M, while other programs used the cache, too. A multiple of ROW, so that no
+# piece ends in the kernel's scalar tail, which rounds differently. Again: `megamix bench update`, "update, no
+# compiler".
 UPDATE_PIECE = 1 << 19
 
-# Elements that an optimizer's equation takes at a time where nothing is compiled and the library has no kernel. Its
-# temporaries stay in cache, and are small enough for malloc to keep them: in pieces of 1 Mi the velocity form of NAG
-# took 10 ns per parameter, not 2.6. Again: `megamix bench update` with that optimizer in UpdateRank.
+# Elements that an optimizer's equation takes at a time if nothing is compiled and the library has no kernel. Its
+# temporaries stay in cache, and are small enough for malloc to keep them. In pieces of 1 Mi the velocity form of NAG
+# took 10 ns per parameter, in these 2.6. Again: `megamix bench update` with that optimizer in UpdateRank.
 EQUATION_PIECE = 1 << 16
 
-# Elements of a compiled update's trial run. The compiler takes the first length it meets as typical: from 128 it builds
-# loops for one thread (0.71 ns per parameter with one or two), from this with two 0.53. Again: `megamix bench update`,
-# 2 threads.
+# Elements of a compiled update's trial run. The compiler takes the first length it meets as typical. From 128 elements
+# it builds loops for one thread (0.71 ns per parameter with one thread or two), from this number 0.53 with two. Again:
+# `megamix bench update`, 2 threads.
 TRIAL = 1 << 20
 
-# Elements of a weight that are hashed at a time. On a CPU the second pass finds what the first left in cache; a GPU's
-# launches cost more than its cache saves, and the number bounds the memory of a check. With it a check takes 0.006 % of
-# a run at every 100th step. Again: `megamix bench train` with a check in every step.
+# Elements of a weight that are hashed at a time. On a CPU the second pass finds in cache what the first one left. On a
+# GPU launches cost more than its cache saves, and the number bounds the memory of a check. A check at every 100th step
+# then takes 0.006 % of a run. Again: `megamix bench train` with a check in every step.
 HASH_PIECE, HASH_PIECE_GPU = 1 << 18, 1 << 24
 
-# Logits alive at a time, in elements, on a CPU and elsewhere: a chunk that is multiplied at once, of not too few rows,
-# since each chunk reads and writes the whole FP32 gradient of the weight; and of it the part that is widened at once:
-# on a CPU 2 MB of FP32 stay in cache. Again: `megamix bench train`.
+# Elements of logits that exist at a time, on a CPU and elsewhere. LOSS_CHUNK: a chunk that is multiplied at once.
+# LOSS_ROWS: its least rows, because each chunk reads and writes the whole FP32 gradient of the weight. LOSS_PART: the
+# part of a chunk that is widened at once; on a CPU its 2 MB of FP32 stay in cache. Again: `megamix bench train`.
 LOSS_CHUNK = (2**19, 2**27)
 LOSS_ROWS = 128
 LOSS_PART = (2**19, 2**26)
 
-# Padding, as a share of all elements, up to which matrices lie whole in one shard: it is held, gathered and reduced,
-# 4 + 8/d bytes an element, where a matrix in pieces sends 4 (d - 1)/d to the rank that computes with it and back.
+# Most padding, as a share of all elements, for which matrices lie whole in one shard. Padding is held, gathered and
+# reduced: 4 + 8/d bytes an element. A matrix in pieces sends 4 (d - 1)/d to the rank that computes with it and back.
 MOST_PADDING = 0.125
 
-# How much more than its share of the products a rank may take, where it holds most of a matrix already.
+# Most work beyond its even share that a rank takes because it holds most of a matrix already.
 MOST_EXTRA_WORK = 0.05
 
-# Of a checkpoint: elements that are written at a time (4 MiB), so the checksum reads them out of the cache, and bytes
-# that a thread reads ahead, of which two pieces stay there: 94 ms for a load, 116 in a plain loop, and 131 when the
+# A checkpoint's elements that are written at a time (4 MiB), so that the checksum reads them from the cache, and bytes
+# that a thread reads ahead, of which two pieces stay in cache. A load took 94 ms, 116 in a plain loop, and 131 when the
 # kernel was asked to read 16 or 32 MiB ahead. Again: `megamix bench checkpoint`.
 SAVED_PIECE = 1 << 20
 READ_AHEAD = 1 << 20
 
-# Elements below which a gradient waits for the others of its bucket, to be copied with them in one call: of 1 Ki
-# elements a copy took 1.5 us with others and 2.0 by itself, of 16 Ki 6.7 and 7.0, so that larger ones would be held for
-# nothing. Again: `megamix bench host`, states.
+# Elements below which a gradient waits for others of its bucket and is copied with them in one call. A copy of 1 Ki
+# elements took 1.5 us with others and 2.0 alone, one of 16 Ki 6.7 and 7.0, so holding larger ones would gain nothing.
+# Again: `megamix bench host`, states.
 SMALL_GRAD = 1 << 14
 
-# Elements below which a unit of `shard = "parameters"` is gathered and updated together with its neighbours, at most
-# the model's over LEAST_UNITS: two of these have memory at a time. A unit by itself costs the host 0.4 ms a step,
-# joined with others 0.1. Again: `megamix bench host`.
+# Elements below which a unit of `shard = "parameters"` is gathered and updated together with its neighbours, but at
+# most the model's elements / LEAST_UNITS, because two of these have memory at a time. A unit alone costs the host 0.4
+# ms a step, joined with others 0.1. Again: `megamix bench host`.
 LEAST_UNIT = 1_000_000
 LEAST_UNITS = 8
