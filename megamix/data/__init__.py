@@ -1,8 +1,9 @@
 """Text to tokens to batches.
 
-`prepare` runs once: by a `tokenizer` (and its kin), it writes a `token_file` with its `token_index`. Training opens
-that: `source` cuts its windows in the order of `sampler`, which mixes sources, too; `loader` fetches batches ahead of
-need. `steady_file` tells a file that changes while it is read.
+`prepare` runs once, before training. It encodes text by a `tokenizer` (or `tokenizer_bulk`, `tokenizer_kinds`) and
+writes a `token_file` with its `token_index`. Training opens these files: `source` cuts windows from them in the order
+of `sampler`, which also mixes sources; `loader` reads batches ahead. `steady_file` finds out a file that changes while
+it is read.
 """
 
 import importlib
@@ -10,9 +11,9 @@ from typing import Any
 
 
 def import_extra(package: str, extra: str, *submodules: str, what: str = "") -> Any:
-    """Import a package that is no dependency, with its submodules; `what` it is for begins the message.
+    """Import an optional package and its submodules. `what`: the beginning of the error, which says who needs it.
 
-    Raises: ValueError with the line that installs it.
+    Raises: ValueError with the command that installs it.
     """
     try:
         for name in submodules:
@@ -23,5 +24,7 @@ def import_extra(package: str, extra: str, *submodules: str, what: str = "") -> 
 
 
 def installing(extra: str) -> str:
-    """Return what a user does to get an extra: megamix is in no package index, and the name there is another's."""
+    """Return the instruction that installs an extra. It installs from a checkout: megamix is in no package index, and
+    the name there belongs to another package.
+    """
     return f"run pip install -e '.[{extra}]' in the checkout of megamix"

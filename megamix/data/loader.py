@@ -1,4 +1,4 @@
-"""Batches as tensors, read ahead by one thread in the order that the trainer asks for."""
+"""Batches as tensors. One thread reads them ahead, in the order in which the trainer announces them."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,29 +14,31 @@ from torch import Tensor
 from megamix.data.sampler import Samples
 from megamix.data.source import SampleSource
 
-IGNORE = -100  # a target that is in no loss; torch's own sign
+IGNORE = -100  # a target that no loss counts; torch's own value for it
 
 
 class Batch(NamedTuple):
-    """Tensors of their own memory: as overlapping views a write to one would change the other.
+    """One batch. Each tensor has its own memory: if they were overlapping views, a write to one would change another.
 
-    Pinned on the host when the device is a GPU, so that `to(device)` does not wait.
+    For a GPU they are in pinned memory of the host, so that `to(device)` does not wait.
     """
 
     tokens: Tensor  # int64 (samples, seq_len)
     targets: Tensor  # int64 (samples, seq_len): the token after each token, IGNORE where another document begins
-    positions: Tensor | None  # int64 (samples, seq_len): of packed documents, 0 begins one; None: 0 .. seq_len - 1
+    positions: Tensor | None  # int64 (samples, seq_len): places in packed documents, 0 begins one; None: not packed
     num_counted: int  # targets that are not IGNORE
-    num_documents: int = 0  # that positions begin, at most; 0: not counted
+    num_documents: int = 0  # documents that positions begin, at most; 0: not counted
 
     @property
     def weight(self) -> float:
-        """Return the share of the targets that counts, for `ShardedEngine.backward`."""
+        """Return the share of targets that count, for `ShardedEngine.backward`."""
         return self.num_counted / self.targets.numel()
 
     @property
     def inputs(self) -> tuple[Tensor | int | None, ...]:
-        """Return what the model takes for its loss. A family of its own may know no documents: it is given none."""
+        """Return the arguments with which the model computes its loss. Positions and documents are among them only if
+        the batch is packed: a plugin's family may not take them.
+        """
         packed = () if self.positions is None else (self.positions, self.num_documents)
         return self.tokens, self.targets, *packed
 
@@ -47,7 +49,7 @@ class Batch(NamedTuple):
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Return batches of one source as one."""
+    """Return batches of one source as one batch."""
     if len(batches) == 1:
         return batches[0]
     tokens, targets, positions, counted, documents = zip(*batches, strict=True)
@@ -56,21 +58,21 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 class BatchLoader:
-    """Reads batches of a source; `prefetch` announces what `get` will ask for.
+    """Reads batches of a source. `prefetch` announces the batches for which `get` will ask.
 
-    The caller alone decides the order, by sample numbers: `get` works for any range, announced or not, and what it
-    returns depends on the range only. At most `max_ready` announced batches are read before they are asked for. An
-    exception of the reading thread is raised by the `get` that asks for its batch. One thread makes all calls, `close`
-    the last: without it Python's own end waits for the reads.
+    Only the caller decides the order, by sample numbers: `get` works for any range, announced or not, and its result
+    depends on the range alone. At most `max_ready` announced batches are read before they are asked for. The `get` that
+    asks for a batch raises the exception that the reading thread met. One thread must make all calls, and call `close`
+    last: otherwise Python's exit waits for the reads.
     """
 
     def __init__(self, source: SampleSource, device: torch.device, *, max_ready: int = 4) -> None:
         self._source, self._device, self._max_ready = source, device, max_ready
-        # The current device belongs to the thread: without this, pinning would open a context on GPU 0.
+        # Each thread has its own current device: without this line, pinning would open a context on GPU 0.
         begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "megamix-loader", begin)
         self._announced: deque[range] = deque()
-        self._reads: dict[range, Future[Batch]] = {}  # of announced batches: to come, under way or ended
+        self._reads: dict[range, Future[Batch]] = {}  # reads of announced batches: waiting, under way or ended
         self._closed = False
 
     def __enter__(self) -> "BatchLoader":
@@ -80,7 +82,7 @@ class BatchLoader:
         self.close()
 
     def prefetch(self, samples: range) -> None:
-        """Announce a batch. Returns at once; announcing one that is announced already changes nothing."""
+        """Announce a batch, and return at once. Announcing a batch a second time changes nothing."""
         assert samples.step == 1, samples
         assert not self._closed, "prefetch after close"
         if samples not in self._announced and samples not in self._reads:
@@ -88,22 +90,22 @@ class BatchLoader:
             self._read_ahead()
 
     def get(self, samples: range) -> Batch:
-        """Return the batch of these samples. Raises: whatever the source raises."""
+        """Return the batch of these samples. Raises: any error of the source."""
         assert samples.step == 1, samples
         assert not self._closed, "get after close"
         if samples in self._announced:
-            # It may stand behind batches that nobody has fetched yet, and would never be read.
+            # Read it here: it may be announced behind batches that nobody fetches, and would never be read.
             self._announced.remove(samples)
         read = self._reads.pop(samples, None)
         self._read_ahead()
         return self._read(samples) if read is None or read.cancel() else read.result()
 
     def load(self, samples: Samples) -> Batch:
-        """Return the batch of several ranges, on the device. Raises: whatever the source raises."""
+        """Return the batch of several ranges, on the device. Raises: any error of the source."""
         return joined([self.get(part) for part in samples]).to(self._device)
 
     def close(self) -> None:
-        """End the thread and drop what it has read; may be called twice."""
+        """End the thread and drop the batches that it has read. A second call does nothing."""
         self._closed = True
         self._thread.shutdown(cancel_futures=True)
         self._reads.clear()
@@ -121,7 +123,7 @@ class BatchLoader:
         begins = rows.positions[:, 1:] == 0
         targets[torch.from_numpy(begins)] = IGNORE
         positions, num_counted = self._tensor(rows.positions[:, :-1]), begins.size - int(begins.sum())
-        # Counted here: to count them on a GPU the host would wait for it.
+        # Documents are counted on the host: to count them on a GPU the host would have to wait for it.
         return Batch(tokens, targets, positions, num_counted, len(begins) + int(begins[:, :-1].sum()))
 
     def _tensor(self, values: NDArray[np.int64]) -> Tensor:

@@ -1,9 +1,9 @@
-"""The order of training data: a pure function of (seed, sample index), the same for any number of ranks; and which
-source a sample of a mixture comes from, as pure and exact for any number of samples.
+"""The order of training data: a pure function of (seed, sample index), the same for any number of ranks. In a mixture
+another pure function gives a sample's source; shares are exact for any number of samples.
 
-Samples are numbered 0, 1, 2, ... for the whole run. Sample i is a window of the token stream; every `num_windows`
-samples make an epoch, in which each window comes once, in an order of its own. Nothing is stored and nothing is
-drawn one after the other, so the place in the data is one integer.
+Samples are numbered 0, 1, 2, ... for the whole run. Sample i is a window of the token stream. Every `num_windows`
+samples are an epoch: each window comes once, and each epoch has its own order. No state is kept and no random number
+depends on an earlier one, so the place in the data is one integer.
 """
 
 import heapq
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# Feistel rounds. Four do for large domains; of 5 or 6 elements, 8 rounds (12) still favour some orders measurably
-# (chi-squared 839 and 207 on 119 degrees of freedom over 40,000 keys), 16 none (90).
+# Feistel rounds. Four are enough for large domains. With 5 or 6 elements, 8 and 12 rounds still favour some orders
+# measurably (chi-squared 839 and 207 on 119 degrees of freedom over 40,000 keys), 16 rounds do not (90).
 _ROUNDS = 16
-# Samples by number. A batch is one range, but for the first ones after the batch size was changed.
+# Samples by number. A batch is one range, except for the first batches after the batch size was changed.
 Samples = tuple[range, ...]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads consecutive integers
@@ -24,14 +24,14 @@ _ROUND_KEYS = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
-    """Return how many windows of seq_len + 1 tokens, overlapping by one, there are: every token but the first is a
-    target once an epoch.
+    """Return the number of windows of seq_len + 1 tokens that overlap by one token: in the windows every token but the
+    first is a target once per epoch.
     """
     return (num_tokens - 1) // seq_len
 
 
 def windows_of_samples(samples: range | NDArray[np.int64], windows: int, seed: int) -> NDArray[np.int64]:
-    """Return the window of each sample, 0 <= window < windows; each window once per epoch of `windows` samples.
+    """Return the window of each sample, 0 <= window < windows. Each window comes once per epoch of `windows` samples.
 
     Shapes: -> int64 (len(samples),).
     """
@@ -40,11 +40,11 @@ def windows_of_samples(samples: range | NDArray[np.int64], windows: int, seed: i
 
 
 def permute(positions: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return a pseudo-random permutation of 0 .. size - 1 for each key, evaluated at the positions; O(1) memory in
-    `size`.
+    """Return pseudo-random permutations of 0 .. size - 1, one for each key, evaluated at the positions. The memory does
+    not grow with `size`.
 
-    A Feistel network permutes the next power of two, whatever its round function; what lands beyond `size` is
-    sent through again until it lands inside (cycle walking), twice on average at most.
+    A Feistel network permutes the numbers below a power of two, whatever its round function. A value beyond `size` goes
+    through the network again until it lands inside (cycle walking); on average it takes at most two passes.
     Shapes: positions int64 (n,), keys uint64 (n,) -> int64 (n,).
     """
     bits = (size - 1).bit_length()
@@ -59,8 +59,8 @@ def permute(positions: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -
 def micro_batches(batch: Samples, *, micro_batch_size: int, dp_rank: int, dp_size: int) -> list[Samples]:
     """Return the samples of each micro-batch of one rank, in order.
 
-    Rank r takes the r-th of dp_size equal blocks of a global batch and cuts it into micro-batches. So the ranks'
-    samples one after the other are the global batch, for any dp_size.
+    Rank r takes the r-th of dp_size equal blocks of a global batch, and cuts it into micro-batches. So the samples of
+    all ranks in order are the global batch, for any dp_size.
     Raises: ValueError if the sizes do not divide.
     """
     per_micro_step = micro_batch_size * dp_size
@@ -81,7 +81,7 @@ def num_samples(samples: Samples) -> int:
 
 
 def cut(samples: Samples, start: int, stop: int) -> Samples:
-    """Return the samples at places start .. stop - 1 of the ranges laid end to end."""
+    """Return the samples at indices start .. stop - 1 of the concatenated ranges."""
     parts = []
     for part in samples:
         parts.append(part[max(start, 0) : max(stop, 0)])
@@ -90,13 +90,15 @@ def cut(samples: Samples, start: int, stop: int) -> Samples:
 
 
 def mix64(seed: np.uint64, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash (seed, value) to 64 bits: every bit of either decides about half of the bits of the result."""
-    # As an array of one: numpy warns when a scalar wraps and wraps arrays without a word.
+    """Hash each (seed, value) to 64 bits: a change of any bit of either changes about half of the result's bits."""
+    # The seed is an array of one element: numpy warns if a scalar overflows, but not if an array does.
     return _finalise(_finalise(np.array([seed]) + _GOLDEN) ^ (values * _GOLDEN))
 
 
 def _feistel(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A permutation of 0 .. 2**bits - 1. Each half in turn is XORed with a hash of the other, which can be undone."""
+    """Return a permutation of 0 .. 2**bits - 1. Each half of the bits in turn is XORed with a hash of the other half,
+    which is invertible.
+    """
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << bits // 2) - 1)
     high_mask = np.uint64((1 << bits - bits // 2) - 1)
@@ -110,25 +112,25 @@ def _feistel(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) ->
 
 
 def _finalise(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of splitmix64: a bijection of 64 bits without visible structure."""
+    """Return splitmix64's output function of each value: a bijection of 64 bits without visible structure."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def blend_order(weights: Sequence[int]) -> NDArray[np.int32]:
-    """Return the sources of the first sum(weights) samples; the same again ever after.
+    """Return the sources of the first sum(weights) samples. Later samples repeat this order.
 
-    Tijdeman's rule (The chairman assignment problem, 1980): of the sources whose share is due, the one with the
-    earliest deadline. After any n samples each source has given more than weight * n / sum - 1 and fewer than
-    weight * n / sum + 1, however many sources there are. Taking the largest error first instead breaks that from a
-    handful of sources on.
+    Tijdeman's rule (The chairman assignment problem, 1980) takes, of the sources whose share is due, the one with the
+    earliest deadline. After any n samples each source has given more than weight * n / sum - 1 samples and fewer than
+    weight * n / sum + 1, for any number of sources. Taking the source with the largest error first breaks these bounds
+    from a handful of sources on.
     Shapes: weights, whole and not negative -> INT32 (sum(weights),).
     """
     period = sum(weights)
     order = np.empty(period, dtype=np.int32)
     given = [0] * len(weights)
-    # (first sample at which it is due, source) and (the sample it must be given at, at the latest, source).
+    # waiting: (the first sample at which the source is due, source). due: (the last sample for it, source).
     waiting = [(1, source) for source, weight in enumerate(weights) if weight]
     due: list[tuple[int, int]] = []
     for sample in range(1, period + 1):
@@ -144,23 +146,23 @@ def blend_order(weights: Sequence[int]) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class BlendStage:
-    """From this sample on, so much of each source; of those that are not in the mixture, 0."""
+    """A mixture from a sample on: the weight of each source, 0 for a source that is not in it."""
 
     from_sample: int
     weights: tuple[int, ...]
 
 
 class Blend:
-    """A mixture that may change at given samples. A source goes on where the stage before left it."""
+    """A mixture that may change at given samples. A source continues where the stage before left it."""
 
     def __init__(self, stages: Sequence[BlendStage]) -> None:
-        """`stages`: the first from sample 0 on, the others later and later."""
+        """Compute each stage's order. `stages`: in ascending order of their samples, the first from sample 0 on."""
         assert stages[0].from_sample == 0, stages
         self._starts = np.array([stage.from_sample for stage in stages], dtype=np.int64)
         self._weights = np.array([stage.weights for stage in stages], dtype=np.int64)  # (stages, sources)
         self._orders = [blend_order(stage.weights) for stage in stages]
         self._ranks = [_ranks(order) for order in self._orders]
-        self._given = np.zeros_like(self._weights)  # by each source, before each stage
+        self._given = np.zeros_like(self._weights)  # samples of each source before each stage
         for stage in range(1, len(stages)):
             length = int(self._starts[stage] - self._starts[stage - 1])
             periods, rest = divmod(length, len(self._orders[stage - 1]))
@@ -168,7 +170,7 @@ class Blend:
             self._given[stage] = self._given[stage - 1] + periods * self._weights[stage - 1] + of_rest
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return each sample's source, and its number there.
+        """Return each sample's source, and its number within that source.
 
         Shapes: INT64 (n,) -> INT64 (n,), INT64 (n,).
         """
@@ -186,7 +188,7 @@ class Blend:
 
 
 def _ranks(order: NDArray[np.int32]) -> NDArray[np.int32]:
-    """How often each place's source came before it."""
+    """Return for each place how often its source came before."""
     by_source = np.argsort(order, kind="stable")
     counts = np.bincount(order)
     ranks = np.empty_like(order)

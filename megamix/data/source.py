@@ -1,4 +1,4 @@
-"""Where the tokens of a sample come from: one small interface; token files, mixtures and a made-up chain behind it."""
+"""Sources of samples: one small interface, implemented by token files, by mixtures and by a made-up Markov chain."""
 
 import math
 from collections.abc import Sequence
@@ -12,20 +12,22 @@ from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, id_outside, id_problem
 from megamix.data.token_index import DocumentOffsets
 
-Numbers = range | NDArray[np.int64]  # of samples
+Numbers = range | NDArray[np.int64]  # numbers of samples
 
 
 class Rows(NamedTuple):
-    """Samples, one a row; the last token of a row is only a target."""
+    """Samples, one per row. The last token of a row is only a target."""
 
     tokens: NDArray[np.int64]  # (samples, seq_len + 1)
-    # (samples, seq_len + 1): each token's place in its document, counted from the row's start if it began before. No
-    # token that has place 0 is predicted from the one in front of it. None: a row is one document.
+    # (samples, seq_len + 1): each token's place in its document, counted from the row's start if the document began
+    # before. A token at place 0 is not predicted from the token before it. None: a row is one document.
     positions: NDArray[np.int64] | None = None
 
 
 class SampleSource(Protocol):
-    """Samples by number. Reading has no state: the same numbers give the same tokens, in any order, from any thread."""
+    """An interface that gives samples by number. Reading has no state: the same numbers give the same tokens, in any
+    order and on any thread.
+    """
 
     seq_len: int
 
@@ -33,7 +35,7 @@ class SampleSource(Protocol):
 
 
 class TokenSpan(NamedTuple):
-    """Tokens start .. stop - 1 of a token file: whole documents, end to end, each with its end token."""
+    """Tokens start .. stop - 1 of a token file: consecutive whole documents, each with its end token."""
 
     file: TokenFile
     start: int
@@ -44,32 +46,32 @@ class TokenSpan(NamedTuple):
         return TokenSpan(file, 0, file.num_tokens)
 
     def windows(self, seq_len: int, packed: bool) -> int:
-        """Return how many windows it holds; packed, the last one may be short: what it lacks is no target."""
+        """Return the number of windows. With `packed` the last one may be short; the missing tokens are no targets."""
         num_tokens = self.stop - self.start
         return -(-(num_tokens - 1) // seq_len) if packed else num_windows(num_tokens, seq_len)
 
 
 def split(file: TokenFile, first_share: float) -> tuple[TokenSpan, TokenSpan]:
-    """Cut a file in two between documents: `first_share` of them, rounded, are the first part."""
+    """Cut a file into two parts between documents. The first part has `first_share` of the documents, rounded."""
     border = file.document_offsets[round(first_share * file.num_documents)]
     return TokenSpan(file, 0, border), TokenSpan(file, border, file.num_tokens)
 
 
 class TokenFileSource:
-    """Windows of token files in the order of `sampler`; several files are one corpus, with one order.
+    """Windows of token files in the order of `sampler`. Several files are one corpus, with one order.
 
-    Not `packed`, the files are streams: a window runs on from one document into the next. Packed, documents keep to
-    themselves: positions restart with each, and every token but a document's first is a target once an epoch.
+    Without `packed` the files are streams: a window runs on from one document into the next. With `packed` documents
+    are separate: positions restart with each, and every token but a document's first is a target once per epoch.
     """
 
     def __init__(
         self, stretches: Sequence[TokenSpan], *, seq_len: int, vocab_size: int, seed: int, packed: bool = False
     ) -> None:
-        """Raises: ValueError if there is no window."""
+        """Count the windows. Raises: ValueError if there is none."""
         self.seq_len, self.packed = seq_len, packed
         self._stretches, self._vocab_size, self._seed = stretches, vocab_size, seed
         counts = [stretch.windows(seq_len, packed) for stretch in stretches]
-        self._ends = np.cumsum(np.maximum(counts, 0))  # of each stretch's windows
+        self._ends = np.cumsum(np.maximum(counts, 0))  # number of windows up to each stretch's end
         self.num_windows = int(self._ends[-1])
         if not self.num_windows:
             num_tokens = sum(stretch.stop - stretch.start for stretch in stretches)
@@ -79,8 +81,10 @@ class TokenFileSource:
             )
 
     def read(self, samples: Numbers) -> Rows:
-        """Raises: DataError for an id that the vocabulary lacks (of a large file only some are looked at before) or a
-        file that is changed while it is read; OSError, with its name, for one that cannot be read.
+        """Return the samples of these numbers.
+
+        Raises: DataError for an id that the vocabulary lacks (the start of a run checks only some ids of a large file),
+        or for a file that changes while it is read; OSError, with the file's name, if it cannot be read.
         """
         windows = windows_of_samples(samples, self.num_windows, self._seed)
         tokens = np.zeros((len(samples), self.seq_len + 1), dtype=np.int64)
@@ -103,15 +107,16 @@ class TokenFileSource:
 def _positions(
     offsets: DocumentOffsets, starts: NDArray[np.int64], stops: NDArray[np.int64], length: int
 ) -> NDArray[np.int64]:
-    """Each token's place in its document, or behind the row's start if that is nearer; 0 from the row's stop on.
+    """Return each token's distance from its document's start, or from the row's start if that is nearer; 0 from the
+    row's stop on.
 
     Shapes: starts, stops (rows,), tokens of the file -> INT64 (rows, length).
     """
     places = np.arange(length)
-    # Where in the row a token's document begins; what lies behind the stop begins where it is.
+    # Index in the row at which a token's document begins. Each place behind the stop counts as a document's beginning.
     begins = np.where(places < (stops - starts)[:, None], 0, places)
     documents, rows = offsets.not_behind(starts), np.arange(len(starts))
-    while rows.size:  # at most one document for each token; an empty one begins where the next does
+    while rows.size:  # 64 documents at a time; an empty document has the next one's offset
         some = offsets[np.minimum(documents[rows, None] + np.arange(64), len(offsets) - 1)]
         before = some < stops[rows, None]
         inside = before & (some >= starts[rows, None])
@@ -123,10 +128,10 @@ def _positions(
 
 
 class BlendedSource:
-    """Several sources mixed by `Blend`, each in its own order and its own epochs."""
+    """Several sources mixed by `Blend`. Each has its own order and its own epochs."""
 
     def __init__(self, sources: Sequence[SampleSource], stages: Sequence[BlendStage], *, packed: bool) -> None:
-        """`packed`: whether rows have positions."""
+        """Keep the sources. `packed`: whether rows have positions."""
         self.seq_len = sources[0].seq_len
         self._sources, self._blend, self._packed = sources, Blend(stages), packed
 
@@ -143,12 +148,11 @@ class BlendedSource:
 
 
 class MarkovSource:
-    """Tokens without a corpus, equal on every machine: a Markov chain.
+    """A Markov chain: tokens without a corpus, equal on every machine.
 
-    Every token has `branching` successors, all equally likely.
-    A model that has learned the chain reaches a loss of exactly `entropy` = ln(branching) nats, and none goes below;
-    one that knows nothing starts at ln(vocab_size). `seed` decides which samples are drawn; the chain is the same for
-    every seed, so that other samples of it can validate.
+    Every token has `branching` successors, all equally likely. A model that has learned the chain reaches a loss of
+    `entropy` = ln(branching) nats, and no model goes below. A model that knows nothing starts at ln(vocab_size). `seed`
+    decides the samples. The chain is the same for every seed, so samples of another seed can validate.
     """
 
     def __init__(self, *, vocab_size: int, seq_len: int, branching: int, seed: int) -> None:

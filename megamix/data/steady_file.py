@@ -1,7 +1,8 @@
-"""Files that must stay as they are while a run reads them; one that does not is told, with its name.
+"""Files that must not change while a run reads them. A change raises an error with the file's name.
 
-A mapped file that somebody truncates ends the process by SIGBUS, without a word, and one that has grown again since
-reads as zeros. So nothing is mapped: every read is a call, followed by a look at the file's size and last write.
+Mapped files are not used. If somebody truncates a mapped file, SIGBUS ends the process without a message; if the file
+has grown again since, it reads as zeros. So every read is a system call, followed by a check of the file's size and
+time of last write.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PIECE = 1 << 22  # bytes hashed at once
-_PAGE = 4096  # bytes read at once where single items are asked for
+_PAGE = 4096  # bytes read at once for single items
 
 
 class DataError(ValueError):
-    """Data that cannot be used: damaged, of another vocabulary, or written to while they are read."""
+    """An error of data that are damaged, have another vocabulary, or were written to while they were read."""
 
 
 class SteadyFile:
-    """A file open for reading, by any thread. What takes its name later is another file, and harms nobody."""
+    """A file that is open for reading, on any thread. Replacing it by a rename does no harm: the open file stays."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -43,11 +44,11 @@ class SteadyFile:
     def read_each(self, starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
         """Return the bytes of each stretch, as they were when the file was opened.
 
-        Raises: DataError if the file has been written to since; OSError, with its name, if it cannot be read.
+        Raises: DataError if the file has been written to since; OSError, with the file's name, if it cannot be read.
         """
         try:
             found = [self._read(start, stop) for start, stop in zip(starts, stops, strict=True)]
-            now = os.fstat(self._descriptor)  # behind the reads: what was written before one of them shows here
+            now = os.fstat(self._descriptor)  # after the reads, so a write before any of them shows
         except OSError as error:
             raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
         if now.st_size != self.size:
@@ -61,7 +62,7 @@ class SteadyFile:
 
     def _read(self, start: int, stop: int) -> bytes:
         content = os.pread(self._descriptor, stop - start, start)
-        while len(content) < stop - start:  # the system may give less than there is
+        while len(content) < stop - start:  # one call may return fewer bytes than there are
             more = os.pread(self._descriptor, stop - start - len(content), start + len(content))
             if not more:
                 break
@@ -73,10 +74,10 @@ class SteadyFile:
 
 
 class FileArray:
-    """An array of one dimension in a file, read from there at each use: as numpy's, by number, slice and array."""
+    """A one-dimensional array in a file, read at each use. It takes an index, slice or array, as numpy's arrays do."""
 
     def __init__(self, file: SteadyFile, dtype: np.dtype[np.generic], offset: int, length: int):
-        """`offset`: of the first item, in bytes."""
+        """Keep the array's place in the file. `offset`: byte of the first item. `length`: number of items."""
         self.dtype = dtype
         self._file, self._offset, self._length = file, offset, length
 
@@ -95,13 +96,13 @@ class FileArray:
         return self.stretches([place], [place + 1])[0][0]
 
     def stretches(self, starts: Sequence[int], stops: Sequence[int]) -> list[NDArray[Any]]:
-        """Return `self[start:stop]` of each pair, all within the array, in one go."""
+        """Return `self[start:stop]` of each pair, all within the array, by one `read_each`."""
         offset, size = self._offset, self.dtype.itemsize
         found = self._file.read_each([offset + n * size for n in starts], [offset + n * size for n in stops])
         return [np.frombuffer(content, self.dtype) for content in found]
 
     def _gathered(self, places: NDArray[np.integer]) -> NDArray[Any]:
-        """Shapes: as `places`, each from 0 to the length - 1."""
+        """Return the items at `places`, each from 0 to the length - 1. Shapes: as `places`."""
         room = _PAGE // self.dtype.itemsize
         numbers, page = np.unique(places.ravel() // room, return_inverse=True)
         starts = (numbers * room).tolist()
@@ -120,15 +121,13 @@ def file_fingerprint(path: Path) -> str:
 
 
 def file_identity(path: Path) -> list[int]:
-    """Return what a running system knows a file by, and the moment when it was last written."""
+    """Return what identifies a file on a running system, and its state: device, inode, size and time of last write."""
     found = path.stat()
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]
 
 
 def machine_identity() -> str:
-    """Return a name of the system that runs: containers of one machine share it, as they share what `file_identity`
-    reads.
-    """
+    """Return a name of the running system. Containers of one machine share it, as they share `file_identity`."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux

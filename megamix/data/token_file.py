@@ -1,4 +1,4 @@
-"""Token files as Megatron writes them: PREFIX.bin holds token ids end to end, PREFIX.idx says where documents lie."""
+"""Token files in Megatron's format: PREFIX.bin holds the ids of all documents in order, PREFIX.idx their places."""
 
 import hashlib
 import struct
@@ -15,7 +15,7 @@ from megamix.data.token_index import DocumentOffsets, TokenIndex, write_index
 from megamix.durable import sync_file, written_aside
 
 _COPY_BYTES = 2**22
-_SAMPLED, _BLOCK = 256, 2**18  # blocks of a .bin, and bytes of one
+_SAMPLED, _BLOCK = 256, 2**18  # number of blocks that are read of a .bin, and bytes of a block
 
 
 def bin_path(prefix: Path) -> Path:
@@ -27,30 +27,30 @@ def idx_path(prefix: Path) -> Path:
 
 
 def sampled_blocks(size: int) -> list[tuple[int, int]]:
-    """Return start and stop in bytes of 64 MiB spread evenly over a .bin of so many; of a smaller one that is every
-    byte.
+    """Return blocks of a .bin, each as its start and stop in bytes: 64 MiB spread evenly over `size` bytes. A smaller
+    .bin is covered completely.
     """
     starts = [number * max(_BLOCK, size // _SAMPLED) for number in range(_SAMPLED)]
     return [(start, min(start + _BLOCK, size)) for start in starts if start < size]
 
 
 def token_dtype(vocab_size: int) -> "np.dtype[np.integer]":
-    """Return uint16 while the largest id, vocab_size - 1, fits; else int32."""
+    """Return uint16 if the largest id, vocab_size - 1, fits into it; otherwise int32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<i4")
 
 
 class TokenFileWriter:
-    """Write a token file document by document: `with TokenFileWriter(prefix, vocab_size) as writer: writer.add(ids)`.
+    """Writes a token file document by document: `with TokenFileWriter(prefix, vocab_size) as writer: writer.add(ids)`.
 
-    Both files are written aside; leaving the block without an exception renames .bin, then .idx. The .idx is the
-    commit: a writer killed at any instant leaves none, and a reader refuses a prefix without it. What the index will
-    hold waits on the disk too: memory does not grow with the number of documents.
+    Both files are written under other names. Leaving the block without an exception renames .bin, then .idx. The .idx
+    is the commit: a writer that is killed at any instant leaves none, and a reader refuses a prefix without it. The
+    index's content waits on the disk, too, so memory does not grow with the number of documents.
     """
 
     def __init__(
         self, prefix: Path, vocab_size: int, dtype: "np.dtype[np.generic] | None" = None, *, sync: bool = True
     ) -> None:
-        """`dtype` is `token_dtype` unless it is given. Without `sync` a power cut may damage what was committed."""
+        """Keep the settings. `dtype`: `token_dtype` if None. Without `sync` a power cut may damage committed files."""
         self.num_tokens = 0
         self.num_documents = 0
         self._num_sequences = 0
@@ -71,10 +71,10 @@ class TokenFileWriter:
         return self
 
     def add(self, *sequences: NDArray[np.number]) -> None:
-        """Append one document of one sequence or several.
+        """Append one document of one or several sequences.
 
-        Shapes: each (sequence length,), any integer dtype (any dtype at all if the file's was given).
-        Raises: ValueError for an id outside the vocabulary: the cast to the file's dtype would wrap it unseen.
+        Shapes: each (sequence length,), of any integer dtype (any dtype at all if the file's dtype was given).
+        Raises: ValueError for an id outside the vocabulary: the cast to the file's dtype would wrap it silently.
         """
         for token_ids in sequences:
             if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= self._vocab_size):
@@ -91,7 +91,7 @@ class TokenFileWriter:
         self._borders.write(struct.pack("<q", self._num_sequences))
 
     def copy(self, prefix: Path, start: int, stop: int) -> None:
-        """Append documents start to stop of another token file of this dtype, which may be empty."""
+        """Append documents start .. stop - 1 of another token file, which has this dtype and may be empty."""
         index = TokenIndex(idx_path(prefix))
         assert index.dtype == self._dtype, (prefix, index.dtype, self._dtype)
         first, last = (int(index.documents[document]) for document in (start, stop))
@@ -116,17 +116,17 @@ class TokenFileWriter:
                     sync_file(file)
                 else:
                     file.flush()
-            # An older index must go first: beside a new .bin of the same size it would pass for a commit.
+            # Remove an older index first: beside a new .bin of the same size it would look like a commit.
             idx_path(self._prefix).unlink(missing_ok=True)
 
 
 class TokenFile:
-    """A checked token file. `tokens` is the whole stream, documents end to end.
+    """A checked token file. `tokens` is the whole stream, all documents in order.
 
-    `tokens[document_offsets[i] : document_offsets[i + 1]]` is document i; a document of several sequences is all of
-    them. Neither is read before it is used.
+    `tokens[document_offsets[i] : document_offsets[i + 1]]` is document i, with all its sequences. Neither array is read
+    before it is used.
 
-    Raises: DataError naming file, what is there, what was expected and the fix, if anything does not fit.
+    Raises: DataError naming the file, what is there, what was expected and the fix, if anything does not fit.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -160,8 +160,8 @@ class TokenFile:
         self.tokens = FileArray(file, self.dtype, 0, self.num_tokens)  # on the disk
 
     def sampled_id_outside(self, vocab_size: int) -> int | None:
-        """Return `id_outside` of 64 MiB spread over the file: a start must not wait for all of it. A wrong vocabulary
-        nearly always shows in the first block; what does not is found where it is read.
+        """Return `id_outside` of 64 MiB spread over the file: the start of a run must not wait for a whole file. A
+        wrong vocabulary nearly always shows in the first block. Other wrong ids are found when they are read.
         """
         for start, stop in sampled_blocks(self.num_tokens * self.dtype.itemsize):
             block = self.tokens[start // self.dtype.itemsize : stop // self.dtype.itemsize]
@@ -171,14 +171,14 @@ class TokenFile:
 
 
 def id_outside(tokens: NDArray[np.integer], vocab_size: int) -> int | None:
-    """Return the largest id, or else the smallest, if it does not fit the vocabulary; None if all fit."""
+    """Return the largest id or, if that fits the vocabulary, the smallest one; None if that fits, too."""
     return next(
         (token_id for token_id in (int(tokens.max()), int(tokens.min())) if not 0 <= token_id < vocab_size), None
     )
 
 
 def id_problem(token_id: int, vocab_size: int) -> str:
-    """Return what to say of a file that holds an id outside the vocabulary."""
+    """Return the message about a file that holds an id outside the vocabulary."""
     return (
         f"holds token id {token_id}, but model.vocab_size = {vocab_size} allows 0 to {vocab_size - 1}; set "
         "model.vocab_size to the size of the vocabulary that wrote the file"
@@ -187,9 +187,9 @@ def id_problem(token_id: int, vocab_size: int) -> str:
 
 
 def token_file_problems(field: str, prefix: str, *, vocab_size: int, seq_len: int) -> list[str]:
-    """Return why a job must not start on this prefix, a line each; empty if nothing is wrong. Needs no torch.
+    """Return the reasons why a job must not start on this prefix, a line each; empty if there is none. Needs no torch.
 
-    `field` is the key that the prefix came from, such as "data.train".
+    `field`: the configuration key with the prefix, such as "data.train".
     """
     try:
         token_file = TokenFile(Path(prefix))
@@ -210,8 +210,8 @@ def token_file_problems(field: str, prefix: str, *, vocab_size: int, seq_len: in
 
 
 def token_file_fingerprint(prefix: Path) -> str:
-    """Hash the whole index, and the tokens' size and 64 MiB of them: every document added, removed or moved changes it,
-    but single tokens changed in place in a larger file may not.
+    """Return a hash of the whole index, the .bin's size, and 64 MiB of the .bin. Any document that is added, removed or
+    moved changes it; single tokens changed in place in a larger file may not.
     """
     digest = hashlib.sha256()
     add_file(digest, idx_path(prefix))

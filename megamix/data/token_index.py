@@ -1,9 +1,9 @@
-"""PREFIX.idx of Megatron's token files: which stretches of PREFIX.bin are sequences, which sequences a document.
+"""PREFIX.idx of Megatron's token files: the places of sequences in PREFIX.bin, and the sequences of each document.
 
 Layout, little-endian: magic 9 bytes, version u64, dtype code u8, sequence count u64, document count u64; sequence
 lengths in tokens i32; sequence starts in bytes i64; index of each document's first sequence i64, closed by the
-sequence count (so "document count" is the number of documents plus one). Files of images and text append a mode of
-one byte for each sequence. Everything stays on the disk: an index of 10^8 documents is 2 GB.
+sequence count (so "document count" is the number of documents plus one). Files of images and text append one byte for
+each sequence, its mode. The arrays stay on the disk: an index of 10^8 documents is 2 GB.
 """
 
 import functools
@@ -22,20 +22,21 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
-_CHUNK = 2**20  # sequences looked at or written in one go
-_STRIDE = 64  # documents from one offset that is kept in memory to the next
+_CHUNK = 2**20  # sequences checked or written at a time
+_STRIDE = 64  # documents from one offset in memory to the next
 
 
 class DocumentOffsets:
-    """Where documents begin in the stream of tokens: behaves as INT64 (num_documents + 1,), read from the disk on use.
+    """The offsets in tokens at which documents begin in the stream. The object behaves like an INT64 array
+    (num_documents + 1,), read from the disk at each use.
 
-    `offsets[5]` is an int, `offsets[a:b]` and `offsets[array]` are arrays. The last one is the number of tokens. They
-    never fall; an empty document has the offset of the next one.
+    `offsets[5]` is an int, `offsets[a:b]` and `offsets[array]` are arrays. The last offset is the number of tokens.
+    Offsets never decrease; an empty document has the offset of the next one.
     """
 
     def __init__(self, starts: FileArray, documents: FileArray, num_tokens: int, itemsize: int) -> None:
-        self._starts = starts  # bytes, (num_sequences,)
-        self._documents = documents  # sequences, (num_documents + 1,)
+        self._starts = starts  # (num_sequences,): first byte of each sequence
+        self._documents = documents  # (num_documents + 1,): first sequence of each document
         self._num_tokens = num_tokens
         self._itemsize = itemsize
 
@@ -50,14 +51,16 @@ class DocumentOffsets:
         return offsets if sequences.ndim else int(offsets)
 
     def not_behind(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each place in the stream a document that begins there or before, by fewer than 64 documents."""
+        """Return for each place in the stream a document that begins there or before it. It is fewer than 64 documents
+        before the last such document.
+        """
         nearest: NDArray[np.int64] = np.searchsorted(self._some, places, side="right") - 1
         return nearest * _STRIDE
 
     @functools.cached_property
     def _some(self) -> NDArray[np.int64]:
-        """Every _STRIDE-th, so that no search goes to the disk: 12.5 MB for 10^8 documents."""
-        chunk = _CHUNK // 4  # bounds the pages that are held at once
+        """Return every _STRIDE-th offset, so that no search reads the disk: 12.5 MB for 10^8 documents."""
+        chunk = _CHUNK // 4  # documents read at a time, which bounds the pages in memory
         starts = range(0, len(self), chunk)
         return np.concatenate([self[np.arange(start, min(start + chunk, len(self)), _STRIDE)] for start in starts])
 
@@ -65,7 +68,7 @@ class DocumentOffsets:
 class TokenIndex:
     """A checked PREFIX.idx.
 
-    Raises: DataError naming file, what is there, what was expected and the fix, if anything does not fit.
+    Raises: DataError naming the file, what is there, what was expected and the fix, if anything does not fit.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +87,7 @@ class TokenIndex:
         )
 
     def _check_sequences(self, path: Path) -> int:
-        """The number of tokens, once every sequence is known to begin where the one before it ends."""
+        """Check that every sequence begins where the one before it ends. Return the number of tokens."""
         num_tokens = 0
         for place in range(0, len(self.sequence_lengths), _CHUNK):
             lengths = self.sequence_lengths[place : place + _CHUNK].astype(np.int64)
@@ -109,7 +112,9 @@ class TokenIndex:
 
 
 def _read_header(file: SteadyFile) -> tuple[int, int, "np.dtype[np.generic]"]:
-    """Number of sequences, number of document borders and dtype; the file is as long as they say."""
+    """Return the number of sequences, the number of document borders and the dtype. Raises: DataError if the file has
+    another size than they imply.
+    """
     path = file.path
     if file.size < HEADER.size:
         raise DataError(f"{path} has {file.size} bytes, the header alone has {HEADER.size}; copy it again")
@@ -121,7 +126,7 @@ def _read_header(file: SteadyFile) -> tuple[int, int, "np.dtype[np.generic]"]:
         )
     if code not in DTYPES:
         raise DataError(f"{path} has dtype code {code}, expected one of 1 to 8; write it again")
-    # Every count is held against the file's size before anything is read by it.
+    # The counts are compared with the file's size before anything is read by them.
     expected = HEADER.size + (4 + 8) * num_sequences + 8 * num_borders
     if num_sequences and file.size == expected + num_sequences:
         raise DataError(
@@ -137,10 +142,10 @@ def _read_header(file: SteadyFile) -> tuple[int, int, "np.dtype[np.generic]"]:
 
 
 def write_index(file: IO[bytes], dtype: "np.dtype[np.generic]", lengths: IO[bytes], borders: IO[bytes]) -> None:
-    """Write PREFIX.idx in stretches; memory does not grow with the number of documents.
+    """Write PREFIX.idx in stretches, so that memory does not grow with the number of documents.
 
-    `lengths` holds each sequence's tokens as i32; `borders` the number of sequences before each document as i64, and
-    before the end. Both stand at their ends.
+    `lengths` holds each sequence's number of tokens as i32. `borders` holds as i64 the number of sequences before each
+    document, and in the end the number of all. Both files must be positioned at their ends.
     """
     file.write(HEADER.pack(MAGIC, VERSION, _CODES[dtype], lengths.tell() // 4, borders.tell() // 8))
     lengths.seek(0)

@@ -1,4 +1,4 @@
-"""Tokenizers of two other kinds: bytes, and a SentencePiece .model, as Llama 2 and T5 came with."""
+"""Two other kinds of tokenizer: bytes, and a SentencePiece .model, as Llama 2 and T5 have."""
 
 import json
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from megamix.durable import write_text, written_aside
 
 
 class ByteTokenizer(TextTokenizer):
-    """UTF-8 byte b is token b, 256 ends a document: nothing to train, nothing to install.
+    """A tokenizer of bytes: UTF-8 byte b is token b, and 256 ends a document. It needs no training and no package.
 
-    Its file is a tokenizer.json that other libraries read too.
+    Its file is a tokenizer.json that other libraries read, too.
     """
 
     vocab_size = 257
@@ -26,20 +26,20 @@ class ByteTokenizer(TextTokenizer):
 
     @classmethod
     def wrote(cls, path: Path) -> bool:
-        """Tell whether the file is one of `save`'s."""
+        """Return whether `save` wrote the file."""
         return path.is_file() and path.read_text(encoding="utf-8", errors="replace") == cls._file_text()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Return token ids of each document, the end token last."""
+        """Return the token ids of each document, the end token last."""
         end = np.array([self.end_of_text])
         return [np.concatenate([np.frombuffer(text.encode(), np.uint8), end]) for text in texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return text of token ids, the end token shown, ids that mean nothing left out; a character cut in two shows
-        as the replacement character.
+        """Return the text of token ids, with the end token shown and unknown ids left out. An incomplete character
+        shows as the replacement character.
         """
         pieces = [*(bytes([byte]) for byte in range(256)), self.end_token.encode()]
         return b"".join(pieces[token] for token in token_ids if token < len(pieces)).decode(errors="replace")
@@ -49,7 +49,7 @@ class ByteTokenizer(TextTokenizer):
 
     @classmethod
     def _file_text(cls) -> str:
-        """A byte-level BPE without merges, in the format of `tokenizers`."""
+        """Return the file's text: a byte-level BPE without merges, in the format of `tokenizers`."""
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         end = {"id": cls.end_of_text, "content": cls.end_token, "special": True}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -68,12 +68,14 @@ class ByteTokenizer(TextTokenizer):
 
 
 class SentencePieceTokenizer(TextTokenizer):
-    """Encodes by the model's own rules: where it normalizes, the text does not come back unchanged."""
+    """A tokenizer by the rules of a SentencePiece model. If the model normalizes, decoding gives another text back."""
 
     file_name = "tokenizer.model"
 
     def __init__(self, path: Path, end_token: str | None = None) -> None:
-        """Raises: ValueError if the file is no model, `sentencepiece` is not installed, or no token ends documents."""
+        """Open a model. Raises: ValueError if the file is no model, `sentencepiece` is not installed, or no token ends
+        documents.
+        """
         sentencepiece = import_extra("sentencepiece", "sentencepiece")
         try:
             self._content = path.read_bytes()
@@ -91,21 +93,21 @@ class SentencePieceTokenizer(TextTokenizer):
                 raise ValueError("the SentencePiece model has no end token; name a piece of it by --end-token")
             return end
         end = int(self._model.piece_to_id(end_token))
-        if self._model.id_to_piece(end) != end_token:  # it answers with the unknown piece
+        if self._model.id_to_piece(end) != end_token:  # an unknown name has the id of the unknown piece
             raise ValueError(f"--end-token {end_token!r} is no piece of the SentencePiece model; name one that is")
         return end
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of a piece of text, without an end."""
+        """Return the token ids of a piece of text, without an end token."""
         return list(self._model.encode(text))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return token ids of the beginning of a text, with the token in front that begins one, if the model has it."""
+        """Return the token ids of the beginning of a text. The model's begin token comes first, if it has one."""
         begin = self._model.bos_id()
         return [*([begin] if begin >= 0 else []), *self.encode(text)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return text of token ids, those that mean nothing left out."""
+        """Return the text of token ids; unknown ids are left out."""
         return str(self._model.decode([token for token in token_ids if token < self.vocab_size]))
 
     def save(self, path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Text to token files; runs once, ahead of training.
+"""The way from text to token files. It runs once, before training.
 
-`corpus` finds text, `plan` cuts it into pieces, `records`, `json_records` and `tables` read its kinds of file,
-`tokenizer_choice` makes or takes a tokenizer, `pieces` and `workers` encode by it and join the pieces to token files;
-`prepare_corpus` calls them in this order.
+`prepare_corpus` calls the others, in this order. `corpus` finds text, and `plan` cuts it into pieces. `records`,
+`json_records` and `tables` read the kinds of files. `tokenizer_choice` trains a tokenizer or takes one. `pieces` and
+`workers` encode the pieces and join them to token files.
 """
 
 MANIFEST_NAME = "manifest.json"

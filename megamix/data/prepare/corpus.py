@@ -1,4 +1,4 @@
-"""Which files a corpus is: text that is already on the machine, or what the user names. Nothing is copied."""
+"""The files of a corpus: text that is already on the machine, or files that the user names. Nothing is copied."""
 
 import importlib.util
 import json
@@ -17,37 +17,37 @@ from megamix.plugins import FILE_KINDS, READERS
 
 log = logging.getLogger("megamix")
 
-# Directories without prose or with code that is not there on every machine (distributions strip tests and idlelib).
+# Directories without prose, or with code that not every machine has (distributions remove tests and idlelib).
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )
 _HUB = "hf:"
 _TABLES = ("parquet", "arrow")
-_CSV = (".csv", ".tsv")  # text, but none to learn from
-_HEAD = 2**13  # bytes; no text has a zero among them
-_TOLD = 8  # files in a message
+_CSV = (".csv", ".tsv")  # endings of text that is of no use for training
+_HEAD = 2**13  # bytes that are searched for a zero, which no text has
+_TOLD = 8  # files that a message names
 _PASSED_OVER = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
-    path: str  # where it lies
-    name: str  # relative to the folder it was found in, "/" between parts on every system; decides on validation
-    kind: str  # text, jsonl, json (no lines), parquet, arrow, the ending of what a plugin reads, or _PASSED_OVER
-    drawn_by_name: bool = True  # of text; not where several files have the name, which would all be on one side
+    path: str  # path by which it is opened
+    name: str  # path from the folder in which it was found, with "/" on every system; decides whether it validates
+    kind: str  # text, jsonl, json (not by lines), parquet, arrow, an ending that a plugin reads, or _PASSED_OVER
+    drawn_by_name: bool = True  # a text file's name decides its part; False: files share the name, so the text does
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """Files in reading order."""
 
-    flag: str  # how the user asked for it, for messages and the manifest
+    flag: str  # the user's arguments, for messages and the manifest
     files: tuple[CorpusFile, ...]
-    passed_over: str = ""  # how much of what the user named is not among them: the end of a line
+    passed_over: str = ""  # end of a line that says how many of the named files are left out
 
     def outside(self, *folders: Path) -> "Corpus":
-        """Return the corpus without files in these folders: what prepare writes into a folder that it reads is no text
-        of the user's.
+        """Return the corpus without the files in these folders. prepare may write into a folder that it reads, and its
+        output is not the user's text.
         """
         inside = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders)
         files = (file for file in self.files if not os.path.realpath(file.path).startswith(inside))
@@ -55,7 +55,7 @@ class Corpus:
 
 
 def named_corpus(name: str) -> Corpus:
-    """Return the corpus of `--corpus NAME`: "stdlib" (about 11 MB of Python) or "torch" (about 46 MB).
+    """Return the corpus of `--corpus NAME`: "stdlib" (about 11 MB of Python code) or "torch" (about 46 MB).
 
     Raises: ValueError for another name.
     """
@@ -79,7 +79,7 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
     """
     files: list[CorpusFile] = []
     passed_over: list[str] = []
-    given: dict[str, int] = {}  # each file, and the number of the path that holds it
+    given: dict[str, int] = {}  # by file, index of the path that holds it
     for number, path in enumerate(paths):
         found = _hub_files(path, split) if path.startswith(_HUB) else _path_files(path, split)
         if not found:
@@ -100,10 +100,10 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
 
 
 def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozenset()) -> tuple[CorpusFile, ...]:
-    """Return files below a folder, sorted by name as strings: the same on every file system.
+    """Return the files below a folder, sorted by name as strings: the order is the same on every file system.
 
-    Hidden files, hidden directories and `left_out` directories are not read. Links to directories are followed behind
-    the others, so that no directory is read twice and the one that is no link gives the name.
+    Hidden files, hidden directories and `left_out` directories are not read. Links to directories are followed last, so
+    that no directory is read twice and files have their names from the real directory.
     """
     names: list[str] = []
     read: set[Path] = set()
@@ -130,7 +130,7 @@ def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
 
 
 def _kind_of(path: Path) -> str:
-    """By the first ending that fits."""
+    """Return a file's kind, by the first ending that fits."""
     kinds = FILE_KINDS | {suffix: suffix for suffix in READERS.registered}
     return next((kind for ending, kind in kinds.items() if path.name.endswith(ending)), "text")
 
@@ -145,14 +145,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ...]:
-    """Mark what holds no text, and what lies beside tables, as passed over, with a line that says so; look into the
-    .json files of the others.
+    """Mark files without text, and other files beside tables, as passed over, and log a line about them. Look into the
+    remaining .json files for their kind.
 
-    Raises: ValueError if nothing else is left; or for a file of comma-separated values.
+    Raises: ValueError if no file remains, or for a file of comma-separated values.
     """
     if any(file.kind in _TABLES for file in files):
         others = [file for file in files if file.kind in ("text", "json", "jsonl")]
-        others.sort(key=lambda file: not file.name.endswith(_CSV))  # these are told first
+        others.sort(key=lambda file: not file.name.endswith(_CSV))  # the message names these first
         which = "files beside Parquet or Arrow"
     else:
         texts = [file for file in files if file.kind == "text"]
@@ -203,7 +203,7 @@ def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
 
 
 def _saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
-    """Names from a file that save_to_disk of `datasets` writes."""
+    """Return names from a JSON file that save_to_disk of `datasets` wrote. Raises: ValueError for another content."""
     try:
         return names(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, LookupError, TypeError) as error:
@@ -214,11 +214,13 @@ def _saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
 
 
 def _hub_files(path: str, split: str) -> tuple[CorpusFile, ...]:
-    """The files in which `datasets` keeps what it has loaded: they are read like any others, without `datasets`."""
+    """Load a dataset by `datasets`, and return the files of its cache. They are then read like any others, without
+    `datasets`.
+    """
     datasets = import_extra("datasets", "datasets", what=f"--input {path}: ")
     try:
         dataset = datasets.load_dataset(path.removeprefix(_HUB), split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # what `datasets` raises for a wrong name or split
+    except (OSError, ValueError, RuntimeError) as error:  # a wrong name or split raises one of these
         raise ValueError(f"--input {path} --split {split}: {error}") from error
     files = tuple(CorpusFile(file["filename"], Path(file["filename"]).name, "arrow") for file in dataset.cache_files)
     if not files or "[" in split:

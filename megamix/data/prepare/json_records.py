@@ -1,5 +1,5 @@
-"""Readers of JSON: an object a line; or arrays of objects, or objects over several lines. As they are, or compressed by
-gzip or Zstandard. Only lines that are not compressed can be cut.
+"""Readers of JSON: one object per line; or arrays of objects, or objects over several lines. Files may be compressed by
+gzip or Zstandard. Only uncompressed files of lines can be cut.
 """
 
 import gzip
@@ -25,15 +25,15 @@ from megamix.data.prepare.records import (
     not_utf8,
 )
 
-_LONGEST_RECORD = 2 * LONGEST_DOCUMENT  # bytes; escapes take room
-_MOST_KEYS = 8  # of a record, told when it lacks the one asked for
+_LONGEST_RECORD = 2 * LONGEST_DOCUMENT  # bytes of a record: escapes make it longer than its text
+_MOST_KEYS = 8  # keys that a message names of a record without the wanted one
 _COMPRESSED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
 _HEAD, _BLOCK = 2**12, 2**20  # bytes
-_ZST_BLOCK = 2**14  # compressed bytes; where one is damaged, what it held before that place is lost too
-# The beginning of a file of records that are no lines: an array, or an object whose first line is its bracket alone.
+_ZST_BLOCK = 2**14  # compressed bytes read at a time; damage loses the whole block, also what comes before it
+# The beginning of a file whose records are not lines: an array, or an object whose first line is only its bracket.
 _NO_LINES = re.compile(rb"(?:%s)?\s*(?:\[|\{[ \t\r]*\n)" % _BOM)
-# On to the next bracket or comma that stands in no string; of text without escapes.
+# Matches up to the next bracket or comma outside of strings, in text without escapes.
 _STEP = re.compile(rb'(?:[^"\[\]{},]++|"[^"]*+")*+([\[\]{},])')
 _DEEPER = {b"[": 1, b"{": 1, b",": 0, b"]": -1, b"}": -1}
 
@@ -41,27 +41,27 @@ Parts: TypeAlias = Callable[[str, Stretch], Iterator[bytes]]
 
 
 class DamagedFile(Exception):
-    """Nobody knows where the next record begins."""
+    """An error of a file in which the beginning of the next record cannot be found."""
 
 
 def json_kind(path: str) -> str:
-    """Return how a .json, .json.gz or .json.zst holds its records: "jsonl" or "json"."""
+    """Return the kind of a .json, .json.gz or .json.zst: "jsonl" if its records are lines, otherwise "json"."""
     try:
         with _open(path) as file:
             return "json" if _NO_LINES.match(file.read(_HEAD)) else "jsonl"
     except (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile):
-        return "jsonl"  # its reader will say so
+        return "jsonl"  # its reader will report the damage
 
 
 def cut_jsonl(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
     if path.endswith(_COMPRESSED):
         return cut_text(path, blocks, piece_bytes)
     stretches: list[Stretch] = []
-    start, num_lines_before = 0, 0  # of the stretch that is being made
-    place, num_lines = 0, 0  # of the block
+    start, num_lines_before = 0, 0  # first byte of the stretch being made, and lines before it
+    place, num_lines = 0, 0  # first byte of the block, and lines counted so far
     for block in blocks:
-        begin = 0  # where the block is counted from
-        # The first line that ends in this block after the stretch has grown long enough.
+        begin = 0  # index in the block up to which lines are counted
+        # Find the first line that ends in this block after the stretch is long enough.
         while (end := block.find(b"\n", max(begin, start + piece_bytes - place)) + 1) > 0:
             num_lines += block.count(b"\n", begin, end)
             stretches.append(Stretch(start, place + end, num_lines_before, place + end - start))
@@ -74,21 +74,21 @@ def cut_jsonl(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
 
 
 def read_json(parts: Parts, path: str, stretch: Stretch, text_key: str) -> Records:
-    """Yield the records, one in each of the parts; `parts`: `lines` or `elements`."""
+    """Yield the records, one from each part of the file. `parts`: `lines` or `elements`."""
     number = stretch.num_records_before
     try:
         for part in parts(path, stretch):
             number += 1
             if record := _parse(number, part, text_key):
                 yield record
-    except (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile) as error:  # what came before it is whole
+    except (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile) as error:  # records before it are whole
         yield BadRecord(number + 1, f"the rest of the file cannot be read: {error}")
 
 
 def lines(path: str, stretch: Stretch) -> Iterator[bytes]:
-    """Yield the lines; of one that is too long no more than shows that."""
+    """Yield the lines. A line that is too long is cut one byte beyond the limit."""
     with _open(path) as file:
-        left = math.inf  # bytes
+        left = math.inf  # bytes of the stretch that are still to be read
         if not path.endswith(_COMPRESSED):
             file.seek(stretch.start)
             left = stretch.stop - stretch.start
@@ -101,13 +101,13 @@ def lines(path: str, stretch: Stretch) -> Iterator[bytes]:
 
 
 def elements(path: str, stretch: Stretch) -> Iterator[bytes]:
-    """Yield what commas part in an array, and objects that follow each other. Brackets and quotes alone are looked at:
-    what else is wrong with an element costs no other.
+    """Yield the elements of an array, or objects that follow each other. Only brackets, commas and quotes are examined:
+    any other fault of an element does not affect its neighbours.
     """
-    text, start, place = b"", 0, 0  # start: of the element; place: up to which its brackets are counted
-    depth, in_array = 0, 0  # brackets that are open; 1 within an array that holds the elements
+    text, start, place = b"", 0, 0  # start: the element's beginning; place: the end of the brackets counted so far
+    depth, in_array = 0, 0  # depth: open brackets; in_array: 1 within an array of elements
     with _open(path) as file:
-        while block := file.read(_BLOCK + len(text) - start):  # doubled for a long record, which is looked at again
+        while block := file.read(_BLOCK + len(text) - start):  # twice as much for a long record
             text, start, place = text[start:] + block, 0, place - start
             plain = text.replace(rb"\\", b"..").replace(rb"\"", b"..")
             while step := _STEP.match(plain, place):
@@ -125,9 +125,11 @@ def elements(path: str, stretch: Stretch) -> Iterator[bytes]:
 
 
 def _open(path: str) -> IO[bytes]:
-    """Raises: ValueError if `zstandard` is needed and not installed. Reading raises DamagedFile, or as gzip."""
+    """Open a file for its uncompressed bytes. Raises: ValueError if `zstandard` is needed and not installed. Reading
+    may raise DamagedFile, or gzip's errors.
+    """
     if path.endswith(".gz"):
-        return gzip.open(path)  # type: ignore[return-value]  # a file of bytes in all but name
+        return gzip.open(path)  # type: ignore[return-value]  # it has the methods of a binary file
     if path.endswith(".zst"):
         zstandard = import_extra("zstandard", "data", what=f"{path}: ")
         return io.BufferedReader(_ZstFrames(path, zstandard), 2**20)
@@ -135,11 +137,11 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _parse(number: int, content: bytes, text_key: str) -> Record | None:
-    """None for white space."""
+    """Return the record of a part; None for white space."""
     if len(content) > _LONGEST_RECORD:
         return BadRecord(number, f"a record longer than {_LONGEST_RECORD} bytes; cut it into several")
     if number == 1:
-        content = content.removeprefix(_BOM)  # some editors' first three bytes
+        content = content.removeprefix(_BOM)  # some editors write these three bytes first
     if content.isspace() or not content:
         return None
     try:
@@ -159,14 +161,14 @@ def _parse(number: int, content: bytes, text_key: str) -> Record | None:
 
 
 class _ZstFrames(io.RawIOBase):
-    """Frames one after the other. zstandard's own stream reader takes a file cut short for one that ends there."""
+    """A stream of a file's Zstandard frames. zstandard's own reader does not notice that a file was cut short."""
 
     def __init__(self, path: str, zstandard: Any) -> None:
         self._file = Path(path).open("rb")  # noqa: SIM115  # closed by close()
         self._zstandard = zstandard
-        self._frame: Any = None  # being decompressed
-        self._compressed = b""  # read from the file, not used yet
-        self._ready = memoryview(b"")  # decompressed, not taken yet
+        self._frame: Any = None  # the frame being decompressed
+        self._compressed = b""  # bytes read from the file, not decompressed yet
+        self._ready = memoryview(b"")  # decompressed bytes, not taken yet
 
     def readable(self) -> bool:
         return True

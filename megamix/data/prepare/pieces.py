@@ -1,4 +1,4 @@
-"""Pieces of a corpus encoded, each on its own, and joined in order to the files that training reads."""
+"""The encoding of a corpus's pieces, each on its own, and their joining in order to the files that training reads."""
 
 import functools
 import hashlib
@@ -23,9 +23,9 @@ from megamix.durable import written_aside
 PARTS = ("train", "valid")
 _UNITS = {"jsonl": "line", "json": "record"}
 _BLOCK = 2**22
-_BATCH_DOCUMENTS = 256  # enough to keep every core of an encoder with threads busy
-_BATCH_CHARACTERS = 2**20  # ... and few enough to hold in memory with their token ids
-Moved = dict[int, list[list[int]]]  # of each piece the documents of its train part: number and bytes
+_BATCH_DOCUMENTS = 256  # documents of a batch: enough to keep all threads of an encoder busy
+_BATCH_CHARACTERS = 2**20  # characters of a batch: few enough to hold in memory with their token ids
+Moved = dict[int, list[list[int]]]  # by piece, documents that move from train to valid: number and bytes
 
 
 class DocumentInPart(NamedTuple):
@@ -37,12 +37,12 @@ class DocumentInPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which documents validate: by a hash of the name of a file of text, or of the text of a record, or of a file whose
-    name others have too.
+    """The rule that decides which documents validate. It hashes the name of a text file, or the text of a record. If
+    several text files share a name, it hashes their text.
 
-    Adding a document moves no other one, but for files that come to share their name; equal records never lie on both
-    sides. A document longer than `longest` bytes stays in training. (Seen in the standard library: one file of English
-    prose made up two thirds of validation.)
+    Adding a document moves no other one, unless files come to share their name. Equal records are never on both sides.
+    A document longer than `longest` bytes stays in training: in the standard library one file of English prose made up
+    two thirds of validation.
     """
 
     valid_fraction: float
@@ -58,12 +58,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class EncodingJob:
-    """What all pieces of one prepare have in common."""
+    """The settings that all pieces of one prepare share."""
 
-    folder: Path  # where finished pieces lie
+    folder: Path  # folder of the finished pieces
     tokenizer: Path
     end_token: str
-    fast: bool  # whether a faster encoder was found to give equal ids
+    fast: bool  # whether a faster encoder is used, which was found to give equal ids
     text_key: str
     split: Split
     max_bad_records: int
@@ -81,8 +81,8 @@ class EncodingJob:
         return [_crc32(path) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
 
     def finished_report(self, number: int) -> "PieceReport | None":
-        """Return the piece's report, or None if it is not whole. Pieces are not synced to the disk, which would cost a
-        fifth of the time and more: after a power cut their checksums tell.
+        """Return the piece's report; None if the piece is not whole. Pieces are not synced to the disk, which would
+        take a fifth of the time or more. After a power cut the checksums show damage.
         """
         try:
             report = PieceReport(**json.loads(self.report_path(number).read_text(encoding="utf-8")))
@@ -93,31 +93,31 @@ class EncodingJob:
 
 @dataclass(slots=True)
 class PieceReport:
-    """What is known of a piece, beside its token files."""
+    """Facts about a piece that its token files do not hold."""
 
     num_documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # of text, as UTF-8
+    num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # bytes of text, as UTF-8
     num_empty: int = 0
     bad_records: list[dict[str, str | int]] = field(default_factory=list)
-    least_draw: int | None = None  # of the documents in train
-    drew_least: list[list[int]] = field(default_factory=list)  # number and bytes of each that has it; they are equal
-    checksums: list[int] = field(default_factory=list)  # of the token files
+    least_draw: int | None = None  # least draw among the documents in train
+    drew_least: list[list[int]] = field(default_factory=list)  # number and bytes of the documents with it, all equal
+    checksums: list[int] = field(default_factory=list)  # CRC-32 of each token file
 
 
 @functools.lru_cache(1)
 def opened_tokenizer(job: EncodingJob) -> TextTokenizer:
-    """Return the tokenizer of a job, opened once for each process: that costs more than a small piece."""
+    """Return the tokenizer of a job. A process opens it once: opening it takes longer than encoding a small piece."""
     tokenizer = open_tokenizer(job.tokenizer, job.end_token)
     if job.fast:
-        tokenizer.speed_up(())  # whether the ids are equal was looked at before
+        tokenizer.speed_up(())  # no texts: the ids were compared before the job began
     return tokenizer
 
 
 def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceReport:
-    """Write the piece's files, its report last: a piece with a report is whole. One with more bad records than the
-    whole corpus may have is given up, and gets none.
+    """Write the piece's files, its report last: a piece with a report is whole. A piece with more bad records than the
+    whole corpus may have is given up, and gets no report.
 
-    Raises: ValueError if a file cannot be read in the way that was asked for.
+    Raises: ValueError if a file cannot be read as the request says.
     """
     tokenizer, report = opened_tokenizer(job), PieceReport()
     writers = {part: TokenFileWriter(job.prefix(number, part), tokenizer.vocab_size, sync=False) for part in PARTS}
@@ -136,8 +136,8 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
 def documents_of(
     piece: CorpusPiece, text_key: str, split: Split, report: PieceReport, max_bad_records: int = sys.maxsize
 ) -> Iterator[DocumentInPart]:
-    """Yield the documents of a piece, until there is one bad record too many; they and what is none are counted in the
-    report.
+    """Yield the documents of a piece, and stop at one bad record too many. The report counts documents, empty ones and
+    bad records.
     """
     for file, record in read_piece(piece, text_key):
         if isinstance(record, BadRecord):
@@ -150,7 +150,7 @@ def documents_of(
         else:
             document = split.place(file, record.text)
             number = report.num_documents[document.part]
-            if document.part == "train" and split.valid_fraction:  # else none is ever moved to valid
+            if document.part == "train" and split.valid_fraction:  # without validation none moves to valid
                 if report.least_draw is None or document.draw < report.least_draw:
                     report.least_draw, report.drew_least = document.draw, []
                 if document.draw == report.least_draw:
@@ -184,9 +184,9 @@ def _batches(documents: Iterable[DocumentInPart]) -> Iterator[list[DocumentInPar
 def merge_pieces(
     job: EncodingJob, reports: Sequence[PieceReport], folder: Path, vocab_size: int
 ) -> dict[str, dict[str, int]]:
-    """Write train and valid; return the number of documents, tokens and bytes of text of each.
+    """Write train and valid. Return the number of documents, tokens and bytes of text of each.
 
-    Raises: ValueError if nothing would be left to train on.
+    Raises: ValueError if no document would be left to train on.
     """
     moved = _moved(job, reports)
     num_train = sum(report.num_documents["train"] for report in reports)
@@ -210,8 +210,8 @@ def merge_pieces(
 
 
 def _moved(job: EncodingJob, reports: Sequence[PieceReport]) -> Moved:
-    """The document that validates although it does not qualify, because of a handful of documents none does; and all
-    that are equal to it.
+    """Return the documents that move to valid because no document qualifies, as in a small corpus: the one with the
+    least draw, and all that are equal to it.
     """
     if not job.split.valid_fraction or any(report.num_documents["valid"] for report in reports):
         return {}
@@ -220,7 +220,7 @@ def _moved(job: EncodingJob, reports: Sequence[PieceReport]) -> Moved:
 
 
 def _ranges(part: str, num_documents: Mapping[str, int], moved: Sequence[list[int]]) -> Iterator[tuple[str, int, int]]:
-    """What a piece gives to a part: from which of its parts, and the documents from start to stop."""
+    """Yield the ranges of documents that a piece gives to a part: the part in which the piece has them, start, stop."""
     numbers = [number for number, _ in moved]
     if part == "valid":
         yield part, 0, num_documents[part]

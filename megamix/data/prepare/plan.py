@@ -1,4 +1,6 @@
-"""A corpus cut into pieces of work: each is encoded on its own, by any worker, and kept when prepare is stopped."""
+"""The plan that cuts a corpus into pieces of work. Any worker encodes a piece, on its own; a piece is kept if prepare
+is stopped.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,14 +17,14 @@ from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read
 from megamix.machine import num_cores
 from megamix.plugins import READERS
 
-PIECE_BYTES = 2**24  # a second or two of work: what a kill costs, and what the last worker may be late
+PIECE_BYTES = 2**24  # bytes of a piece, a second or two of work: a kill loses it, the last worker may be late by it
 
 
 class Reader(NamedTuple):
-    """Two functions for a kind of file. What is wrong with one record is a BadRecord, with the request a ValueError."""
+    """Two functions for a kind of file. A fault of a record is a BadRecord, a fault of the request is a ValueError."""
 
-    cut: Callable[[str, Blocks, int], list[Stretch]]  # what of a file can be read on its own, in order
-    read: Callable[[str, Stretch, str], Records]  # its records, in order; never holds the whole file
+    cut: Callable[[str, Blocks, int], list[Stretch]]  # cuts a file into stretches to be read alone, in order
+    read: Callable[[str, Stretch, str], Records]  # yields a stretch's records in order; never holds the whole file
 
 
 _READERS = {
@@ -36,19 +38,19 @@ _READERS = {
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file as it was when it was hashed."""
+    """A file in the state in which it was hashed."""
 
     file: CorpusFile
     num_bytes: int
     mtime_ns: int
     sha256: str
     stretches: tuple[Stretch, ...]
-    reader: Reader  # not by its name: a worker imports the plugin that it is of
+    reader: Reader  # the functions and not their name: unpickling them in a worker imports their plugin
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusPiece:
-    """Stretches in order, each with the file it is part of."""
+    """A piece of work: stretches in order, each with its file."""
 
     stretches: tuple[tuple[PlannedFile, Stretch], ...]
 
@@ -68,11 +70,11 @@ class Plan:
 
 
 def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES) -> Plan:
-    """Read every file once, for its checksum and for where it can be cut.
+    """Read every file once, for its checksum and for the places where it can be cut.
 
-    Where the pieces begin changes no byte of the result. Raises: ValueError if a package for a file is missing.
+    The borders of pieces change no byte of the result. Raises: ValueError if a package for a file is missing.
     """
-    with ThreadPoolExecutor(num_cores()) as threads:  # hashing holds no lock of Python's
+    with ThreadPoolExecutor(num_cores()) as threads:  # hashing releases the interpreter's lock
         files = tuple(threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files))
     pieces: list[CorpusPiece] = []
     waiting: list[tuple[PlannedFile, Stretch]] = []
@@ -99,9 +101,9 @@ def _plan_file(file: CorpusFile, piece_bytes: int) -> PlannedFile:
 
 
 def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[CorpusFile, Record]]:
-    """Yield its records in order; holds the memory of one at a time, about.
+    """Yield a piece's records in order. Memory holds about one record at a time.
 
-    Raises: ValueError if a file is no longer what the plan saw: its checksum in the manifest would be a lie.
+    Raises: ValueError if a file has changed since it was planned: its checksum in the manifest would be wrong.
     """
     for planned, stretch in piece.stretches:
         for record in planned.reader.read(planned.file.path, stretch, text_key):

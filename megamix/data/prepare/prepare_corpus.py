@@ -1,7 +1,7 @@
 """`megamix prepare`: a corpus becomes a tokenizer, train and valid token files and manifest.json in one directory.
 
-What is unfinished lies in OUTPUT.partial: the tokenizer, and the corpus encoded piece by piece. A rerun of the same
-request goes on from there; one of another request begins anew. The last act is to give the result its name.
+Unfinished work lies in OUTPUT.partial: the tokenizer, and the encoded pieces of the corpus. A rerun of the same request
+continues from it; another request begins anew. The last act is the rename that gives the result its name.
 """
 
 import fcntl
@@ -34,13 +34,13 @@ _FORMAT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What decides the result, beside the corpus; and how the work is done, which changes no byte of it."""
+    """The settings beside the corpus: some decide the result; others only how the work is done, and change no byte."""
 
     tokenizer: TokenizerChoice
     valid_fraction: float  # share of the documents that training never sees, 0 <= F < 1; 0 writes no valid files
     text_key: str = "text"  # key or column of the text in files of records
-    num_workers: int | None = None  # processes; one for each core
-    max_bad_records: int = 100  # more of them stop the run
+    num_workers: int | None = None  # number of processes; None: one for each core
+    max_bad_records: int = 100  # bad records that are left out; more stop the run
     piece_bytes: int = PIECE_BYTES
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Request:
             raise ValueError(f"--max-bad-records {self.max_bad_records} must be at least 0; 0 stops at the first")
 
     def manifest(self, corpus: Corpus, plan: Plan) -> dict[str, Any]:
-        """Return what decides the result: where two are equal, so are the bytes."""
+        """Return everything that decides the result: if two of these are equal, the results' bytes are, too."""
         return {
             "format": _FORMAT,
             "corpus": corpus.flag,
@@ -62,7 +62,7 @@ class Request:
             "valid_fraction": self.valid_fraction,
             "text_key": self.text_key,
             "files": [
-                # Told of .json, which was one document before it held records.
+                # Only a .json has its kind here: in an earlier version such a file was one document.
                 ({"kind": x.file.kind} if x.file.name.endswith(".json") else {})
                 | {"path": x.file.name, "num_bytes": x.num_bytes, "sha256": x.sha256}
                 for x in plan.files
@@ -72,10 +72,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What lies in the output directory now."""
+    """The result in the output directory."""
 
     output_dir: Path
-    reused: bool  # True: it lay there before, from the same request
+    reused: bool  # True: it was there before, from the same request
     manifest: dict[str, Any]
 
     def summary(self) -> str:
@@ -87,7 +87,7 @@ class Prepared:
         num_bad = self.manifest["num_bad_records"]
         sample = self.manifest.get("tokenizer_bytes")
         learned = f", learned from {sample / 2**20:g} MiB spread over the corpus" if sample else ""
-        asked = self.manifest["request"].get("vocab_size") or 0  # 0: nothing was learned
+        asked = self.manifest["request"].get("vocab_size") or 0  # 0: no tokenizer was trained
         fewer = f" (asked for {asked}: the text has no more to learn)" if self.manifest["vocab_size"] < asked else ""
         bad = f"; {counted(num_bad, 'bad record')} left out, see {BAD_RECORDS_NAME}" if num_bad else ""
         empty = [file["path"] for file in self.manifest["request"]["files"] if not file["num_bytes"]]
@@ -100,10 +100,10 @@ class Prepared:
 
 
 def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request) -> Prepared:
-    """Make the tokenizer, encode everything piece by piece, join the pieces, commit by one rename.
+    """Make the tokenizer, encode all pieces, join them, and commit by one rename.
 
-    Raises: ValueError naming flag, value and fix; WorkerDiedError; OSError of a full disk. What is finished is kept
-    beside the output for a rerun, whatever is raised.
+    Raises: ValueError naming flag, value and fix; WorkerDiedError; OSError of a full disk. After any error the finished
+    work is kept beside the output for a rerun.
     """
     output_dir = output_dir.resolve()
     unfinished = output_dir.with_name(f"{output_dir.name}.partial")
@@ -115,7 +115,7 @@ def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request) -> Prepar
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         return Prepared(output_dir=output_dir, reused=True, manifest=_finished_manifest(output_dir, manifest))
     with _work_folder(unfinished, {"piece_bytes": request.piece_bytes, **manifest}):
-        # The commit is a rename, refused by the system if the output has been filled meanwhile.
+        # The commit is a rename, which the system refuses if the output has been filled meanwhile.
         with folder_aside(output_dir, inside=unfinished) as result:
             manifest = _write(corpus, plan, request, unfinished, result) | {"request": manifest}
             write_text(result / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
@@ -125,9 +125,9 @@ def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request) -> Prepar
 
 @contextmanager
 def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
-    """Hold the folder of unfinished work, empty unless it is of the same request.
+    """Lock the folder of unfinished work until the end of the block. Work of another request is removed first.
 
-    Raises: ValueError if it cannot be made, or another process holds it.
+    Raises: ValueError if the folder cannot be made, or another process holds it.
     """
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
         text = json.dumps(request)
         noted = unfinished / "request.json"
         if not noted.is_file() or noted.read_text(encoding="utf-8") != text:
-            noted.unlink(missing_ok=True)  # first: what is not all removed is of no request
+            noted.unlink(missing_ok=True)  # first: a half-removed folder must belong to no request
             for name in ("pieces", "tokenizer"):
                 shutil.rmtree(unfinished / name, ignore_errors=True)
             (unfinished / BAD_RECORDS_NAME).unlink(missing_ok=True)
@@ -154,11 +154,11 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
 
 
 def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, result: Path) -> dict[str, Any]:
-    """Write everything but the manifest to the result's folder; return what the manifest says of it."""
+    """Write everything but the manifest to the result's folder. Return the manifest's facts about it."""
     split = Split(request.valid_fraction, longest=request.valid_fraction * plan.num_bytes / 2)
     num_workers = min(request.num_workers or num_cores(), len(plan.pieces))
     make = partial(make_tokenizer, request.tokenizer, plan, request.text_key, split, unfinished / "tokenizer")
-    path = call_apart(unfinished, make) if num_workers > 1 else make()  # apart: its memory goes before the workers come
+    path = call_apart(unfinished, make) if num_workers > 1 else make()  # its memory is freed before the workers start
     tokenizer = open_tokenizer(path, request.tokenizer.end_token)
     job = EncodingJob(
         folder=unfinished / "pieces",
@@ -170,7 +170,7 @@ def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, resul
         max_bad_records=request.max_bad_records,
     )
     vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
-    del tokenizer  # each process has its own
+    del tokenizer  # each worker opens its own
     reports = _encode(unfinished, job, plan, num_workers)
     bad_records = [line for report in reports for line in report.bad_records]
     if not any(any(report.num_documents.values()) for report in reports):
@@ -184,7 +184,7 @@ def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, resul
         _write_lines(result / BAD_RECORDS_NAME, bad_records)
     is_sampled = request.tokenizer.what == TRAIN and plan.num_bytes > TRAIN_BYTES
     return {
-        "vocab_size": vocab_size,  # may be below the size asked for: a small corpus has few pairs
+        "vocab_size": vocab_size,  # may be below the wanted size: a small corpus has few pairs
         **({"tokenizer_bytes": TRAIN_BYTES} if is_sampled else {}),
         "end_token": {"text": job.end_token, "id": end_of_text},
         "parts": counts,
@@ -198,9 +198,9 @@ def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, resul
 
 
 def _encode(unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int) -> list[PieceReport]:
-    """The reports of all pieces, encoded now unless they are there already.
+    """Encode the pieces that are not there yet. Return the reports of all pieces.
 
-    Raises: ValueError if there are too many bad records; those that were found lie in the side file then.
+    Raises: ValueError if there are too many bad records; the side file then lists those found so far.
     """
     numbers = range(len(plan.pieces))
     reports = {number: report for number in numbers if (report := job.finished_report(number))}
@@ -228,7 +228,9 @@ def _check_bad_records(reports: dict[int, PieceReport], limit: int, side_file: P
 
 @contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[int], object]]:
-    """Give what to call with numbers of bytes: it moves a bar, where stderr is a terminal and tqdm is installed."""
+    """Yield a function to call with numbers of bytes. It moves a progress bar if stderr is a terminal and tqdm is
+    installed.
+    """
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield lambda num_bytes: None
         return
@@ -248,9 +250,9 @@ def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a directory that holds the complete result of this request.
+    """Return the manifest of a directory that holds the complete result of this request.
 
-    Raises: ValueError if it holds anything else.
+    Raises: ValueError if the directory holds anything else.
     """
     other = f"--output {str(output_dir)!r}"
     fix = "choose another --output or delete it first"

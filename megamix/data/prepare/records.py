@@ -1,5 +1,5 @@
-"""What readers of files give: documents, and records that are none, each with its place in the file. And the reader of
-text, of which a file is one document.
+"""The records that readers of files yield: documents and bad records, each with its place in the file. And the reader
+of text files, each of which is one document.
 """
 
 import hashlib
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-# A record is held in memory several times over while it is encoded, its token ids as Python numbers among them.
-LONGEST_DOCUMENT = 2**26  # bytes
+# Bytes. While a record is encoded, memory holds it in several forms, one of them its token ids as Python numbers.
+LONGEST_DOCUMENT = 2**26
 _BLOCK = 2**22
 
 
 class Document(NamedTuple):
-    number: int  # line or row, from 1; 0: the file itself
+    number: int  # line or row, from 1; 0: the whole file
     text: str
 
 
@@ -34,13 +34,13 @@ class Stretch:
     start: int
     stop: int
     num_records_before: int
-    num_bytes: int  # about how much work it is
+    num_bytes: int  # approximate measure of the work
 
 
 class Blocks:
-    """A file's bytes in blocks, hashed as they go by, so that a cutter that looks at them reads nothing twice.
+    """A file's bytes in blocks, hashed as they are read, so that the functions that cut a file read nothing twice.
 
-    Each block lies where the one before it lay.
+    Each block reuses the memory of the one before.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class Blocks:
             yield block
 
     def sha256(self) -> str:
-        """Return the hash of the whole file, in hexadecimal; the file is at its end then, and closed."""
+        """Read the rest of the file, close it, and return the hash of the whole file, in hexadecimal."""
         with self._file:
             for _ in self:
                 pass
@@ -63,7 +63,10 @@ class Blocks:
 
 
 def checked(number: int, value: object, name: str) -> Record:
-    """Return the document, if the value is text that UTF-8 can hold, not too long; `name`: what the user calls it."""
+    """Return the document if the value is text that UTF-8 can hold and is not too long; otherwise a bad record.
+
+    `name`: the user's name of the value.
+    """
     if not isinstance(value, str):
         return BadRecord(number, f"{name} is {_TYPES.get(type(value), type(value).__name__)}, not a string")
     if not value.isascii():
@@ -81,7 +84,7 @@ def too_long(number: int, size: int) -> BadRecord | None:
 
 
 def decoded(number: int, content: bytes) -> Record:
-    """Return the document, if the bytes are UTF-8 and not too many."""
+    """Return the document if the bytes are UTF-8 and not too many; otherwise a bad record."""
     if bad := too_long(number, len(content)):
         return bad
     try:
@@ -94,7 +97,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
     return f"not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start} ({error.reason})"
 
 
-# In the words of the files, not of Python.
+# Names of types as the files have them, not Python's.
 _TYPES = {
     type(None): "null",
     bool: "true or false",
@@ -106,7 +109,7 @@ _TYPES = {
 
 
 def cut_text(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
-    """Return the whole file."""
+    """Return the whole file as one stretch."""
     size = Path(path).stat().st_size
     return [Stretch(0, size, 0, size)]
 
@@ -118,6 +121,6 @@ def read_text(path: str, stretch: Stretch, text_key: str) -> Records:
 
 
 def read_registered(read: Callable[[str], Iterable[str]], path: str, stretch: Stretch, text_key: str) -> Records:
-    """Yield what a plugin's `read(path)` gives, one document each."""
+    """Yield a document for each text of a plugin's `read(path)`."""
     for number, text in enumerate(read(path), start=1):
         yield decoded(number, text.encode(errors="surrogatepass"))

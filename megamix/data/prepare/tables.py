@@ -1,4 +1,4 @@
-"""A column of strings in a file of tables: Parquet, or Arrow as `datasets` saves it."""
+"""Readers of a column of strings in Parquet files, or in Arrow files as `datasets` saves them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from megamix.data import import_extra
 from megamix.data.prepare.records import BadRecord, Blocks, Records, Stretch, decoded
 
-_ROWS = 64  # of Parquet, read in one go: a row of text may be long
+_ROWS = 64  # rows of Parquet read at a time: a row of text may be long
 
 
 def cut_parquet(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
@@ -14,7 +14,7 @@ def cut_parquet(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
     try:
         metadata = pyarrow.parquet.read_metadata(path)
     except (pyarrow.ArrowException, OSError):
-        return [Stretch(0, 0, 0, 0)]  # `read` will say so
+        return [Stretch(0, 0, 0, 0)]  # `read` will report the damage
     stretches, num_rows = [], 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -42,14 +42,14 @@ def cut_arrow(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
     stretches: list[Stretch] = []
     start, num_rows_before, num_rows, num_bytes, number = 0, 0, 0, 0, -1
     try:
-        for number, batch in enumerate(_batches(pyarrow, path)):  # mapped: only the heads of batches are read
+        for number, batch in enumerate(_batches(pyarrow, path)):  # mapped: only batches' headers are read
             num_rows += batch.num_rows
             num_bytes += batch.nbytes
             if num_bytes >= piece_bytes:
                 stretches.append(Stretch(start, number + 1, num_rows_before, num_bytes))
                 start, num_rows_before, num_bytes = number + 1, num_rows, 0
     except (pyarrow.ArrowException, OSError):
-        num_bytes, number = num_bytes + 1, number + 1  # the batch that `read` will stumble over
+        num_bytes, number = num_bytes + 1, number + 1  # include the batch at which `read` will report the damage
     if num_bytes:
         stretches.append(Stretch(start, number + 1, num_rows_before, num_bytes))
     return stretches
@@ -85,18 +85,18 @@ def _import_pyarrow(path: str) -> Any:
 
 
 def _check_column(path: str, schema: Any, text_key: str) -> None:
-    """Raises: ValueError if the table has no such column of strings."""
+    """Refuse a table without such a column of strings. Raises: ValueError."""
     fix = "name the column of the text by --text-key"
     if text_key not in schema.names:
         raise ValueError(f"{path} has no column {text_key!r} (columns: {', '.join(schema.names)}); {fix}")
     kind = schema.field(text_key).type
-    value_kind = getattr(kind, "value_type", kind)  # of a dictionary
+    value_kind = getattr(kind, "value_type", kind)  # a dictionary-encoded column has its values' type
     if str(value_kind) not in ("string", "large_string", "string_view"):
         raise ValueError(f"{path}: column {text_key!r} holds {kind}, not strings; {fix}")
 
 
 def _read_column(pyarrow: Any, column: Any, num_rows_before: int) -> Records:
-    """Its documents. Strings are taken as bytes: one that is not UTF-8 must not cost its neighbours."""
+    """Yield a column's documents. Strings are read as bytes, so that one that is not UTF-8 does not affect others."""
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     for number, content in enumerate(column.cast(pyarrow.large_binary()).to_pylist(), num_rows_before + 1):

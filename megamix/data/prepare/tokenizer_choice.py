@@ -1,4 +1,4 @@
-"""The tokenizer of a prepare: trained on the corpus, a file of the user's, or bytes."""
+"""The tokenizer of a prepare: trained on the corpus, the user's own file, or bytes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.durable import folder_aside
 
 TRAIN, BYTES = "train", "bytes"
-# Of text, from the beginnings of so many pieces: what a trainer keeps grows with the words it has seen (the process
-# with 32 MiB of source code has 367 MB, with 64 MiB 542).
+# Bytes of text for training, taken from the beginnings of so many pieces. A trainer's memory grows with the words that
+# it has seen: the process takes 367 MB with 32 MiB of source code, and 542 MB with 64 MiB.
 TRAIN_BYTES, _TRAIN_PIECES = 2**25, 256
-_SAMPLED_PIECES, _SAMPLED_CHARACTERS = 8, 2**16  # of each piece
-# Words, numbers, marks, white space and scripts in the turns that split patterns differ on.
+_SAMPLED_PIECES, _SAMPLED_CHARACTERS = 8, 2**16  # number of sampled pieces, characters of each
+# Words, numbers, marks, white space and scripts, in combinations on which split patterns differ.
 _PROBE = (
     "I'll WE'LL it's 'Tis  don't\n\n\tx = 1234567890.5e-3  \n  // naïve Ünïcode ÅngStröm\r\n \u00a0\u2003\u3000.\u0085"
     "日本語テキスト。한국어 текст عربى हिन्दी ไทย ½ ² ⅷ ٣٤٥ 🙂🏽‍🚀 e\u0301 \ufb01 \u200b"
@@ -36,8 +36,8 @@ class TokenizerChoice:
     """
 
     what: str
-    vocab_size: int | None = None  # only of one that is trained
-    end_token: str | None = None  # only of a file
+    vocab_size: int | None = None  # size of a tokenizer that is trained; otherwise None
+    end_token: str | None = None  # end token in a file of a tokenizer; None: the file's own
 
     def __post_init__(self) -> None:
         if self.what == TRAIN:
@@ -59,7 +59,7 @@ class TokenizerChoice:
             self.open_file()
 
     def open_file(self) -> TextTokenizer:
-        """Open the file. Raises: ValueError also if it has no token that ends a document."""
+        """Open the file. Raises: ValueError if it is no tokenizer, or has no token that ends a document."""
         if not Path(self.what).is_file():
             raise ValueError(
                 f"--tokenizer {self.what} is no file; write train, bytes, or the path of a tokenizer.json or "
@@ -76,7 +76,7 @@ class TokenizerChoice:
 
 
 def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Split, folder: Path) -> Path:
-    """Write the tokenizer's files to a folder, whole or not at all; return the one to open."""
+    """Write the tokenizer's files to a folder, whole or not at all. Return the file to open."""
     if not folder.exists():
         tokenizer: TextTokenizer
         if choice.what == TRAIN:
@@ -92,7 +92,7 @@ def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Sp
 
 
 def sample_texts(plan: Plan, text_key: str) -> list[str]:
-    """Return some text from all over the corpus, and a short one that has seen more of the world."""
+    """Return some texts from all over the corpus, and a short one with more scripts and signs than most corpora."""
     texts = [_PROBE]
     for piece in _spread(plan.pieces, _SAMPLED_PIECES):
         left = _SAMPLED_CHARACTERS
@@ -106,16 +106,17 @@ def sample_texts(plan: Plan, text_key: str) -> list[str]:
 
 
 def _training_texts(plan: Plan, text_key: str, split: Split) -> Iterator[str]:
-    """Documents of train; of a corpus beyond TRAIN_BYTES the first ones of pieces spread evenly over it.
+    """Yield the documents of train. If the corpus is larger than TRAIN_BYTES, yield the first documents of pieces
+    spread evenly over it.
 
-    If none of them validates, the one with the lowest draw will, with its equals, so they are held back until that is
-    known.
+    If no document validates, the one with the least draw will move to valid, with its equals. So these are held back
+    until that is known.
     """
     pieces = _spread(plan.pieces, _TRAIN_PIECES)
     total = sum(piece.num_bytes for piece in pieces)
     report = PieceReport()
     held: DocumentInPart | None = None
-    times = 0  # that it came
+    times = 0  # number of documents equal to `held`, itself included
     for piece in pieces:
         left = TRAIN_BYTES * piece.num_bytes // total
         for document in documents_of(piece, text_key, split, report):
@@ -139,6 +140,6 @@ def _training_texts(plan: Plan, text_key: str, split: Split) -> Iterator[str]:
 
 
 def _spread(pieces: Sequence[CorpusPiece], count: int) -> list[CorpusPiece]:
-    """So many of them, evenly spread, from the first on; all if there are no more."""
+    """Return `count` pieces, evenly spread, beginning with the first; all if there are not more."""
     count = min(count, len(pieces))
     return [pieces[number * len(pieces) // count] for number in range(count)]

@@ -1,4 +1,4 @@
-"""Processes beside the first one: they encode pieces, in any order, and train the tokenizer."""
+"""Worker processes: they encode pieces, in any order, and train the tokenizer."""
 
 import fcntl
 import multiprocessing
@@ -22,19 +22,19 @@ _LOCK_NAME = "workers.lock"
 
 
 class WorkerDiedError(OSError):
-    """Ended by the system, most often because memory ran out."""
+    """An error of a worker that the system ended, most often because memory ran out."""
 
 
 def encode_pieces(
     folder: Path, job: EncodingJob, pieces: Sequence[CorpusPiece], numbers: Sequence[int], num_workers: int
 ) -> Iterator[tuple[int, PieceReport]]:
-    """Encode the pieces with these numbers; yield number and report of each as it is finished.
+    """Encode the pieces with these numbers. Yield the number and report of each as soon as it is finished.
 
-    `folder` is that of the unfinished work. Raises: as `encode_piece`; WorkerDiedError.
+    `folder`: the folder of the unfinished work. Raises: as `encode_piece`; WorkerDiedError.
     """
     num_workers = min(num_workers, len(numbers))
     if num_workers <= 1:
-        opened_tokenizer.cache_clear()  # a job before may have had another one at the same path
+        opened_tokenizer.cache_clear()  # an earlier job may have had another tokenizer at this path
         for number in numbers:
             yield number, encode_piece(job, pieces[number], number)
         return
@@ -64,9 +64,9 @@ def _encode_on_one_core(job: EncodingJob, piece: CorpusPiece, number: int) -> Pi
 
 
 def call_apart(folder: Path, function: Callable[[], Any]) -> Any:
-    """Return what a function returns that is called in a process of its own, with which the memory it took ends too.
+    """Call a function in a process of its own, and return its result. The function's memory ends with the process.
 
-    Raises: what the function raises; WorkerDiedError.
+    Raises: any error of the function; WorkerDiedError.
     """
     worker = _Worker(folder)
     try:
@@ -79,20 +79,20 @@ def call_apart(folder: Path, function: Callable[[], Any]) -> Any:
 class _Worker:
     """A process that calls functions, one at a time.
 
-    It is spawned, not forked: a fork of a process whose tokenizer has threads may wait for them for ever. It ends when
-    the process that started it ends, however that comes about.
+    It is spawned and not forked: a fork of a process whose tokenizer has threads may wait for these threads for ever.
+    It ends when the process that started it ends, for whatever reason.
     """
 
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
-        self.number = -1  # of the piece; -1: none yet
+        self.number = -1  # number of the piece that it encodes; -1: none
         self.connection, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(target=_work, args=(folder, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
     def give(self, function: Callable[[], Any], number: int = -1) -> None:
-        """`number`: of the piece that it encodes."""
+        """Send a function to call. `number`: the piece that it encodes; -1: none. Raises: WorkerDiedError."""
         self.number = number
         try:
             self.connection.send(function)
@@ -123,18 +123,18 @@ class _Worker:
 
 
 def wait_for_orphans(folder: Path) -> None:
-    """Return once no worker of a killed prepare writes to the folder; they notice within moments that it is gone."""
+    """Wait until no worker of a killed prepare writes to the folder. Workers notice within moments that it has died."""
     with os.fdopen(open_own(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _work(folder: Path, connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all of them; the first process ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the workers
     parent = multiprocessing.parent_process()
     assert parent is not None
     with os.fdopen(open_own(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        if parent.is_alive():  # else another prepare may have taken the folder before the lock was ours
+        if parent.is_alive():  # if not, another prepare may have taken the folder before this lock
             threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
             _serve(connection)
 
@@ -145,7 +145,7 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _serve(connection: Connection) -> None:
-    """Send what each function returns or raises, until nobody wants more."""
+    """Call each function that comes, and send back its result or error, until the connection is closed."""
     with suppress(EOFError):
         while True:
             function = connection.recv()
@@ -154,6 +154,6 @@ def _serve(connection: Connection) -> None:
                 answer = function()
             except (ValueError, OSError) as error:
                 answer = error
-            except Exception:  # a defect, which the first process tells with its place, and ends
+            except Exception:  # a defect: the first process prints this traceback, and ends
                 answer = RuntimeError(f"a worker failed:\n{traceback.format_exc()}")
             connection.send(answer)
