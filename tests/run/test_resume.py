@@ -36,7 +36,6 @@ from megamix.train.trainer import Trainer
 from tests.checkpoint.seal import edit
 from tests.conftest import FULL, also_wide
 from tests.programs import lines_counted
-from tests.test_config_unread import listed_before
 from tests.train.jobs import (
     Crash,
     Record,
@@ -327,19 +326,6 @@ def test_a_checkpoint_that_is_older_than_a_key_was_made_with_its_default(stopped
     other = run.config.replace("qk_norm = false", "qk_norm = true")
     with pytest.raises(ConfigError, match="model.qk_norm: the checkpoint has false, the configuration true"):
         changes(before.path, before.manifest, run.model_copy(update={"config": other}), 0, own=True)
-
-
-def test_keys_that_are_not_read_are_no_change_though_an_older_checkpoint_lists_them(stopped, data) -> None:
-    checkpoint = read_checkpoint(checkpoints(stopped / "run/checkpoints")[0])
-    run = checkpoint.manifest.run
-    listed = listed_before(_config(stopped, data)).replace("momentum = 0.9", "momentum = 0.5")
-    assert "momentum = 0.5\n" in listed
-    assert "momentum" not in run.config
-    older = run.model_copy(update={"config": listed})
-    for manifest, now in ((checkpoint.manifest.model_copy(update={"run": older}), run), (checkpoint.manifest, older)):
-        assert changes(checkpoint.path, manifest, now, 0, own=True) == []
-    lower = run.model_copy(update={"config": run.config.replace("lr = 0.01", "lr = 0.005")})
-    assert changes(checkpoint.path, checkpoint.manifest, lower, 0, own=True) == ["optimizer.lr: 0.01 -> 0.005"]
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begin_anew(stopped, data, capsys) -> None:
