@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megamix.mixed_precision.settings import Sharding as Sharding
     from megamix.mixed_precision.step import StepResult as StepResult
     from megamix.tools.audit.audit import audit as audit
-    from megamix.tools.verify.trainer import ForeignTrainer as ForeignTrainer
+    from megamix.tools.verify.foreign.trainer import ForeignTrainer as ForeignTrainer
 
 
 @cache

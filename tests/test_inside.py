@@ -42,7 +42,7 @@ OTHERS = {
     "megamix/tools/plan/": "the bytes of one",
     "tests/tools/plan/test_command.py": "the bytes of one",
     "tests/test_studies.py": "a curve of a study",
-    "tests/tools/verify/packages.py": "DeepSpeed's",
+    "tests/tools/verify/foreign/packages.py": "DeepSpeed's",
 }
 
 

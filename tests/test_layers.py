@@ -36,7 +36,11 @@ LAYER = {
     "tools.plan": 7,
     "train": 8,
     "tools.ranks": 8,
-    "tools.verify": 9,
+    "tools.verify": 0,  # an empty `__init__.py`, too: three rooms on one core
+    "tools.verify.core": 8,
+    "tools.verify.layouts": 9,
+    "tools.verify.foreign": 9,
+    "tools.verify.runs": 9,
     "tools.bench": 9,
     "tools.audit": 10,
     "tools.doctor": 10,
@@ -55,7 +59,9 @@ def room_of(name: str) -> str:
     parts = name.split(".")
     if "command" in parts:
         return "command"
-    return ".".join(parts[:2]) if parts[0] == "tools" else parts[0] or "__init__"
+    if parts[0] == "tools":
+        return ".".join(parts[: 3 if parts[1:2] == ["verify"] else 2])
+    return parts[0] or "__init__"
 
 
 def module_of(path: Path, package: Path) -> str:
@@ -184,7 +190,9 @@ def test_the_design_page_draws_the_rooms_as_they_are() -> None:
     page = (PACKAGE.parent / "docs/design.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `megamix/([\w/]+)(?:\.py|/)` \|", page, flags=re.MULTILINE)
     assert {room.replace("/", "."): int(layer) for layer, room in rows} == {
-        room: layer for room, layer in LAYER.items() if room not in ("command", "tools") and not room.startswith("__")
+        room: layer
+        for room, layer in LAYER.items()
+        if room not in ("command", "tools", "tools.verify") and not room.startswith("__")
     }
     assert f"| {LAYER['command']} | each room's `command.py` |" in page
 
@@ -206,6 +214,8 @@ def test_the_design_page_draws_the_rooms_as_they_are() -> None:
         ("train/a.py", "from megamix.tools.plan.limits import x", "train imports tools.plan"),
         ("tools/plan/a.py", "from megamix.train.job import run_job", "tools.plan imports train"),
         ("tools/bench/a.py", "from megamix.tools.doctor import cards", "tools.bench imports tools.doctor"),
+        ("tools/verify/core/a.py", "from megamix.tools.verify.runs import x", "core imports tools.verify.runs"),
+        ("tools/verify/runs/a.py", "from megamix.tools.verify.layouts import x", "runs imports tools.verify.layouts"),
         ("hub/a.py", "from megamix.hub import command", "hub imports command"),
         ("train/command.py", "from megamix.tools.plan.command import x", "command imports command"),
     ],
@@ -229,7 +239,7 @@ def test_planted_violation_is_found(tmp_path: Path, file: str, line: str, want: 
         ("cli.py", "from megamix.hub import command"),
         ("train/command.py", "from megamix.tools.plan.limits import x"),
         ("tools/doctor/a.py", "from megamix.tools.bench import sides"),
-        ("tools/verify/__init__.py", "from megamix.tools import ranks"),
+        ("tools/verify/runs/__init__.py", "from megamix.tools import ranks"),
         ("comm/a.py", "from megamixer import data"),
     ],
 )

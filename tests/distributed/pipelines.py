@@ -22,7 +22,7 @@ from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
 from megamix.parallel.pipeline_parallel import Handover, Pipeline
 from megamix.parallel.stages import V_SHAPED, plan_stages
-from megamix.tools.verify.observe import rank_device
+from megamix.tools.verify.core.observed_step import rank_device
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True},

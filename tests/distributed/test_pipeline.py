@@ -26,7 +26,7 @@ from megamix.mixed_precision.step import StepResult
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.passes import Passes
 from megamix.parallel.pipeline_parallel import SCHEDULES
-from megamix.tools.verify.observe import rank_device
+from megamix.tools.verify.core.observed_step import rank_device
 from tests.conftest import FULL
 from tests.distributed.pipelines import (
     Case,

@@ -26,7 +26,7 @@ from megamix.parallel.stages import plan_stages
 from megamix.plugins import FAMILIES
 from megamix.run.run_folder import job_problems
 from megamix.tools.plan.activations import TracedWork, trace_stage
-from megamix.tools.verify import layout_lines
+from megamix.tools.verify.layouts import layout_lines
 from megamix.train.job import run_job
 from tests.tools.plan.test_activations import BATCH, _counted
 from tests.train.jobs import SEQ_LEN, run_on_ranks, tiny_job, write_data

@@ -19,7 +19,7 @@ from megamix.config import Config
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.plan import make_plan, read_piece
 from megamix.data.token_file import TokenFile
-from megamix.tools.verify.observe import batches
+from megamix.tools.verify.layouts.observe import batches
 from tests.data.prepare_job import prepare
 from tests.train.jobs import run_on_ranks, tiny_job
 from tests.train.outcome import TIMELESS, end_of

@@ -37,8 +37,10 @@ from megamix.mixed_precision.update_slice import States, UpdateScalars
 from megamix.parallel.build import build_model, drawn
 from megamix.plugins import OPTIMIZERS
 from megamix.tools.plan import memory_plan
-from megamix.tools.verify import judge
-from megamix.tools.verify.observe import ObservedStep, observe
+from megamix.tools.verify.core import judge_steps
+from megamix.tools.verify.core.observed_step import ObservedStep
+from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.observe import observe
 from megamix.train.job import run_job
 from tests.checkpoint.state import together_of
 from tests.parallel.layouts import Case, Owned, assemble, states
@@ -274,8 +276,8 @@ def _observed(config: Config, name: str) -> tuple[list[ObservedStep], int, int]:
 def test_verify_passes_and_plan_counts_its_bytes(run_ranks, monkeypatch, name: str, layout: str) -> None:
     config = make_config(layout, dtype="bf16")
     ranks = run_ranks(_observed, 2, config, name)
-    monkeypatch.setattr(judge, "build_optimizer", lambda section, lr, model: _optimizer(name))
-    verdict = judge.judge(config, [steps for steps, _, _ in ranks], torch.device("cpu"), 2, 1)
+    monkeypatch.setattr(judge_steps, "build_optimizer", lambda section, lr, model: _optimizer(name))
+    verdict = judge(config, [steps for steps, _, _ in ranks], torch.device("cpu"), 2, 1)
     assert verdict.differences == []
     assert (verdict.attempts, verdict.skipped) == (3, 1)
     assert all(held <= most < 1.3 * max(held for _, held, _ in ranks) for _, held, most in ranks)

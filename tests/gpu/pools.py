@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.tools import ranks
-from megamix.tools.verify import judge, layout_lines
+from megamix.tools.verify.layouts import judge, layout_lines
 from tests.programs import lines_counted
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import ReduceDtype
 from megamix.tools.ranks import RankFailure
-from megamix.tools.verify.observe import rank_device
+from megamix.tools.verify.core.observed_step import rank_device
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 

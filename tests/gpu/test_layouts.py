@@ -22,13 +22,13 @@ from megamix.config import Config
 from megamix.machine import CPU_HALVES
 from megamix.model import layers
 from megamix.model.ops import Ops
-from megamix.tools.verify.layouts import parse_layout
+from megamix.tools.verify.core.layout import parse_layout
 from tests.conftest import FULL, also_wide
 from tests.gpu.pools import processes_with_gpus
-from tests.tools.verify.covering import Run, whole_matrix
 from tests.tools.verify.jobs import make_config, observe_case
+from tests.tools.verify.layouts.covering import Run, whole_matrix
+from tests.tools.verify.layouts.test_layouts import AXES, _allowed
 from tests.tools.verify.test_command import CONFIG, SMALL
-from tests.tools.verify.test_layouts import AXES, _allowed
 
 pytestmark = pytest.mark.uncounted
 

@@ -15,7 +15,7 @@ from megamix.config import ModelConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, drawn
-from megamix.tools.verify.observe import rank_device
+from megamix.tools.verify.core.observed_step import rank_device
 
 VOCAB, SEQ_LEN, BATCH, STEPS = 64, 16, 2, 2
 ROUNDINGS = 32  # see first_difference

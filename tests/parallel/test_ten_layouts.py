@@ -23,12 +23,13 @@ from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch, Passes
-from megamix.tools.verify.layouts import parse_layout
-from megamix.tools.verify.observe import batches, rank_device
+from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.core.observed_step import rank_device
+from megamix.tools.verify.layouts.observe import batches
 from tests.conftest import FULL
 from tests.parallel.layouts import Owned, are_equal, assemble, contents, states, with_one_inf
 from tests.tools.verify.jobs import make_config
-from tests.tools.verify.test_layouts import LAYOUTS
+from tests.tools.verify.layouts.test_layouts import LAYOUTS
 
 SAMPLE = ("dp2", "tp2", "pp2", "dp2tp2")
 # (saved by, loaded by): every axis left and taken up.

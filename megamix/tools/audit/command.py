@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megamix.arguments import Failed, add_config, add_verb, check_plugins, lines_told
 from megamix.config import Config, ConfigError, grad_accum_steps, load_config
-from megamix.tools.verify.layouts import Layout, at_own_size, size_told
+from megamix.tools.verify.core.layout import Layout, at_own_size, size_told
 
 if TYPE_CHECKING:
     from megamix.tools.audit.report import AuditReport
@@ -67,7 +67,7 @@ def audit_job(config: Config, updates: int) -> AuditReport:
     from megamix.parallel.passes import MicroBatch
     from megamix.tools.audit.audit import audit
     from megamix.tools.audit.report import AuditReport
-    from megamix.tools.verify.observe import MOST_SKIPPED, batches
+    from megamix.tools.verify.layouts.observe import MOST_SKIPPED, batches
 
     device, section, report = local_device(), config.parallelism, AuditReport()
     topology, stages = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size), plan_pipeline(config)

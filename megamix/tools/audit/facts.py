@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megamix.comm.collectives import make_collectives
 from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
-from megamix.tools.verify.tape import plain_name
+from megamix.tools.verify.core.tape import plain_name
 
 # In the order in which a step meets them. `sum`: over micro-batches and ranks; `master`: what the optimizer updates.
 COLUMNS = ("storage", "compute", "gradient", "wire", "sum", "master", "moments", "checkpoint")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from megamix.tools.audit.facts import DTYPES, ESTIMATED, EXACT, ParamFacts, dtype_name, joined, local
-from megamix.tools.verify.tape import tensors_in
+from megamix.tools.verify.core.tape import tensors_in
 
 _COPIES = {"_to_copy", "clone"}
 # What a parameter passes through without being computed with: views are told by torch.

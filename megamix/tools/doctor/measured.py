@@ -18,8 +18,8 @@ from megamix.tools.doctor import ranks
 from megamix.tools.doctor.cards import Card, judge_cards
 from megamix.tools.doctor.finding import Finding, expected, found, not_here
 from megamix.tools.ranks import RankFailure, RankPool
-from megamix.tools.verify.layout_lines import verify_layout
-from megamix.tools.verify.layouts import parse_layout
+from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.layouts.layout_lines import verify_layout
 
 _OF_PEAK, _OF_MEMORY = 0.65, 0.85  # what products and copies of a healthy card reach of it
 _PINNED, _BETWEEN_CARDS, _LOOPBACK = 20.0, 20.0, 0.1  # GB/s

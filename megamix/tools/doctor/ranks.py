@@ -21,8 +21,8 @@ from megamix.tools.bench.ranks import Side, TrainRank
 from megamix.tools.bench.sides import Ddp, Engine, Fsdp, Ours, Work
 from megamix.tools.bench.update_bench import COMPILED, COPY, LIBRARY, UpdateRank
 from megamix.tools.doctor.cards import Card, probe_cards
-from megamix.tools.verify.observe import rank_device
-from megamix.tools.verify.verdict import NOISE, UNIT
+from megamix.tools.verify.core.observed_step import rank_device
+from megamix.tools.verify.core.verdict import NOISE, UNIT
 
 _TINY = ModelConfig(vocab_size=256, seq_len=64, hidden_size=128, num_layers=2, num_heads=2)
 SIDES: dict[str, Callable[[Work], Engine]] = {"ours": Ours, "FSDP2": Fsdp, "plain torch": Ddp}

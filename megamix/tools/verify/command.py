@@ -11,7 +11,7 @@ from typing import Any
 
 from megamix.arguments import add_config, add_verb, check_plugins, print_lines
 from megamix.config import load_config
-from megamix.tools.verify.layouts import at_own_size, parse_layouts
+from megamix.tools.verify.core.layout import at_own_size, parse_layouts
 
 MOST_PARTS = 3  # of a job that is interrupted twice
 
@@ -77,8 +77,8 @@ def _refuse_idle(arguments: argparse.Namespace) -> None:
 
 
 def _trainer_lines(arguments: argparse.Namespace) -> Iterator[str]:
-    from megamix.tools.verify.layout_lines import trainer_lines  # and torch, which takes seconds
-    from megamix.tools.verify.trainer import WrongTrainer
+    from megamix.tools.verify.foreign.trainer import WrongTrainer
+    from megamix.tools.verify.foreign.trainer_lines import trainer_lines
 
     try:
         yield from trainer_lines(arguments.trainer, arguments.ranks or [1, 2], arguments.steps or 4, arguments.bisect)
@@ -99,9 +99,9 @@ def _config_lines(arguments: argparse.Namespace) -> Iterator[str]:
         problem = f"--layouts: got {len(layouts)} names, but a job with two resumes has {MOST_PARTS} parts"
         arguments.parser.error(problem, f"write up to {MOST_PARTS}, as --layouts dp2,dp1,dp4")
     if arguments.runs or arguments.twice:
-        from megamix.tools.verify.run_lines import runs_lines, twice_lines
+        from megamix.tools.verify.runs.run_lines import runs_lines, twice_lines
 
         return (runs_lines if arguments.runs else twice_lines)(config, layouts)
-    from megamix.tools.verify.layout_lines import verify_lines
+    from megamix.tools.verify.layouts.layout_lines import verify_lines
 
     return verify_lines(config, layouts, arguments.bisect)

@@ -23,8 +23,8 @@ from megamix.tools.doctor import measured, ranks
 from megamix.tools.doctor.cards import Card
 from megamix.tools.doctor.finding import Finding, expected
 from megamix.tools.ranks import RankFailure
-from megamix.tools.verify.layouts import Layout
-from megamix.tools.verify.verdict import Verdict
+from megamix.tools.verify.core.layout import Layout
+from megamix.tools.verify.core.verdict import Verdict
 from tests.tools.doctor.test_machine import with_cards
 
 H100 = "NVIDIA H100 80GB HBM3"

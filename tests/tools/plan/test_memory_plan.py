@@ -21,7 +21,7 @@ from megamix.parallel.passes import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES
 from megamix.tools.plan.memory_plan import EVALUATION, held_memory, plan_memory, plan_rank
 from megamix.tools.plan.report import report_lines
-from megamix.tools.verify.layouts import parse_layout
+from megamix.tools.verify.core.layout import parse_layout
 from tests.conftest import FULL, also_wide
 from tests.storages import storage_bytes
 

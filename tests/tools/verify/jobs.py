@@ -30,8 +30,9 @@ from megamix.mixed_precision.update_slice import UpdateGroup
 from megamix.model import decoder
 from megamix.model.layers import RotaryTable
 from megamix.parallel import build, tensor_parallel
-from megamix.tools.verify.layouts import parse_layout
-from megamix.tools.verify.observe import ObservedStep, observe
+from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.core.observed_step import ObservedStep
+from megamix.tools.verify.layouts.observe import observe
 from tests.tools.verify.muon_bugs import FAMILY, MUON_BUGS
 
 FAMILIES = {

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from megamix.config import Config
-from megamix.tools.verify.judge import judge
-from megamix.tools.verify.judge_trainer import judge_trainer
-from megamix.tools.verify.observe import ObservedStep, observe
-from megamix.tools.verify.trainer import load_trainer
-from megamix.tools.verify.watch import SeenStep, watch_trainer
+from megamix.tools.verify.core.observed_step import ObservedStep
+from megamix.tools.verify.foreign.judge_trainer import judge_trainer
+from megamix.tools.verify.foreign.trainer import load_trainer
+from megamix.tools.verify.foreign.watch import SeenStep, watch_trainer
+from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.observe import observe
 from tests.conftest import FULL
-from tests.tools.verify import trainers
+from tests.tools.verify.foreign import trainers
 from tests.tools.verify.jobs import make_config
 
 TRAINER = f"{Path(__file__).parent / 'trainers.py'}:Deep"

@@ -9,8 +9,8 @@ import pytest
 from megamix.cli import main
 from megamix.config import Config
 from megamix.tools.ranks import RankFailure
-from megamix.tools.verify import layout_lines
-from megamix.tools.verify.verdict import Difference, Verdict
+from megamix.tools.verify.core.verdict import Difference, Verdict
+from megamix.tools.verify.layouts import layout_lines
 
 CONFIG = str(Path(__file__).parents[3] / "configs/quickstart.toml")
 SMALL = [

@@ -12,11 +12,12 @@ import torch
 from torch.nn import functional as F
 
 from megamix.model.layers import Head
-from megamix.tools.verify.judge import judge
-from megamix.tools.verify.judge_trainer import judge_trainer
-from megamix.tools.verify.observe import ObservedStep, observe
-from megamix.tools.verify.trainer import load_trainer
-from megamix.tools.verify.watch import watch_trainer
+from megamix.tools.verify.core.observed_step import ObservedStep
+from megamix.tools.verify.foreign.judge_trainer import judge_trainer
+from megamix.tools.verify.foreign.trainer import load_trainer
+from megamix.tools.verify.foreign.watch import watch_trainer
+from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.observe import observe
 from tests.tools.verify.catalogue.foreign import ByHand
 from tests.tools.verify.jobs import UPDATES, make_config
 

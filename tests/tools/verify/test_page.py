@@ -16,18 +16,19 @@ import torch
 
 from megamix.cli import main
 from megamix.tools.ranks import RankFailure
-from megamix.tools.verify import layout_lines, run_lines
-from megamix.tools.verify.hypotheses import AskedStep
-from megamix.tools.verify.judge_buffers import check_buffers
-from megamix.tools.verify.judge_trainer import judge_trainer
-from megamix.tools.verify.reference import Reference, finite
-from megamix.tools.verify.trainer import load_trainer
-from megamix.tools.verify.update_kinds import AskedUpdate
-from megamix.tools.verify.verdict import Verdict
-from megamix.tools.verify.watch import SeenStep, watch_trainer
+from megamix.tools.verify.core.hypotheses import AskedStep
+from megamix.tools.verify.core.reference import Reference, finite
+from megamix.tools.verify.core.update_kinds import AskedUpdate
+from megamix.tools.verify.core.verdict import Verdict
+from megamix.tools.verify.foreign import trainer_lines
+from megamix.tools.verify.foreign.judge_buffers import check_buffers
+from megamix.tools.verify.foreign.judge_trainer import judge_trainer
+from megamix.tools.verify.foreign.trainer import load_trainer
+from megamix.tools.verify.foreign.watch import SeenStep, watch_trainer
+from megamix.tools.verify.runs import run_lines
 from tests.tools.verify.catalogue.foreign import ByHand, Half
+from tests.tools.verify.runs.test_runs import Pool
 from tests.tools.verify.test_command import CONFIG, SMALL
-from tests.tools.verify.test_runs import Pool
 
 PAGE = (Path(__file__).parents[3] / "docs/verify.md").read_text(encoding="utf-8")
 
@@ -87,7 +88,7 @@ def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
         whole = str(tmp_path / where)
         return judge_trainer(load_trainer(whole, ranks=world), run_ranks(watch_trainer, world, whole, steps, bisect))
 
-    monkeypatch.setattr(layout_lines, "verify_trainer", by_these_ranks)
+    monkeypatch.setattr(trainer_lines, "verify_trainer", by_these_ranks)
     monkeypatch.setattr(run_lines, "RankPool", Pool)
     monkeypatch.setattr(Pool, "run", staticmethod(run_ranks), raising=False)
     said = {}

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from megamix.tools.ranks import RankPool
-from megamix.tools.verify.verdict import Verdict
+from megamix.tools.verify.core.verdict import Verdict
 from tests.tools.verify.catalogue.bugs import BUGS, Bug
 from tests.tools.verify.catalogue.run import verdicts
-from tests.tools.verify.run_bugs import RUN_BUGS
+from tests.tools.verify.runs.run_bugs import RUN_BUGS
 
 PAGE = Path(__file__).parents[4] / "docs" / "verify.md"
 HEADER = "| bug | met in | ranks | step | what `verify` says first |\n|---|---|---|---|---|\n"
@@ -23,7 +23,7 @@ RUNS_HEADER = "| bug in a run | met in | step | what `verify --runs` says |\n|--
 
 
 def runs_table() -> str:
-    """Return the table of what `--runs` must say: tests/tools/verify/test_runs.py plants and asks."""
+    """Return the table of what `--runs` must say: tests/tools/verify/runs/test_runs.py plants and asks."""
     rows = ""
     for bug in RUN_BUGS:
         said = ", ".join(words.strip() for words in bug.words)

@@ -21,7 +21,7 @@ def _names() -> list[str]:
         return [*BUGS]
     quick = [
         name for name, bug in BUGS.items() if bug.ranks < 4 and not bug.layout
-    ]  # tests/tools/verify/test_judge.py has those
+    ]  # tests/tools/verify/layouts/test_judge.py has those
     return sorted({name for name in quick if BUGS[name].fast} | {*random.Random(0).sample(quick, SAMPLE)})
 
 

@@ -1,0 +1,75 @@
+"""From a wrong parameter to its module: the first whose output or input gradient leaves its bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megamix.tools.verify.core.hypotheses import AskedStep, factor_of
+from megamix.tools.verify.core.reference import LossOf, moved, put
+from megamix.tools.verify.core.tape import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Tape, recorded
+from megamix.tools.verify.core.verdict import NOISE, UNIT
+
+
+def culprit(asked: AskedStep, tapes: Sequence[tuple[int, Tape]]) -> str:
+    """Return the first wrong module of a step, "" if none is. `tapes`: of every rank, behind whose data it had."""
+    wide = {name: weight.double() for name, weight in asked.weights.items()}
+    reference, found = asked.reference, []
+    for rank, (of_rank, tape) in enumerate(tapes):
+        batch = asked.by_rank[of_rank][0]
+        exact = _record(reference.exact, reference.exact_loss, wide, batch)
+        native = _record(reference.native, reference.native_loss, reference.coarse(asked.weights), batch)
+        if wrong := first_module(tape, [other for data, other in tapes if data == of_rank], exact, native):
+            found.append((*wrong, rank))
+    if not found:
+        return ""
+    _, text, rank = min(found)  # a rank that has what another one sends is wrong later
+    return f"{text} (rank {rank})"
+
+
+def _record(model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batch: Any) -> Tape:
+    put(model, weights)
+    with recorded(model) as tape:
+        torch.autograd.backward(loss_of(model, moved(batch, next(model.parameters()).device)))
+    model.zero_grad()
+    return tape
+
+
+def first_module(tape: Tape, all_parts: Sequence[Tape], exact: Tape, native: Tape) -> tuple[int, str] | None:
+    """Return when and which module is the first to be wrong, and by how much; None if none is.
+
+    Bound: NOISE times what rounding does on one rank, the largest over the tensor, and 4 roundings of the largest
+    element. Gradients are compared up to one factor: loss scale and number of micro-batches. `all_parts`: of the ranks
+    with the same data. Between tensor-parallel ranks some gradients are parts of a sum, which is compared then.
+    """
+    kinds: dict[bool, float] = {False: 1.0}  # by whether it is a gradient: the factor
+    wrong: tuple[int, str] | None = None
+    for number, (key, want) in enumerate(exact.items()):
+        here, near = tape.get(key), native.get(key)
+        if here is None or near is None or not here.shape == want.shape == near.shape:
+            continue  # a shard, or what one rank computes in another form
+        parts = torch.stack([part[key].double() for part in all_parts if key in part]).sum(0)
+        is_gradient, largest = key[1] in (OUTPUT_GRADIENT, INPUT_GRADIENT), float(want.abs().max())
+        near = near.double() / (factor_of(near, want) if is_gradient else 1.0)
+        bound = NOISE * float((near - want).abs().max()) + 4 * UNIT.get(here.dtype, 0.0) * largest
+        scales = [kinds[is_gradient]] * 2 if is_gradient in kinds else [factor_of(here, want), factor_of(parts, want)]
+        errors = [float((one.double() / scale - want).abs().max()) if scale else math.inf
+                  for one, scale in zip((here, parts), scales, strict=True)]  # fmt: skip
+        if min(errors) <= bound:
+            kinds.setdefault(is_gradient, scales[errors.index(min(errors))])
+        elif wrong is None:
+            wrong = number, f"{_place(*key)}: its {key[1]} is off by {min(errors):.3g}, bound {bound:.3g}"
+    return wrong
+
+
+def _place(name: str, what: str) -> str:
+    if what in (OUTPUT, INPUT_GRADIENT):
+        return name or "the whole model"
+    if not name:
+        return "the loss" if what == OUTPUT_GRADIENT else "the micro-batch"
+    outer = name.rpartition(".")[0] or "the whole model"
+    return f"{outer}, {'before' if what == INPUT else 'behind'} {name}"

@@ -1,0 +1,331 @@
+"""Which kind of mistake a difference looks like: what each kind would have given is computed, and the nearest is named
+if it explains the numbers within the bound that the right ones have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamix.mixed_precision.muon import Muon, orthogonalised
+from megamix.tools.verify.core.reference import MicroBatches, Reference, Step
+from megamix.tools.verify.core.verdict import UNIT, Tensors
+
+Candidates = Iterator[tuple[str, Tensor]]
+HALVES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+
+
+def nearest(found: Tensor, want: Tensor, bound: float, candidates: Candidates) -> str:
+    """Return the candidate nearest to `found`, if within the bound and four times as near as `want`; else ""."""
+    error = float((found - want).abs().max())
+    best, kind = min(error / 4, math.inf) if math.isfinite(error) else math.inf, ""
+    for sentence, candidate in candidates:
+        size = max(1.0, float(candidate.abs().max()) / max(float(want.abs().max()), 1e-300))
+        off = float((found - candidate).abs().max())
+        if off <= bound * size and off < 0.99 * best:  # of two that are the same numbers, the first
+            best, kind = off, sentence
+    return kind
+
+
+def _targets_moved(batch: Any, by: int) -> Any:
+    """Return a micro-batch whose last tensor of whole numbers, its targets, is turned by some positions."""
+    if isinstance(batch, Mapping):
+        return dict(zip(batch, _targets_moved([*batch.values()], by), strict=True))
+    if not isinstance(batch, tuple | list) or not isinstance(batch[-1], Tensor) or batch[-1].is_floating_point():
+        return batch
+    return [*batch[:-1], batch[-1].roll(by)]
+
+
+def factor_of(found: Tensor, right: Tensor) -> float:
+    """Return what `right` must be multiplied by to come nearest to `found`, in the sum of squares."""
+    found, right = found.double(), right.double()
+    return float((found * right).sum() / right.square().sum().clamp(min=1e-300))
+
+
+@dataclass(frozen=True)
+class AskedStep:
+    """One step as it should have been: whose gradient is to be explained."""
+
+    reference: Reference
+    weights: Mapping[str, Tensor]  # before it
+    by_rank: Sequence[Sequence[Any]]  # each rank's micro-batches
+    shares: Sequence[Sequence[float]]  # what each counts in the loss; their sum is 1
+    loss_scale: float = 1.0
+    coefficient: float = 1.0  # of clipping: of the gradient that was found
+    clip: float = 0.0
+    groups: Mapping[str, int] = field(default_factory=dict)  # of the optimizer: which one a parameter is in
+    earlier: AskedStep | None = field(default=None, repr=False)
+    ranks: int = 1  # all of them: where some divide the model, more than read
+    owners: Mapping[str, Tensor] = field(default_factory=dict)  # of a parameter's elements: the ranks in whose shards
+    tp_size: int = 1
+    replicated: Collection[str] = ()  # by tensor-parallel ranks
+
+    @cached_property
+    def parts(self) -> list[list[Tensors]]:
+        """What each micro-batch of each rank adds to the gradient, FP64."""
+        return [[self._of([batch], [share]) for batch, share in zip(*both, strict=True)]
+                for both in zip(self.by_rank, self.shares, strict=True)]  # fmt: skip
+
+    def _of(self, batches: MicroBatches, shares: Sequence[float]) -> Tensors:
+        return self.reference.exact_step(self.weights, batches, shares).grads
+
+    @property
+    def flat(self) -> tuple[list[Any], list[float]]:
+        """The micro-batches of all ranks, and what each counts."""
+        return [*chain.from_iterable(self.by_rank)], [*chain.from_iterable(self.shares)]
+
+    @cached_property
+    def exact(self) -> Step:
+        return self.reference.exact_step(self.weights, *self.flat)
+
+    @property
+    def whole(self) -> Tensors:
+        return self.exact.grads
+
+    def _sum(self, name: str, rank: int | None = None, number: int | None = None) -> Tensor:
+        """Add up the parts of a rank, of the micro-batches of a number, or all."""
+        ranks = self.parts if rank is None else [self.parts[rank]]
+        chosen = [part[name] for mine in ranks for at, part in enumerate(mine) if number in (None, at)]
+        return torch.stack(chosen).sum(0)
+
+    def explain(self, name: str, found: Mapping[str, Tensor], bound: float) -> str:
+        """Say what kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
+        want, off = self.whole[name] * self.coefficient, found[name]
+        factors = ((text, want * factor) for factor, text in self.meanings())
+        kinds = chain(self._owned(name), self._sums(name), self._steps(name), self._uses(name), self._places(name, off))
+        # A wrong gradient is clipped by a norm of its own.
+        others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in kinds)
+        kept = factors, self._clips(name, off), self._times(name, off), others, self._added(name, off - want)
+        kind = next(filter(None, (nearest(off, want, bound, candidates) for candidates in kept)), "")
+        return kind or self._rounded(want, off) or self._orthogonal(name, off)
+
+    def rank_apart(self, losses: Sequence[Sequence[float]], exact: Sequence[float], bound: float) -> str:
+        """Say which ranks compute another loss than one process where others do not; "" for all or none of them.
+        `losses`: of each rank's micro-batches; `exact`: of all in FP64.
+        """
+        left = iter(exact)
+        own = [[next(left) for _ in mine] for mine in self.by_rank]
+        if [*map(len, losses)] != [*map(len, own)]:
+            return ""
+        off = [
+            max(abs(one - other) for one, other in zip(*both, strict=True)) for both in zip(losses, own, strict=True)
+        ]
+        wrong = [rank for rank, error in enumerate(off) if not error <= bound]
+        alone = 0 < len(wrong) < len(own)
+        return (
+            f"another forward on rank {', '.join(map(str, wrong))} alone: losses elsewhere are right" if alone else ""
+        )
+
+    def explain_loss(self, told: Sequence[float], losses: Sequence[float], bound: float) -> str:
+        """Say what kind of mistake the loss looks like. `told`: by each rank; `losses`: of each micro-batch in FP64."""
+        shares = [sum(mine) for mine in self.shares]
+        found = sum(one * share for one, share in zip(told, shares, strict=True))
+        left = iter(losses)
+        parts = [[next(left) * share for share in mine] for mine in self.shares]
+        whole = sum(map(sum, parts))
+        kinds = [(text, whole * factor) for factor, text in self.meanings()]
+        kinds += [("a mean of micro-batches' means", sum(losses) / len(losses))]
+        kinds += [("a mean of ranks' means", sum(map(float.__truediv__, map(sum, parts), shares)) / len(parts))]
+        kinds += [(f"rank {rank}'s own", sum(mine) / shares[rank]) for rank, mine in enumerate(parts)]
+        last = [mine[-1] / share[-1] for mine, share in zip(parts, self.shares, strict=True)]
+        kinds += [("that of the last micro-batch alone", sum(map(float.__mul__, last, shares))),
+                  ("that of rank 0's last micro-batch alone", last[0])]  # fmt: skip
+        candidates = ((text, torch.tensor(value)) for text, value in kinds)
+        if kind := nearest(torch.tensor(found), torch.tensor(whole), bound, candidates):
+            return kind
+        for dtype, text in HALVES.items():
+            kept = all(float(torch.tensor(one).to(dtype)) == one for one in told)
+            if kept and abs(found / whole - 1) < 4 * UNIT[dtype]:
+                return f"computed or kept in {text}"
+        return "another forward, other samples or other weights: those after the last step give another loss"
+
+    def meanings(self) -> Iterator[tuple[float, str]]:
+        """Yield every factor that is easily in a gradient, and what each may mean."""
+        ranks, numbers, scale = len(self.by_rank), len(self.by_rank[0]), self.loss_scale
+        both = ranks * numbers if min(ranks, numbers) > 1 else 1
+        meanings: dict[float, list[str]] = {}
+        for factor, meaning in (
+            (2.0, "counted twice"), (0.5, "halved"),
+            (ranks, "added up over ranks, not averaged"), (1 / ranks, "divided by the number of ranks twice"),
+            (numbers, "added up over micro-batches, not averaged"),
+            (1 / numbers, "divided by the number of micro-batches twice"),
+            (both, "added up over ranks and micro-batches, not averaged"),
+            (1 / both, "divided by the number of ranks and of micro-batches twice"),
+            (scale, "the loss scale left in"), (1 / scale, "divided by the loss scale twice"),
+            (-1.0, "its sign turned"), (0.0, "lost: nothing but zeros"),
+        ):  # fmt: skip
+            if factor != 1:
+                meanings.setdefault(factor, []).append(meaning)
+        for factor, texts in meanings.items():
+            yield factor, f"{factor:g} times the right one ({', or '.join(texts)})"
+
+    def _owned(self, name: str) -> Candidates:
+        """What the ranks that own a parameter's elements have without the others' parts."""
+        if name not in self.owners:
+            return
+        by_part = [grads[name] for grads in self._by_part] if name in self.replicated else []
+        by_rank = [self._sum(name, rank) for rank in range(len(self.parts)) for _ in range(self.tp_size)]
+        parts = torch.stack(by_part or by_rank)
+        owner = self.owners[name].clamp(min=0) % len(parts)  # the same one of each stage
+        text = "each rank's own: the others' parts are missing, or not reduced over the ranks"
+        yield text, parts.gather(0, owner.unsqueeze(0))[0]
+        for rank in range(self.tp_size if by_part else 0):
+            missing = parts[rank :: self.tp_size].sum(0)
+            yield f"tensor-parallel rank {rank}'s part is missing", self.whole[name] - missing
+
+    @cached_property
+    def _by_part(self) -> list[Tensors]:
+        """What each tensor-parallel rank of each data-parallel one adds to what they replicate."""
+        return [self.reference.grads_by_part(self.weights, mine, shares, part, self.tp_size)
+                for mine, shares in zip(self.by_rank, self.shares, strict=True)
+                for part in range(self.tp_size)]  # fmt: skip
+
+    def _sums(self, name: str) -> Candidates:
+        """Parts that are missing, or counted as they should not be."""
+        ranks, numbers, whole = len(self.parts), len(self.parts[0]), self.whole[name]
+        for rank in range(ranks if ranks > 1 else 0):
+            mine = self._sum(name, rank)
+            yield f"rank {rank}'s part is missing", whole - mine
+            yield f"rank {rank}'s part is missing from the mean", (whole - mine) * (ranks / (ranks - 1))
+            yield f"rank {rank}'s own, not reduced over the ranks, or all ranks read its samples", mine * ranks
+            for other in {*range(ranks)} - {rank}:
+                yield f"rank {rank} reads the samples of rank {other}", whole - mine + self._sum(name, other)
+        for size in (size for size in range(2, ranks) if ranks % size == 0):  # of a mesh's rows and columns
+            for group in (range(size), range(0, ranks, ranks // size)):
+                mine = torch.stack([self._sum(name, rank) for rank in group]).sum(0)
+                yield f"that of ranks {[*group]} alone, not reduced over the others", mine * (ranks / size)
+        for number in range(numbers if numbers > 1 else 0):
+            part = self._sum(name, number=number)
+            yield f"micro-batch {number} is missing", whole - part
+            yield f"micro-batch {number} alone, over the number of micro-batches", part
+            yield f"micro-batch {number} alone", part * numbers
+            yield f"micro-batch {number} counts twice", whole + part
+        for number in range(numbers if ranks > 1 else 0):
+            own = [part[name] * ranks for part in self.parts[0]]
+            rest = self._sum(name, number=number)
+            yield f"micro-batch {number} is not reduced over the ranks", whole - rest + own[number]
+            if numbers > 2:
+                text = f"micro-batch {number} alone is reduced over the ranks"
+                yield text, rest + torch.stack(own).sum(0) - own[number]
+        if len({share for mine in self.shares for share in mine}) > 1 or len({*map(len, self.parts)}) > 1:
+            means = [[part[name] / share for part, share in zip(*both, strict=True)]
+                     for both in zip(self.parts, self.shares, strict=True)]  # fmt: skip
+            text = "a mean of micro-batches' means, though their numbers of targets differ"
+            yield text, torch.stack([mean for mine in means for mean in mine]).mean(0)
+            text = "a mean of ranks' means, though their numbers of targets differ"
+            by_rank = [self._sum(name, rank) / sum(self.shares[rank]) for rank in range(ranks)]
+            yield text, torch.stack(by_rank).mean(0)
+
+    def _steps(self, name: str) -> Candidates:
+        for text, grads in self._other_steps.items():
+            yield text, grads[name]
+        if self.earlier is not None:
+            kept = self.earlier.whole[name]
+            left = kept * self.earlier.coefficient  # clipping writes into it
+            yield "the last step's gradient still in it: not set to zero", self.whole[name] + left
+            yield "the last step's gradient", kept
+
+    @cached_property
+    def _other_steps(self) -> dict[str, Tensors]:
+        """What other weights, samples or targets would have given."""
+        batches, shares = self.flat
+        steps = {}
+        for by in (1, -1):
+            moved = [_targets_moved(batch, by) for batch in batches]
+            steps[f"that of targets moved by {by} position"] = self._of(moved, shares)
+        if earlier := self.earlier:
+            text = "that of the weights before the last update: stale weights"
+            steps[text] = self.reference.exact_step(earlier.weights, batches, shares).grads
+            steps["that of the last step's samples"] = self._of(*earlier.flat)
+        return steps
+
+    def _uses(self, name: str) -> Candidates:
+        """What a parameter that several modules use gets from each of them."""
+        for use, grads in self._by_use.get(name, {}).items():
+            yield f"the gradient through {use} is missing: the table is tied", self.whole[name] - grads
+            yield f"the gradient through {use} counts twice: the table is tied", self.whole[name] + grads
+
+    @cached_property
+    def _by_use(self) -> dict[str, Tensors]:
+        return self.reference.grads_by_use(self.weights, *self.flat)
+
+    def _places(self, name: str, found: Tensor) -> Candidates:
+        """The right numbers in wrong places."""
+        whole = self.whole[name]
+        for other, grad in self.whole.items():
+            if other != name and grad.shape == whole.shape:
+                yield f"that of {other}", grad
+        if whole.dim() == 2 and (whole.size(0) > 1 and whole.size(1) > 1):
+            yield "transposed", whole.t().reshape(whole.shape)
+        if whole.dim() > 1 and whole.size(0) > 1:
+            yield "its rows turned by one", whole.roll(1, 0)
+        moved = torch.empty_like(whole).view(-1)
+        moved[found.flatten().argsort()] = whole.flatten().sort().values
+        yield "the right numbers in other places", moved.view(whole.shape)
+
+    def _clips(self, name: str, found: Tensor) -> Candidates:
+        value = float(found.abs().max())
+        yield f"clipped by value, to {value:.4g}", self.whole[name].clamp(-value, value)
+        if self.clip and len({len(mine) for mine in self.parts}) == 1:
+            at = [*self.whole].index(name)
+            for text, parts in self._other_clips.items():
+                yield text, parts[at].view_as(self.whole[name])
+
+    @cached_property
+    def _other_clips(self) -> dict[str, Sequence[Tensor]]:
+        """All gradients, flattened, as clipping by the right norm at a wrong time leaves them."""
+        sizes = [grad.numel() for grad in self.whole.values()]
+        flat = [[torch.cat([part[name].flatten() for name in self.whole]) for part in mine] for mine in self.parts]
+        own = torch.stack([torch.stack(mine) for mine in flat]) * len(flat)  # (ranks, micro-batches, elements)
+
+        def in_turn(parts: Tensor) -> Tensor:
+            total = torch.zeros_like(parts[0])
+            for part in parts:
+                total = total + part
+                total = total * min(1.0, self.clip / (float(total.norm()) + 1e-6))
+            return total
+
+        kinds = {
+            "clipped in every micro-batch, not once in a step": in_turn(own.mean(0)),
+            "clipped in every micro-batch of each rank, then averaged": torch.stack([*map(in_turn, own)]).mean(0),
+            "clipped on each rank, then averaged": torch.stack([*map(in_turn, own.sum(1, keepdim=True))]).mean(0),
+        }
+        return {text: torch.split(grads, sizes) for text, grads in kinds.items()}
+
+    def _times(self, name: str, found: Tensor) -> Candidates:
+        factor = factor_of(found, self.whole[name])
+        yield f"{factor / self.coefficient:.4g} times the right one", factor * self.whole[name]
+
+    def _rounded(self, want: Tensor, found: Tensor) -> str:
+        """Say if every element is a number of a half dtype, and no further away than that rounds."""
+        for dtype, text in HALVES.items():
+            near = float((found - want).abs().max()) <= 4 * UNIT[dtype] * float(want.abs().max())
+            if near and torch.equal(found, found.to(dtype).double()):
+                return f"rounded to {text}, as by what sends it or adds it up"
+        return ""
+
+    def _orthogonal(self, name: str, found: Tensor) -> str:
+        """Say if each micro-batch's gradient was made orthogonal, as Muon does with its usual numbers. No bound would
+        do: the iteration takes what is rounded up to 3.4445^5 times. Of a gradient of few directions it is no news.
+        """
+        whole = self.whole[name]
+        if whole.dim() != 2:
+            return ""
+        parts = [self._sum(name, number=number) for number in range(len(self.parts[0]))]
+        made = torch.stack([orthogonalised(part, Muon(lr=1.0)) for part in parts]).sum(0)
+        left, plain = (float((found - factor_of(found, one) * one).norm()) for one in (made, whole))
+        is_near = left < min(0.4 * float(found.norm()), 0.5 * plain)
+        return "made orthogonal in each micro-batch, not once in a step" if is_near else ""
+
+    def _added(self, name: str, error: Tensor) -> Candidates:
+        weight = self.weights[name].double()
+        rate = factor_of(error, weight)
+        text = f"{rate:.4g} times the weights added to it: weight decay in the gradient, or weights left in its buffer"
+        yield text, self.whole[name] * self.coefficient + rate * weight

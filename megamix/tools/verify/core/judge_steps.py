@@ -1,0 +1,263 @@
+"""Every comparison of our engine's steps with one rank, each within a bound that is derived beside it.
+
+Each step is judged by itself, from the weights and states that the layout itself had before it: what one step gets
+wrong is not carried into the next one, and no bound has to grow with the steps. A run whose every step is right is
+right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamix.builders.objects import DTYPES, build_optimizer, lr_table
+from megamix.config import Config
+from megamix.data.loader import Batch
+from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.update_slice import MASTER, UpdateScalars
+from megamix.tools.verify.core.bisect import culprit
+from megamix.tools.verify.core.hypotheses import HALVES, AskedStep, nearest
+from megamix.tools.verify.core.judge_matrices import judge_matrices
+from megamix.tools.verify.core.norm_kinds import explain_norm
+from megamix.tools.verify.core.observed_step import ObservedStep, Whole, assemble
+from megamix.tools.verify.core.reference import MicroBatches, Reference, Step
+from megamix.tools.verify.core.update_kinds import AskedUpdate
+from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_noise
+
+# How much further from FP64 the gradient of a loss may be than that of logits: right families come to 1.4 times.
+LOSS_PATH = 4.0
+
+BatchesOf = Callable[[int, int], Iterable[Batch]]  # of (attempt, data-parallel rank): its micro-batches
+
+
+def judge_attempts(
+    config: Config, reference: Reference, ranks: Sequence[list[ObservedStep]], initial: Tensors,
+    planted: Container[int | None], batches_of: BatchesOf,
+) -> Verdict:  # fmt: skip
+    """Compare attempts, and what there was before them, with one rank's. `initial`: the masters to begin with;
+    `planted`: the attempts in which a gradient was made infinite.
+    """
+    (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
+    verdict = Verdict(attempts=len(attempts))
+    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
+    before = assemble([rank.owned for rank in start])
+    earlier: AskedStep | None = None
+    _ownership(verdict, -1, before)
+    for name, weight in initial.items():
+        verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], weight.cpu())
+    _copies(verdict, -1, start, before, dtype)
+    tables = {name: buffer.to("cpu", copy=True) for name, buffer in reference.native.named_buffers()}
+    _tables(verdict, -1, start, tables)
+    for number, seen in enumerate(attempts):
+        after = assemble([attempt.owned for attempt in seen])
+        _ownership(verdict, number, after)
+        scalars = [attempt.scalars for attempt in seen]
+        by_rank = [[*batches_of(number, rank)] for rank in range(config.parallelism.dp_size or 1)]
+        step = _Judged(config, reference, optimizer, number, by_rank, before, after, scalars, earlier)
+        step.scalars(verdict)
+        if number in planted:
+            verdict.note(number, "overflow flag", "the planted overflow", float(not step.found_inf), 0.0)
+        if step.found_inf:
+            verdict.skipped += 1
+            step.nothing_changed(verdict)
+            if number not in planted:
+                step.overflow(verdict)
+        else:
+            step.gradients(verdict)
+            step.norm(verdict)
+            step.update(verdict)
+        _copies(verdict, number, seen, after, dtype)
+        _tables(verdict, number, seen, tables)
+        if verdict.differences and not verdict.culprit and seen[0].tape:
+            verdict.culprit = culprit(step.asked, [(attempt.dp_rank, attempt.tape) for attempt in seen])
+        before, earlier = after, replace(step.asked, earlier=None)
+    return verdict
+
+
+def _ownership(verdict: Verdict, number: int, whole: Whole) -> None:
+    for name, problem in whole.problems:
+        verdict.note(number, f"copies ({problem})", name, math.inf, 0.0)
+
+
+def _copies(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], whole: Whole, dtype: torch.dtype) -> None:
+    """Check that every rank's next forward reads the cast of the masters, bit for bit: else a gather is stale."""
+    for rank, seen in enumerate(ranks):
+        for part in seen.copies:
+            want = whole.tensors[MASTER, part.spec.name][part.spec.block].to(dtype).float()
+            got = torch.from_numpy(part.values).view(part.spec.shape)
+            verdict.equal(number, "half copy", f"{part.spec.name} on rank {rank}", got, want)
+
+
+def _tables(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], right: Tensors) -> None:
+    """Check that every rank's buffers are one rank's, bit for bit. A job saves none, so no step may move them."""
+    for rank, seen in enumerate(ranks):
+        for name in filter(right.__contains__, seen.buffers):
+            got, want = seen.buffers[name], right[name]
+            kinds = [(f"rounded to {text}, as parameters are", want.to(dtype)) for dtype, text in HALVES.items()]
+            explain = partial(nearest, got.float(), want.float(), 0.0, iter(kinds))
+            verdict.equal(number, "buffer", f"{name} on rank {rank}", got, want, explain)
+
+
+class _Judged:
+    """One attempt."""
+
+    def __init__(
+        self, config: Config, reference: Reference, optimizer: Optimizer, number: int,
+        by_rank: Sequence[MicroBatches], before: Whole, after: Whole, scalars: Sequence[dict[str, float]],
+        earlier: AskedStep | None,
+    ):  # fmt: skip
+        self.config, self.reference, self.optimizer, self.number = config, reference, optimizer, number
+        self.before, self.after, self.by_rank, self.of = before, after, scalars, scalars[0]
+        self.dtype = DTYPES[config.precision.dtype]
+        self.found_inf = bool(self.of["found_inf"])
+        weight = sum(batch.weight for mine in by_rank for batch in mine)
+        self.divisor = self.of["loss_scale"] * weight
+        # As backward comes to them: what is wrong in one makes those behind it wrong.
+        names, grads = [name for name, _ in reference.native.named_parameters()][::-1], after.of(GRADIENT)
+        self.grads = {name: grads[name].double() / self.divisor for name in sorted(grads, key=names.index)}
+        weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()}
+        each = 1 / weight
+        tp_size = config.parallelism.tp_size
+        self.asked = AskedStep(
+            reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
+            loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(scalars),
+            owners={name: after.owners[GRADIENT, name] for name in self.grads},
+            tp_size=tp_size, replicated=self.grads.keys() - after.divided if tp_size > 1 else (),
+        )  # fmt: skip
+
+    def scalars(self, verdict: Verdict) -> None:
+        """Check that every rank has the same numbers, and calls an overflow exactly what is one."""
+        for rank, other in enumerate(self.by_rank):
+            for name, value in other.items():
+                same = value == self.of[name] or (math.isnan(value) and math.isnan(self.of[name]))
+                verdict.note(self.number, "agreement", f"{name} on rank {rank}", float(not same), 0.0)
+        finite = all(bool(grad.isfinite().all()) for grad in self.grads.values())
+        verdict.note(self.number, "overflow flag", "all gradients", float(finite == self.found_inf), 0.0)
+
+    def nothing_changed(self, verdict: Verdict) -> None:
+        for (state, name), tensor in self.before.tensors.items():
+            if state not in (GRADIENT, SOURCE, DIRECTION):
+                got, text = self.after.tensors[state, name], "moved by a step that is none"
+                verdict.equal(self.number, f"{state} after an overflow", name, got, tensor, text)
+
+    def overflow(self, verdict: Verdict) -> None:
+        """Check, where a layout overflows, that one rank's gradient at the same scale comes near its dtype's end."""
+        largest = max(float(grad.abs().max()) * self.divisor for grad in self._native().grads.values())
+        near = not largest < 0.5 * torch.finfo(self.dtype).max
+        verdict.note(self.number, "overflow flag", "one rank, which has none", float(not near), 0.0)
+
+    def _native(self) -> Step:
+        return self.reference.native_step(self.asked.weights, *self.asked.flat, self.of["loss_scale"])
+
+    def gradients(self, verdict: Verdict) -> None:
+        """Compare the gradient with FP64's at the same weights."""
+        exact, native, roundings = self.asked.exact, self._native(), sum(map(len, self.asked.by_rank)) + 1
+        note_noise(verdict, self.number, native.grads, exact.grads, UNIT[self.dtype])
+        self._loss_path(verdict, exact, native)
+        unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
+        divisor = self.divisor if self.dtype == torch.float16 else None
+        for name, grad in self.grads.items():
+            want = exact.grads[name]
+            noise = float((native.grads[name] - want).abs().max())
+            bound = gradient_bound(noise, exact.magnitudes[name], roundings, unit, divisor)
+            explain = partial(self.asked.explain, name, self.grads, bound)
+            verdict.note(self.number, "gradient", name, float((grad - want).abs().max()), bound, explain)
+        self._loss(verdict, exact, native)
+
+    def _loss_path(self, verdict: Verdict, exact: Step, native: Step) -> None:
+        """Check that the model called with targets, as ranks do, is no further from FP64 than its logits are: FP64 has
+        its loss from these. Else the difference would pass for noise.
+        """
+        by_logits = replace(self.reference, native_loss=self.reference.exact_loss)
+        logits, _ = by_logits.finite_step(self.asked.weights, *self.asked.flat, self.of["loss_scale"])
+        off, near = ({name: step.grads[name] - want for name, want in exact.grads.items()} for step in (native, logits))
+        relative = norm_of(near) / max(norm_of(exact.grads), 1e-300)
+        for name, want in exact.grads.items():
+            bound = LOSS_PATH * (float(near[name].norm()) + relative * float(want.norm()))
+            text = "a model whose loss, given targets, is not the cross entropy of the logits that it gives without"
+            verdict.note(self.number, "loss path", name, float(off[name].norm()), bound, text)
+
+    def _loss(self, verdict: Verdict, exact: Step, native: Step) -> None:
+        """Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss."""
+        noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
+        bound = NOISE * noise + UNIT[self.dtype] * exact.loss
+        explain = partial(self.asked.explain_loss, [self.of["loss"]] * len(self.asked.by_rank), exact.losses, bound)
+        verdict.note(self.number, "loss", "the global batch", abs(self.of["loss"] - exact.loss), bound, explain)
+
+    def norm(self, verdict: Verdict) -> None:
+        """Check that the reported norm is that of the gathered gradient.
+
+        Bound: the squares of a row of 64 are summed in FP32, 64 roundings at most, all else in FP64; the root halves
+        a relative error; and the report is rounded once.
+        """
+        want, told = norm_of(self.grads), self.of["grad_norm"]
+        explain = partial(explain_norm, self.asked, told, self.grads, slack=2 * U32)
+        verdict.note(self.number, "norm", "all gradients", abs(told - want), 34 * U32 * want, explain)
+        largest = max(float(grad.abs().max()) for grad in self.after.of(GRADIENT).values())
+        verdict.note(self.number, "largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
+
+    def update(self, verdict: Verdict) -> None:
+        """Check masters and states by the optimizer's equation, of the gathered gradient and of those before."""
+        table = lr_table(self.config.optimizer, self.config.lr_schedule, self.config.training.steps)
+        clip = self.config.optimizer.clip_grad
+        coefficient = min(1.0, clip / (norm_of(self.grads) + 1e-6)) if clip else 1.0
+        count = int(self.of["applied_updates"])
+        lr = table[min(count, len(table)) - 1]
+        told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
+        verdict.note(self.number, "lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
+        for name, unclipped in self.grads.items():
+            grad = unclipped * coefficient
+            group = self.optimizer.group_of(name, tuple(grad.shape))
+            dtypes = {MASTER: torch.float32, **dict(group.states)}
+            kept = {state for state, of in self.after.tensors if of == name} - {GRADIENT, SOURCE, DIRECTION}
+            if kept != dtypes.keys():
+                told = f"ranks keep {', '.join(sorted(kept))}; the job's optimizer has {', '.join(sorted(dtypes))}"
+                verdict.note(self.number, "states", name, math.inf, 0.0, told)
+                continue
+            before = {state: self.before.tensors[state, name] for state in dtypes}
+            rule = partial(exact_update, self.optimizer)
+            if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):
+                want = rule(name, grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
+                device = next(self.reference.native.parameters()).device
+                at = (self.number, self.optimizer, name, want, self.after, device, self.asked.tp_size)
+                rule = partial(matrix_rule, self.optimizer, judge_matrices(verdict, *at))
+            others = {f"the lr of update {at + 1}": other for at, other in enumerate(table) if abs(at + 1 - count) == 1}
+            after = {state: self.after.tensors[state, name] for state in dtypes}
+            asked = AskedUpdate(
+                rule=rule, name=name, grad=grad, before=before,
+                lr=lr * group.lr_factor, lrs=others | {"the lr without its factor": lr},
+                weight_decay=group.weight_decay, decays={"another group's weight decay": self.optimizer.weight_decay},
+                update=count, attempts=self.number + 1, coefficient=coefficient, loss_scale=self.of["loss_scale"],
+            )  # fmt: skip
+            asked.note(verdict, self.number, after, dtypes)
+
+
+def exact_update(
+    optimizer: Optimizer, name: str, grad: Tensor, before: Mapping[str, Tensor], *, lr: float, weight_decay: float,
+    update: int,
+) -> Tensors:  # fmt: skip
+    """Return master and states after the optimizer's equation in FP64, by name as `before` has them.
+
+    Shapes: grad FP64 and each of `before` like the parameter.
+    """
+    coefficients = optimizer.coefficients(torch.tensor(float(update), dtype=torch.float64))
+    at = UpdateScalars(torch.tensor(lr, dtype=torch.float64), weight_decay, coefficients)
+    states = {state: tensor.double() for state, tensor in before.items()}
+    new_master, new_states = optimizer.equation(grad, states.pop(MASTER), states, at)
+    return {MASTER: new_master, **new_states}
+
+
+def matrix_rule(
+    optimizer: Optimizer, direction: Tensor, name: str, grad: Tensor, before: Mapping[str, Tensor], **at: Any
+) -> Tensors:
+    """Return the same of matrices: states by the gradient, the master by the direction that the ranks have found."""
+    master = {MASTER: before[MASTER]}
+    return exact_update(optimizer, name, grad, before, **at) | exact_update(optimizer, name, direction, master, **at)

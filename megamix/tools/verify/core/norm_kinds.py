@@ -1,0 +1,88 @@
+"""Which kind of mistake a wrong norm looks like, told or in what was clipped by it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megamix.tools.verify.core.hypotheses import AskedStep, factor_of
+from megamix.tools.verify.core.verdict import Tensors, norm_of
+
+
+def explain_norm(asked: AskedStep, used: float, grads: Tensors, name: str = "", slack: float = 1e-5) -> str:
+    """Say which norm, in place of that of all gradients, this one looks like; "" for no known one. `name`: of the one
+    that was clipped by it; `slack`: how far rounding may take its square, relative.
+    """
+    squares = {other: float(grad.square().sum()) for other, grad in grads.items()}
+    norm, numbers = norm_of(grads), {asked.ranks, len(asked.by_rank), len(asked.by_rank[0])}
+    told = f"that of all gradients is {norm:.4g}"
+    sets = {f"group {group}": [other for other in squares if asked.groups.get(other) == group]
+            for group in sorted(set(asked.groups.values()))}  # fmt: skip
+    sets |= {"what tensor-parallel ranks replicate": [*asked.replicated]}
+    sums = {text: sum(map(squares.__getitem__, others)) for text, others in sets.items()}
+    sums |= {f"the shards of rank {rank}": own**2 for rank, own in enumerate(_shard_norms(asked, grads))}
+    kinds = {"of the gradient with the loss scale in it": norm * asked.loss_scale} if asked.loss_scale != 1 else {}
+    kinds |= {"its own": math.sqrt(squares[name])} if name and len(squares) > 1 else {}
+    kinds |= {f"that of {text} alone": math.sqrt(square) for text, square in sums.items()}
+    kinds |= {
+        "its square, of which no root was taken": norm**2,
+        "the last step's": norm_of((asked.earlier or asked).whole),
+    }
+    kinds |= {"the largest element, a norm of order infinity": max(float(grad.abs().max()) for grad in grads.values())}
+    for times in sorted(numbers - {1}):
+        for by, text in (times, f"{times}"), (math.sqrt(times), f"the root of {times}"):
+            text += ", the ranks or micro-batches"
+            kinds |= {f"times {text}": norm * by, f"over {text}": norm / by}
+    for text, other in kinds.items():
+        if abs(used / max(other, 1e-300) - 1) < 100 * slack:
+            return f"{told}: {text}"
+    for text, square in (squares | sums).items():
+        for verb, more in (("leaves out", -1), ("counts twice", 1)):
+            off = abs(used**2 - norm**2 - more * square)
+            if square > 1e3 * slack * norm**2 and off < max(1e-3 * square, slack * norm**2):
+                return f"{told}: it {verb} {text}"
+    return ""
+
+
+def explain_clipping(asked: AskedStep, name: str, found: Tensor, bound: float) -> str:
+    """Explain a gradient that is off by one factor, or by one for each rank's shards, by the norm that clipped it."""
+    whole, factor = asked.whole[name], factor_of(found, asked.whole[name])
+    if not asked.clip:
+        return ""
+    if factor <= 0 or float((found - factor * whole).abs().max()) > bound * max(1.0, factor):
+        norms = torch.tensor(_shard_norms(asked, asked.whole), dtype=torch.float64)
+        coefficients = (asked.clip / (norms + 1e-6)).clamp(max=1.0)
+        near = len(norms) and float((found - coefficients[_owner(asked, name)] * whole).abs().max()) <= bound
+        return "clipped on each rank by the norm of its own shards" if near else ""
+    if factor >= 1.001:  # clipping makes nothing larger: it hides how large the gradient was before
+        norm = norm_of(asked.whole)
+        texts = [text for times, text in asked.meanings() if times > factor]
+        if abs(factor * norm / asked.clip - 1) > 1e-3:
+            return ""
+        if not texts:
+            return f"brought to {asked.clip:g}, though the right norm is {norm:.4g}: nothing had to be clipped"
+        return f"clipped to {asked.clip:g}, though the right norm is {norm:.4g}; before that {', or '.join(texts)}"
+    if abs(factor - 1) < 1e-3:
+        return "not clipped"
+    kind = explain_norm(asked, asked.clip / factor, asked.whole, name)
+    return kind and f"clipped by a norm of {asked.clip / factor:.4g}, where {kind}"
+
+
+def _shard_norms(asked: AskedStep, grads: Tensors) -> list[float]:
+    """Return that of each rank's shards; none where one has all."""
+    squares = torch.zeros(asked.ranks, dtype=torch.float64)
+    for name, grad in grads.items():
+        squares.index_add_(0, _owner(asked, name).flatten(), grad.square().flatten())
+    return squares.sqrt().tolist() if asked.ranks > 1 else []
+
+
+def _owner(asked: AskedStep, name: str) -> Tensor:
+    """Return the ranks that own its elements: INT64, like the parameter. Unless told they divide rows, as FSDP2."""
+    if name in asked.owners:
+        return asked.owners[name].clamp(min=0)  # what has no owner is told as such
+    whole = asked.whole[name]
+    rows = whole.shape[0] if whole.dim() else 1
+    of_rank = -(-rows // asked.ranks) * (whole.numel() // rows)
+    return torch.arange(whole.numel()).div(of_rank, rounding_mode="floor").view(whole.shape)

@@ -1,0 +1,177 @@
+"""A step as every rank of our engine saw it: all that can be compared with one rank's. The pieces of all ranks then
+become whole tensors by name, and copies of the same element are compared on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
+from megamix.mixed_precision.step import StepResult
+from megamix.tools.verify.core.tape import Tape
+from megamix.tools.verify.core.verdict import equal_bits
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements [start, start + n) of the block of a parameter that a rank trains, flattened: FP32 (n,)."""
+
+    spec: ParamSpec
+    state: str
+    start: int
+    values: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedStep:
+    """One step as one rank saw it. The gradient is the sum over ranks and micro-batches with the scale still in it."""
+
+    scalars: dict[str, float]
+    owned: list[Fragment]  # gradient, master and states after the step; of matrices what was made orthogonal, and how
+    copies: list[Fragment]  # the half parameters that this rank's next forward would read
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # of this rank's module
+    tape: Tape = field(default_factory=dict)  # what passed through the modules of the first micro-batch, if recorded
+    dp_rank: int = 0  # whose micro-batches these were
+
+
+def observed(
+    engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None,
+    used: UsedValues | None = None,
+) -> ObservedStep:  # fmt: skip
+    """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient."""
+    fragments = [] if used is None else used.fragments()
+    with engine.whole_parameters():
+        copies = [*_copies(engine)]
+    owned = [*fragments, *_states(engine)]
+    buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
+    return ObservedStep(
+        scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},
+        dp_rank=engine.topology.data.rank,
+    )  # fmt: skip
+
+
+class UsedValues(StepObserver):
+    """Keeps this rank's part of the sums that the last update has used, and of what was made orthogonal, and became."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, str], Callable[[], Fragment]] = {}
+
+    def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
+        for piece in (one for one in bucket.pieces if one.numel):
+            if what == GRADIENT or piece.spec.matrices:
+                own = values[piece.elements].clone()  # a step may free its sums
+                self._copies[what, piece.spec.name] = partial(_fragment, piece.spec, what, piece.first, own)
+
+    def fragments(self) -> list[Fragment]:
+        """Return them; waits for the device, as no step may."""
+        return [copy() for copy in self._copies.values()]
+
+
+def rank_device() -> torch.device:
+    """Return what this rank computes on: the GPU that its pool has given it, or the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class Poison:
+    """Makes one element of a gradient infinite, on the last rank alone, while active."""
+
+    def __init__(self, engine: ShardedEngine):
+        self.active = False
+        world = engine.topology.world
+        if world.rank == world.size - 1:
+            param = next(iter(engine.buckets[0].named_params.values()))
+            param.register_hook(self._poison)  # type: ignore[no-untyped-call]  # no types
+
+    def _poison(self, grad: Tensor) -> Tensor:
+        if not self.active:
+            return grad
+        grad = grad.clone()
+        grad.view(-1)[-1].fill_(torch.inf)  # an assignment would copy the number from the host
+        return grad
+
+
+def _scalars(engine: ShardedEngine, result: StepResult | None) -> dict[str, float]:
+    told = () if result is None else ("loss", "found_inf", "grad_norm", "max_abs", "loss_scale", "lr")
+    return {name: float(getattr(result, name)) for name in told} | {
+        "next_loss_scale": float(engine.loss_scale.loss_scale),
+        "applied_updates": float(engine.applied_updates),
+        "skipped_steps": float(engine.skipped_steps),
+    }
+
+
+def _states(engine: ShardedEngine) -> Iterator[Fragment]:
+    for owned in engine.owned_ranges():
+        for state, values in owned.tensors.items():
+            yield _fragment(owned.spec, state, owned.start, values)
+
+
+def _copies(engine: ShardedEngine) -> Iterator[Fragment]:
+    engine.wait()
+    for bucket in engine.buckets:
+        for slot in bucket.plan.slots:
+            yield _fragment(slot.spec, "copy", 0, bucket.named_params[slot.spec.name].detach().reshape(-1))
+
+
+def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragment:
+    return Fragment(spec, state, start, values.detach().to("cpu", torch.float32, copy=True).numpy())
+
+
+@dataclass(slots=True)
+class Whole:
+    """Tensors of the full model: FP32, by (state, parameter). `owners`: the rank that had each element, INT64.
+    `problems`: what was missing, or differed.
+    """
+
+    tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    owners: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    divided: set[str] = field(default_factory=set)  # of which some rank trains a block
+    problems: list[tuple[str, str]] = field(default_factory=list)  # (parameter, what)
+
+    def of(self, state: str) -> dict[str, Tensor]:
+        return {name: tensor for (kind, name), tensor in self.tensors.items() if kind == state}
+
+
+def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
+    """Put the ranks' fragments together: every element once, or alike wherever there are several copies."""
+    whole = Whole()
+    for rank, fragments in enumerate(ranks):
+        for part in fragments:
+            key = part.state, part.spec.name
+            if key not in whole.tensors:
+                whole.tensors[key] = torch.zeros(part.spec.full_shape)
+                whole.owners[key] = torch.full(part.spec.full_shape, -1)
+            if part.spec.shape != part.spec.full_shape:
+                whole.divided.add(part.spec.name)
+            where = elements(part)
+            values, full = torch.from_numpy(part.values), whole.tensors[key].view(-1)
+            owners = whole.owners[key].view(-1)
+            again = owners[where] >= 0
+            if not equal_bits(full[where][again], values[again]):
+                gap = (full[where][again] - values[again]).abs().max()
+                whole.problems.append((part.spec.name, f"{part.state} of rank {rank} differs by {gap:.3g} from a copy"))
+            full[where] = values
+            owners[where] = rank
+    for (state, name), owners in whole.owners.items():
+        if missing := int((owners < 0).sum()):
+            whole.problems.append((name, f"{missing} of {owners.numel()} elements of {state} have no owner"))
+    return whole
+
+
+def elements(part: Fragment) -> Tensor:
+    """Return the places of a fragment's values in the flattened full parameter: INT64 (n,)."""
+    places = torch.arange(math.prod(part.spec.full_shape)).view(part.spec.full_shape)
+    return places[part.spec.block].reshape(-1)[part.start : part.start + len(part.values)]

@@ -1,0 +1,194 @@
+"""The same step on one rank: no buckets, no shards, no collectives, FP64 throughout. And once more in the training's
+own precision, by the plain model alone, to know how far rounding takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from megamix.config import Config
+from megamix.data.loader import IGNORE, Batch
+from megamix.model.family import family_of
+from megamix.model.ops import Ops
+from megamix.tools.verify.core.verdict import UNIT, Tensors
+
+LossOf = Callable[[nn.Module, Any], Tensor]  # the mean loss of a micro-batch
+MicroBatches = Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Loss and gradient of a global batch, and how large its micro-batches' were."""
+
+    loss: float
+    losses: list[float]  # of each micro-batch
+    grads: Tensors  # FP64, of the loss: no scale
+    magnitudes: dict[str, float]  # of each parameter: the largest sum over the micro-batches
+
+
+class ExactOps(Ops):
+    """FP64 stays FP64: elsewhere rotary positions are turned in FP32."""
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One rank. Both models are on the device where the training computes: rounding is the same kind of rounding."""
+
+    native: nn.Module
+    exact: nn.Module  # FP64
+    native_loss: LossOf
+    exact_loss: LossOf
+
+    @classmethod
+    def of_config(cls, config: Config, device: torch.device) -> Self:
+        """Return that of a job's model, with its initial weights."""
+        plain = config.model.model_copy(update={"compile": False})
+        torch.manual_seed(config.training.seed)
+        family = family_of(plain)
+        native, exact = family(plain).to(device), family(plain, ExactOps(wide=False)).to(device).double()
+
+        def exact_loss(model: nn.Module, batch: Batch) -> Tensor:
+            logits = model(batch.tokens, positions=batch.positions).flatten(0, -2)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            total = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE, reduction="sum")
+            return total / batch.targets.numel()
+
+        return cls(native, exact, lambda model, batch: model(*batch.inputs), exact_loss)
+
+    def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]) -> Step:
+        """Take the step with these weights in FP64. `shares`: what each micro-batch's mean counts in the loss."""
+        # Complex buffers stay as they are, as in the exact model: FP64 has no place for their imaginary parts.
+        wide = {name: weight if weight.is_complex() else weight.double() for name, weight in weights.items()}
+        return _step(self.exact, self.exact_loss, wide, batches, shares, 1.0)
+
+    def grads_by_part(
+        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], part: int, parts: int
+    ) -> Tensors:
+        """Return what one of `parts` equal parts of the positions, or of the heads, adds to each gradient: of dim -2 of
+        what a parameter's module gives.
+        """
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+            if not (module._parameters and isinstance(out, Tensor) and out.dim() > 1):
+                return out
+            held = dict(module._parameters)
+            for key, param in held.items():
+                module._parameters[key] = None if param is None else nn.Parameter(param.detach(), requires_grad=False)
+            elsewhere = module.forward(*args, **kwargs)
+            module._parameters |= held
+            places = torch.arange(out.shape[-2], device=out.device) * parts // out.shape[-2]
+            return torch.where((places == part).unsqueeze(-1), out, elsewhere)
+
+        with register_module_forward_hook(hook, with_kwargs=True):
+            return self.exact_step(weights, batches, shares).grads
+
+    def grads_by_use(
+        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]
+    ) -> dict[str, Tensors]:
+        """Return, for each parameter that several modules use, the gradient of each use alone, by the use's name."""
+        uses: dict[nn.Parameter, list[tuple[str, dict[str, nn.Parameter | None], str]]] = {}
+        for prefix, module in self.exact.named_modules():
+            for key, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    uses.setdefault(param, []).append((f"{prefix}.{key}".lstrip("."), module._parameters, key))
+        shared = {param: places for param, places in uses.items() if len(places) > 1}
+        apart = dict(weights)
+        for places in shared.values():
+            for name, held, key in places[1:]:
+                held[key], apart[name] = nn.Parameter(weights[places[0][0]].double()), weights[places[0][0]]
+        try:
+            grads = self.exact_step(apart, batches, shares).grads if shared else {}
+        finally:
+            for param, places in shared.items():
+                for _, held, key in places:
+                    held[key] = param
+        return {places[0][0]: {name: grads[name] for name, *_ in places} for places in shared.values()}
+
+    def native_step(
+        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
+    ) -> Step:
+        """Take the step with these weights, in the dtypes that they have, as any rank computes it."""
+        return _step(self.native, self.native_loss, self.coarse(weights), batches, shares, loss_scale)
+
+    def coarse(self, weights: Mapping[str, Tensor]) -> Tensors:
+        """Return all parameters in the coarsest of their dtypes. Where these are mixed, wrappers cast at their borders,
+        and the plain model cannot: the coarsest bounds all.
+        """
+        names = [name for name, _ in self.native.named_parameters()]
+        dtype = max((weights[name].dtype for name in names), key=UNIT.__getitem__)
+        return {**weights, **{name: weights[name].to(dtype) for name in names}}
+
+    def finite_step(
+        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
+    ) -> tuple[Step, float]:
+        """Return `native_step` at the largest half, quarter and so on of the scale that does not overflow, and it."""
+        step = self.native_step(weights, batches, shares, loss_scale)
+        while not finite(step) and loss_scale > 1:
+            loss_scale /= 2
+            step = self.native_step(weights, batches, shares, loss_scale)
+        return step, loss_scale
+
+
+def _step(
+    model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float],
+    scale: float,
+) -> Step:  # fmt: skip
+    put(model, weights)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    device = next(iter(params.values())).device
+    losses = []
+    grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
+    magnitudes = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
+    for batch, share in zip(batches, shares, strict=True):
+        loss = loss_of(model, moved(batch, device))
+        losses.append(loss.item())
+        own = scale * (share / max(shares)) or scale  # what has fewer targets is multiplied by less
+        found = torch.autograd.grad(loss * own, [*params.values()], allow_unused=True)
+        for name, grad in zip(params, found, strict=True):
+            if grad is not None:
+                part = grad.to("cpu", torch.float64) * (share / own)
+                grads[name] += part
+                magnitudes[name] += part.abs()
+    largest = {name: float(total.max()) for name, total in magnitudes.items()}
+    mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
+    return Step(mean, losses, grads, largest)
+
+
+def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Set every parameter, in the dtype that its weight has, and the buffers that are given."""
+    for name, param in model.named_parameters():
+        param.data = weights[name].to(param.device)
+    for name, buffer in model.named_buffers():
+        if name in weights:
+            buffer.copy_(weights[name])
+
+
+def finite(step: Step) -> bool:
+    return all(bool(grad.isfinite().all()) for grad in step.grads.values())
+
+
+def moved(batch: Any, *to: torch.device | torch.dtype) -> Any:
+    """Return a micro-batch, tensors in tuples, lists and mappings, on a device; `dtype`: of its floating tensors."""
+    if isinstance(batch, Tensor):
+        where = [place for place in to if isinstance(place, torch.device) or batch.is_floating_point()]
+        for place in where:
+            batch = batch.to(place)
+        return batch
+    if isinstance(batch, Mapping):
+        return {key: moved(part, *to) for key, part in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [moved(part, *to) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

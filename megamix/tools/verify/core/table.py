@@ -1,0 +1,44 @@
+"""The table that `verify` prints: a row for each layout, or for each number of ranks, and what differs below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megamix.arguments import Failed
+from megamix.mixed_precision.observer import DIRECTION, SOURCE
+from megamix.tools.verify.core.verdict import Verdict
+
+# Columns of the table, and the checks that each one counts.
+COLUMNS = {
+    "loss": ("loss",),
+    "gradients": ("gradient",),
+    "norm": ("norm", "largest"),
+    "weights": ("weight", "initial weight", DIRECTION, f"{DIRECTION} in FP64"),
+    "moments": ("exp_avg", "exp_avg_sq", "momentum_buffer", "velocity", "row_var", "col_var", "variance", SOURCE),
+}
+
+
+def result_lines(name: str, verdict: Verdict, bisect: bool = False) -> Iterator[str]:
+    """Yield a row, and below it what differs, what was left out and the first module that is wrong. `name`: a layout's,
+    or a number of ranks.
+    """
+    shares = [[verdict.worst[check] for check in checks if check in verdict.worst] for checks in COLUMNS.values()]
+    worst = [max(column) if column else None for column in shares]
+    cells = ["-" if one is None else f"{one:.3f}" if one < 1000 else f"{one:.3g}" for one in worst]
+    ends = "differs" if verdict.differences else "passes"
+    yield row(name, str(verdict.attempts), str(verdict.skipped), *cells, ends)
+    if verdict.differences:
+        yield Failed(f"  first: {verdict.differences[0]}")
+        more = dict.fromkeys(f"{one.check} of {one.where}" for one in verdict.differences[1:])
+        yield f"  and {len(more)} more: {', '.join([*more][:8])}" if more else "  and nothing else"
+    for (what, told), names in verdict.left.items():
+        yield f"  {what} of {len(names)} tensor(s): {told}"
+    if verdict.culprit:
+        yield Failed(f"  first module: {verdict.culprit}")
+    elif bisect and verdict.differences:
+        yield "  first module: none, up to a factor: look behind backward (hooks, reduction, clipping) or at the update"
+
+
+def row(*cells: str) -> str:
+    """Return the cells in columns of equal width."""
+    return f"{cells[0]:<14}" + "".join(f"{cell:>10}" for cell in cells[1:-1]) + f"  {cells[-1]}".rstrip()

@@ -1,0 +1,141 @@
+"""Buffers of somebody's own training: what they begin with, what forward moves, and what a skipped step must leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megamix.tools.verify.core.hypotheses import HALVES, AskedStep, factor_of, nearest
+from megamix.tools.verify.core.reference import MicroBatches
+from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict
+from megamix.tools.verify.foreign.watch import SeenStep
+
+
+def check_first_buffers(verdict: Verdict, plain: Tensors, seen: Sequence[SeenStep]) -> None:
+    """Check every rank's buffers before the first step by those of the plain model, `plain`, in the dtype that the rank
+    keeps. Later steps go on from the trainer's own.
+    """
+    others = {name: _real(buffer) for name, buffer in plain.items()}
+    for rank, buffers in enumerate(one.buffers for one in seen):
+        for name, plain_buffer in plain.items():
+            where, got = f"{name} on rank {rank}", buffers.get(name)
+            if got is None or got.shape != plain_buffer.shape:
+                here = "there is none" if got is None else f"of shape {(*got.shape,)}"
+                text = f"of shape {(*plain_buffer.shape,)} in the plain model, and here {here}"
+                verdict.note(-1, "initial buffer", where, math.inf, 0.0, text)
+                continue
+            want = plain_buffer.to(got.dtype)
+            if not torch.equal(want.to(plain_buffer.dtype), plain_buffer) and torch.equal(got, want):
+                text = f"rounded to {HALVES.get(got.dtype, got.dtype)}, as it is kept, and compared so"
+                verdict.leave("initial buffer", where, text)
+            got, want = _real(got), _real(want)
+            verdict.equal(-1, "initial buffer", where, got, want, partial(explain_values, got, want, others))
+        for name in buffers.keys() - plain:
+            verdict.leave("initial buffer", name, "not compared: the plain model has none of this name")
+
+
+def explain_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> str:
+    """Say what kind of mistake values look like that were set before the first step, or how many are others. `others`:
+    values with other names; `got` and `want` FP64.
+    """
+    bound = 64 * U32 * float(want.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    kind = _lost(got, want) or nearest(got, want, bound, _other_values(got, want, others))
+    return kind or f"other values in {float((got != want).double().mean()):.0%} of its elements"
+
+
+def _lost(got: Tensor, want: Tensor) -> str:
+    """Say how values were lost by accident, "" if they were not; both FP64."""
+    if (want.isfinite() & ~got.isfinite()).any():
+        return "memory that nobody has filled, as to_empty() leaves it"
+    if want.any() and not got.any():
+        return "nothing but zeros"
+    rounded = (text for dtype, text in HALVES.items() if torch.equal(got, want.to(dtype).double()))
+    return next((f"rounded to {text}, as parameters are" for text in rounded), "")
+
+
+def _other_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, other in others.items():
+        if other.shape == want.shape:
+            yield f"that of {name}", other
+    if want.dim() == 2 and want.size(0) == want.size(1):
+        yield "the right one transposed", want.t()
+        yield "the right one turned by one column", want.roll(1, 1)
+    yield "the right one inverted, as a mask of the other meaning", 1 - want
+    factor = factor_of(got, want)
+    yield f"{factor:.4g} times the right one", factor * want
+    if (want > 0).all() and (got > 0).all():
+        power = factor_of(got.log(), want.log())
+        yield f"the right one to the power of {power:.4g}, as rotary frequencies of another base", want**power
+
+
+def _real(buffer: Tensor) -> Tensor:
+    """Return it as FP64: complex numbers as pairs, whole numbers and truths as numbers."""
+    return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).double()
+
+
+def check_buffers(verdict: Verdict, number: int, asked: AskedStep, before: SeenStep, after: SeenStep) -> None:
+    """Check rank 0's buffers: those that the plain model's forward moves, by it; others stay in a skipped step.
+
+    A skipped step may leave what forward has moved, as torch's batch norm does, or put it back.
+    """
+    mine, shares = asked.by_rank[0], asked.shares[0]
+
+    def moved_by(batches: MicroBatches, shares: Sequence[float], native: bool = False) -> Tensors:
+        if native:
+            asked.reference.native_step(asked.weights, batches, shares, 1.0)
+        else:
+            asked.reference.exact_step(asked.weights, batches, shares)
+        model = asked.reference.native if native else asked.reference.exact
+        return {name: _real(buffer).cpu().clone() for name, buffer in model.named_buffers()}
+
+    wanted = moved_by(mine, shares) if after.buffers else {}
+    rounded = moved_by(mine, shares, native=True) if after.buffers else {}
+    counted = _counted(wanted, before.buffers, after.buffers)
+    for name in filter(after.buffers.__contains__, wanted):
+        want, was, got = wanted[name], _real(before.buffers[name]), _real(after.buffers[name])
+        moved = _apart(got, was)
+        if not any(after.updates) and not moved.any():
+            continue
+        if not _apart(want, was).any():
+            if not any(after.updates):
+                off = float(moved.max())
+                verdict.note(number, "buffer after a skipped step", name, off, 0.0, "moved by a step that is none")
+            elif lost := _lost(got, was) if got.numel() > 1 and moved.any() else "":
+                verdict.note(number, "buffer", name, math.inf, 0.0, f"forward does not move it, and it is {lost}")
+            elif moved.any():
+                verdict.leave("buffer", name, "not compared: your step moves it, the plain model's forward does not")
+            continue
+        largest = float(want.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        bound = NOISE * float(_apart(rounded[name], want).max()) + 64 * U32 * largest
+
+        def explain(name: str = name, was: Tensor = was, got: Tensor = got, bound: float = bound) -> str:
+            twice = moved_by([one for batch in mine for one in (batch, batch)], [*shares, *shares])
+            kinds = [("never moved", was), ("moved twice by each micro-batch: its forward runs again", twice[name])]
+            if not counted:
+                factor = factor_of(got - was, moves := wanted[name] - was)
+                kinds.append((f"moved {factor:.4g} times as far: another momentum", was + factor * moves))
+            for rank in range(1, len(asked.by_rank)):
+                text = f"moved by the samples of rank {rank}"
+                kinds.append((text, moved_by(asked.by_rank[rank], asked.shares[rank])[name]))
+            return nearest(got, wanted[name], bound, iter(kinds)) or counted
+
+        verdict.note(number, "buffer", name, float(_apart(got, want).max()), bound, explain)
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """Return how far elements are apart: not at all where both are NaN or the same infinity, as before a first look."""
+    return (one - other).abs().masked_fill(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True), 0.0)
+
+
+def _counted(wanted: Tensors, before: Tensors, after: Tensors) -> str:
+    """Return what a buffer that counts forwards says of those of a step, "" if they are as many as micro-batches."""
+    for name in (name for name, of in after.items() if name in wanted and not (of.dim() or of.is_floating_point())):
+        went, goes = (float(_real(of) - _real(before[name])) for of in (after[name], wanted[name]))
+        if went != goes:
+            compared = "more" if went > goes else "fewer"
+            return f"moved by {compared} forwards than micro-batches: {name} went up by {went:g}, not by {goes:g}"
+    return ""

@@ -1,0 +1,261 @@
+"""Every comparison of somebody's own training with one process in FP64, each step from the trainer's own weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megamix.tools.verify.core.bisect import culprit
+from megamix.tools.verify.core.hypotheses import HALVES, AskedStep, factor_of
+from megamix.tools.verify.core.norm_kinds import explain_clipping, explain_norm
+from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite, moved
+from megamix.tools.verify.core.update_kinds import Halves
+from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_noise
+from megamix.tools.verify.foreign.judge_buffers import check_buffers, check_first_buffers, explain_values
+from megamix.tools.verify.foreign.plain_optimizer import PlainUpdates
+from megamix.tools.verify.foreign.trainer import ForeignTrainer, autocast_entered
+from megamix.tools.verify.foreign.watch import SeenStep
+
+
+def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> Verdict:
+    """Compare a training with one process, step by step. `ranks`: what each rank saw, in rank order."""
+    autocast = {dtype for mine in ranks for seen in mine for dtype in seen.autocast}
+    judge, verdict = _Judge(trainer, len(ranks[0]) - 1, autocast), Verdict(attempts=len(ranks[0]) - 1)
+    start, *steps = zip(*([judge.plain.comparable(verdict, one) for one in mine] for mine in ranks), strict=True)
+    before = judge.started(verdict, start)
+    if judge.known != judge.initial.keys():  # no step of the plain model can be taken with these weights
+        return verdict
+    for number, seen in enumerate(steps):
+        before = judge.step(verdict, number, before, seen)
+        if verdict.differences and not verdict.culprit and before.tape and judge.earlier:
+            verdict.culprit = culprit(judge.earlier, [(rank, one.tape) for rank, one in enumerate(seen)])
+    verdict.note(len(steps), "applied updates", "the run", float(judge.updates == 0), 0.0, "none")
+    return verdict
+
+
+class _Judge:
+    def __init__(self, trainer: ForeignTrainer, updates: int, autocast: set[torch.dtype]):
+        self.trainer, self.ranks = trainer, trainer.ranks
+        native = trainer.model()
+        exact = copy.deepcopy(native).double()
+        self.initial = {name: param.detach().clone() for name, param in native.named_parameters()}
+        self.first_buffers = {name: buffer.clone() for name, buffer in native.named_buffers()}
+        self.frozen = {name for name, param in native.named_parameters() if not param.requires_grad}
+
+        def exact_loss(model: nn.Module, batch: Any) -> Tensor:
+            return trainer.loss(model, moved(batch, torch.float64))
+
+        with autocast_entered() as own, Halves() as halves:  # type: ignore[no-untyped-call]  # its base has no types
+            trainer.loss(native, moved(next(iter(trainer.batches(0, 0, self.ranks))), torch.device("cpu")))
+        # What `loss` does not enter by itself is around it: in `step`, or in what wraps the module.
+        around = max(autocast - own, key=UNIT.__getitem__, default=None)
+
+        def native_loss(model: nn.Module, batch: Any) -> Tensor:
+            with torch.autocast("cpu", around, enabled=around is not None):
+                return trainer.loss(model, batch)
+
+        self.reference = Reference(native, exact, native_loss, exact_loss)
+        self.unit = max([U32, halves.unit, *map(UNIT.__getitem__, autocast)])
+        self.plain = PlainUpdates(trainer, exact, updates)
+        self.updates, self.known = 0, set[str]()  # of the plain model's parameters those that the training has
+        self.earlier: AskedStep | None = None
+
+    def started(self, verdict: Verdict, seen: Sequence[SeenStep]) -> SeenStep:
+        first = seen[0]
+        self._names(verdict, first.weights)
+        for name in filter(self.known.__contains__, self.initial):
+            kept = first.weights[name].dtype
+            if name not in self.frozen and kept != self.trainer.truth:
+                what = f"no FP32 master: the optimizer keeps it in {HALVES.get(kept, kept)}"
+                verdict.note(-1, "dtype", name, math.inf, 0.0, what)
+            got, want = first.weights[name].double(), self.initial[name].to(kept).double()
+            verdict.equal(-1, "initial weight", name, got, want, partial(explain_values, got, want, self.initial))
+        self._copies(verdict, -1, seen)
+        check_first_buffers(verdict, self.first_buffers, seen)
+        return first
+
+    def _names(self, verdict: Verdict, weights: Tensors) -> None:
+        """Check that the training has the plain model's parameters, and set which."""
+        for name in (name for name in weights if name not in self.initial):
+            verdict.note(-1, "name", name, math.inf, 0.0, "a parameter that only your training has")
+        for name, plain in self.initial.items():
+            text = "a parameter that only the plain model has"
+            if name in weights:
+                text = f"of shape {(*weights[name].shape,)}, in the plain model of {(*plain.shape,)}"
+                if weights[name].shape == plain.shape:
+                    self.known.add(name)
+                    continue
+            elif alike := next((other for other in weights if other.endswith(f".{name}")), ""):
+                text += f"; yours has {alike}: return plain names from weights, gradients, groups and states"
+            verdict.note(-1, "name", name, math.inf, 0.0, text)
+
+    def _copies(self, verdict: Verdict, number: int, seen: Sequence[SeenStep]) -> None:
+        """Check that ranks hold the same weights and states, and took the same number of updates."""
+        first = seen[0]
+        for rank, other in enumerate(seen[1:], 1):
+            text = f"rank {rank} took {other.counted} updates in this step, rank 0 {first.counted}"
+            apart = float(other.updates != first.updates)
+            verdict.note(number, "copies", "the optimizer", apart, 0.0, text)
+            mine = {("weight", name): weight for name, weight in first.weights.items()} | first.states
+            theirs = {("weight", name): weight for name, weight in other.weights.items()} | other.states
+            for key in filter(theirs.__contains__, mine):
+                where = f"{key[1]} on rank {rank}"
+                verdict.equal(number, f"copies ({key[0]})", where, theirs[key], mine[key], _DRIFT)
+
+    def step(self, verdict: Verdict, number: int, before: SeenStep, seen: Sequence[SeenStep]) -> SeenStep:
+        after = replace(seen[0], states={key: state for one in reversed(seen) for key, state in one.states.items()})
+        by_rank = [[*self.trainer.batches(number, rank, self.ranks)] for rank in range(self.ranks)]
+        self._samples(verdict, number, by_rank)
+        counts = [[self.trainer.targets(batch) for batch in mine] for mine in by_rank]
+        total = sum(count for mine in counts for count in mine)
+        shares = [[count / total for count in mine] for mine in counts]
+        weights = {
+            name: weight.to(after.dtypes[name][0] if name in after.dtypes else weight.dtype)
+            for name, weight in before.weights.items()
+        } | {name: one for name, one in before.buffers.items() if one.shape == self.first_buffers.get(name, one).shape}
+        asked = AskedStep(
+            self.reference, weights, by_rank, shares,
+            loss_scale=after.loss_scale, clip=self.trainer.clip_grad, groups=self.plain.groups,
+            earlier=self.earlier, ranks=self.ranks,
+        )  # fmt: skip
+        exact = asked.exact
+        scale = after.loss_scale * self.ranks * max(asked.flat[1])  # by which a rank multiplies its largest loss
+        native = self.reference.native_step(weights, *asked.flat, scale)
+        if not any(after.updates):
+            verdict.skipped += 1
+            self._skipped(verdict, number, before, after, native)
+        else:
+            self.updates += 1
+            text = f"{after.counted} updates in one step, which has {len(by_rank[0])} micro-batches"
+            verdict.note(number, "updates", "the optimizer", float({*after.updates} != {1}), 0.0, text)
+            if not finite(native):
+                # Ranks round in another order, and may stay just below FP16's end where one process does not.
+                native, used = self.reference.finite_step(weights, *asked.flat, scale)
+                text = "a step that had to be skipped was applied, or has another loss scale than it tells"
+                verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
+            unit = max(self.unit, *(UNIT.get(weights[name].dtype, U32) for name in self.initial))
+            note_noise(verdict, number, native.grads, exact.grads, unit)
+            norm = norm_of(exact.grads)
+            # Of all elements at once: that of one number, such as the norm, may be zero by chance.
+            noise = norm_of({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)
+            off, bound, kind = self._loss(seen, asked, exact, native, noise)
+            right = "a wrong backward or reduction: the loss is right" if bound else ""
+            hint = kind if off > bound or not right else lambda: right
+            slack = 2 * noise + 64 * U32  # relative: norms differ by no more than the norm of the difference
+            clip = self.trainer.clip_grad
+            asked = replace(asked, coefficient=min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
+            unseen = self._gradients(verdict, number, asked, after, exact, native, noise, slack, hint)
+            verdict.note(number, "loss", "the global batch", off, bound, kind)
+            if "grad_norm" in after.told:
+                told, roundings = after.told["grad_norm"], math.sqrt(sum(map(torch.numel, exact.grads.values())))
+                bound = max(slack, 64 * U32 * roundings) * norm
+                explain = partial(explain_norm, asked, told, asked.whole)
+                verdict.note(number, "norm", "all gradients", abs(told - norm), bound, explain)
+            self.plain.check(verdict, number, self.updates, asked, before, after, unseen)
+        check_buffers(verdict, number, asked, before, after)
+        self._copies(verdict, number, seen)
+        for name in self.frozen:
+            verdict.equal(number, "frozen weight", name, after.weights[name], before.weights[name])
+        self.earlier = replace(asked, earlier=None)
+        return after
+
+    def _samples(self, verdict: Verdict, number: int, by_rank: Sequence[MicroBatches]) -> None:
+        """Check that no micro-batch of a step is there twice."""
+        all_parts = [(f"micro-batch {at} of rank {rank}", tree_leaves(moved(batch, torch.device("cpu"))))
+                     for rank, mine in enumerate(by_rank) for at, batch in enumerate(mine)]  # fmt: skip
+        for (other, theirs), (where, parts) in combinations(all_parts, 2):
+            twice = len(parts) == len(theirs) and all(
+                isinstance(one, Tensor) and isinstance(two, Tensor) and torch.equal(one, two)
+                for one, two in zip(parts, theirs, strict=True)
+            )
+            verdict.note(number, "samples", where, float(twice), 0.0, f"those of {other}")
+
+    def _loss(
+        self, seen: Sequence[SeenStep], asked: AskedStep, exact: Step, native: Step, noise: float
+    ) -> tuple[float, float, Callable[[], str]]:
+        """Return how far off the loss is, its bound, and its kind: that of all ranks where they report the same, else
+        each rank's own part of it. Zeros where none is reported.
+        """
+        told = [one.told["loss"] for one in seen if "loss" in one.told]
+        rounded = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
+        bound = NOISE * rounded + (noise + 64 * U32) * abs(exact.loss)
+        apart = asked.rank_apart([one.losses for one in seen], exact.losses, bound)
+        if len(told) != len(seen):
+            return 0.0, 0.0, lambda: apart
+        loss = sum(one * sum(mine) for one, mine in zip(told, asked.shares, strict=True))
+        return abs(loss - exact.loss), bound, lambda: apart or asked.explain_loss(told, exact.losses, bound)
+
+    def _skipped(self, verdict: Verdict, number: int, before: SeenStep, after: SeenStep, native: Step) -> None:
+        """Check that nothing changed, and that there was an overflow."""
+        overflows = not all(bool(grad.isfinite().all()) for grad in native.grads.values())
+        text = "the optimizer took no step"
+        if after.loss_scale == 1.0:
+            text += "; if a GradScaler skipped it, set self.scaler to it in setup"
+        if number and not any(before.updates):
+            text += "; or gradients, not set to zero behind the last one, which was skipped, keep its overflow"
+        verdict.note(number, "skipped step", "one process, which has no overflow", float(not overflows), 0.0, text)
+        for name, weight in before.weights.items():
+            verdict.equal(number, "weight after a skipped step", name, after.weights[name], weight)
+        for key, state in before.states.items():
+            verdict.equal(number, f"{key[0]} after a skipped step", key[1], after.states[key], state)
+        text = "made by a step that is none, and never filled: the next update adds what its memory held before"
+        for key, made in after.states.items():
+            if key not in before.states:
+                verdict.equal(number, f"{key[0]} after a skipped step", key[1], made, torch.zeros_like(made), text)
+
+    def _gradients(
+        self, verdict: Verdict, number: int, asked: AskedStep, after: SeenStep, exact: Step, native: Step, noise: float,
+        slack: float, hint: Callable[[], str],
+    ) -> dict[str, float]:  # fmt: skip
+        """Check the gradients that the update used. Return how far they may be from FP64's, if the trainer shows none.
+
+        noise: of the native precision, relative, over all gradients; slack: that of the norm by which they are clipped.
+        """
+        coefficient, clip = asked.coefficient, self.trainer.clip_grad
+        roundings = sum(len(mine) for mine in asked.by_rank) + 1
+        bounds = {}
+        for name, want in exact.grads.items():
+            sums = after.dtypes[name][1] if name in after.dtypes else torch.float32
+            rounded = max(float((native.grads[name] - want).abs().max()), noise * float(want.abs().max()))
+            divisor = after.loss_scale / max(max(mine) for mine in asked.shares) if _halves(asked, name) else None
+            bound = gradient_bound(rounded, exact.magnitudes[name], roundings, UNIT[sums], divisor) * coefficient
+            bounds[name] = bound + slack * coefficient * float(want.abs().max()) * bool(clip)
+        if not after.gradients and type(self.trainer).gradients is not ForeignTrainer.gradients:
+            after.gradients |= {name: grad * coefficient for name, grad in exact.grads.items()}
+            return bounds
+        found = {name: after.gradients[name].double() if name in after.gradients else torch.zeros_like(want)
+                 for name, want in exact.grads.items()}  # fmt: skip
+        # One wrong gradient changes the norm with which all are clipped: it is named before those.
+        factors = {name: factor_of(found[name], want) for name, want in exact.grads.items() if bool(want.any())}
+        common = median(factors.values()) if clip and factors else coefficient
+        apart = {name: float((found[name] - common * want).abs().max()) > bounds[name]
+                 for name, want in exact.grads.items()}  # fmt: skip
+        if not 0 < common < 1.001 or all(apart.values()):
+            common, apart = coefficient, dict.fromkeys(apart, True)
+        for name in sorted(apart, key=apart.__getitem__, reverse=True):
+            off = float((found[name] - coefficient * exact.grads[name]).abs().max())
+            step = replace(asked, coefficient=common) if apart[name] else asked
+
+            def explain(name: str = name, step: AskedStep = step) -> str:
+                kind = explain_clipping(step, name, found[name], bounds[name])
+                return kind or step.explain(name, found, bounds[name]) or hint()
+
+            verdict.note(number, "gradient", name, off, bounds[name], explain)
+        return {}
+
+
+_DRIFT = "a rank that draws, reduces or updates by itself"
+
+
+def _halves(asked: AskedStep, name: str) -> bool:
+    return asked.loss_scale != 1 or asked.weights[name].dtype == torch.float16

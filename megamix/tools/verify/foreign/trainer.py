@@ -1,0 +1,254 @@
+"""What `megamix verify --trainer` asks of anybody's training, and what it reads of the usual wrappers by itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
+
+from megamix.tools.verify.core.reference import moved
+from megamix.tools.verify.core.tape import plain_name
+from megamix.tools.verify.core.verdict import U32, Tensors
+
+IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}  # how it is computed, not what
+
+
+class WrongTrainer(ValueError):
+    """What a trainer's author must change before anything can be compared."""
+
+
+class ForeignTrainer:
+    """Your training as `verify` asks for it: subclass this and write the first six methods.
+
+    The plain model, its loss and its optimizer say what one process would do. `setup` and `step` are your own code.
+    No dropout, and no data that is drawn anew: the same call gives the same.
+    """
+
+    rank = 0  # both are set before `setup`
+    ranks = 1
+    clip_grad = 0.0  # the norm to which your step clips, 0 for none
+    truth = torch.float32  # the dtype in which the optimizer must keep the weights
+    scaler: torch.amp.GradScaler | None = None  # yours, where you use one
+
+    def model(self) -> nn.Module:
+        """Return the model before any wrapping, FP32 on the CPU, with the weights that every run starts from."""
+        raise NotImplementedError(f"{type(self).__name__} lacks model(self): return the plain nn.Module")
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss of a micro-batch: a scalar, with gradients."""
+        raise NotImplementedError(f"{type(self).__name__} lacks loss(self, model, batch): return the mean loss")
+
+    def batches(self, step: int, rank: int, ranks: int) -> Sequence[Any]:
+        """Return the micro-batches of one rank in one step: tensors, or tuples, lists or mappings of tensors."""
+        raise NotImplementedError(f"{type(self).__name__} lacks batches(self, step, rank, ranks): return a list")
+
+    def optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
+        """Return your optimizer for this module, or all of them: called with the plain model here, and by your `setup`
+        if you like.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lacks optimizer(self, model): return a torch optimizer")
+
+    def setup(self, model: nn.Module) -> tuple[nn.Module, Optimizer | Sequence[Optimizer]]:
+        """Wrap the model and make its optimizer, as your script does, and keep both. Each rank calls it once."""
+        raise NotImplementedError(f"{type(self).__name__} lacks setup(self, model): return (module, optimizer)")
+
+    def step(self, batches: Sequence[Any]) -> Mapping[str, float] | None:
+        """Take one training step of these micro-batches, as your script does. Return what it reports, as far as it
+        does: `loss`, `grad_norm` (before clipping). Other keys are not read.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lacks step(self, batches): train on them")
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return your schedule for the optimizer, for each of them, if you have one: one step of it for each update."""
+        return None
+
+    def targets(self, batch: Any) -> float:
+        """Return how much a micro-batch counts in the mean of a step: its number of targets, if they differ."""
+        return 1.0
+
+    def weights(self, module: nn.Module, optimizer: Optimizer) -> Tensors:
+        """Return the weights that the optimizer updates, whole, by the plain model's names."""
+        return {name: whole(param) for name, param in named_parameters(module)}
+
+    def gradients(self, module: nn.Module, optimizer: Optimizer) -> Tensors:
+        """Return the gradients that the optimizer is about to use, whole, unscaled and clipped."""
+        by_scale = getattr(optimizer, "grad_scale", None)  # GradScaler leaves it to a fused optimizer
+        grads = {name: param.grad for name, param in named_parameters(module) if param.grad is not None}
+        return {name: whole(grad) if by_scale is None else whole(grad) / by_scale for name, grad in grads.items()}
+
+    def groups(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
+        """Return the optimizer's group of each parameter, by name."""
+        names = {param: name for name, param in named_parameters(module)}
+        of = {param: group for group in optimizer.param_groups for param in group["params"]}
+        return {name: of[param] for param, name in names.items() if param in of}
+
+    def states(self, module: nn.Module, optimizer: Optimizer) -> dict[tuple[str, str], Tensor]:
+        """Return the optimizer's states of each parameter, whole, by state and name: what only counts is none."""
+        inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds those of this rank in there
+        return {
+            (state, name): whole(tensor) for name, param in named_parameters(module)
+            for state, tensor in inner.state.get(param, {}).items()
+            if isinstance(tensor, Tensor) and (tensor.dim() or tensor.shape == param.shape)
+        }  # fmt: skip
+
+
+def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
+    """Return the trainer that FILE.py:CLASS names. Raises: WrongTrainer that says what is missing."""
+    file, _, name = where.rpartition(":")
+    path = Path(file)
+    if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
+        raise WrongTrainer(f"--trainer: got {where}, must be a file and a class in it; write my_trainer.py:MyTrainer")
+    module_name = str(path.resolve())  # by its stem a torch.py would take torch's place
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(path.parent.resolve()))  # what it imports lies beside it, as for a script
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise WrongTrainer(f"--trainer: {file} cannot be imported: {traceback.format_exc(limit=-1)}") from error
+    trainers = {
+        key: made for key, made in vars(module).items()
+        if isinstance(made, type) and issubclass(made, ForeignTrainer) and made is not ForeignTrainer
+    }  # fmt: skip
+    if name not in trainers:
+        found = ", ".join(trainers) or "none; subclass megamix.ForeignTrainer"
+        raise WrongTrainer(f"--trainer: got {where}, must be a ForeignTrainer in that file, which has {found}")
+    trainer = trainers[name]()
+    trainer.rank, trainer.ranks = rank, ranks
+    return trainer
+
+
+def check_trainer(trainer: ForeignTrainer) -> None:
+    """Ask twice for model, samples and loss: what is new each time is no reference. Raises: WrongTrainer."""
+    who, ranks, cpu = type(trainer).__name__, trainer.ranks, torch.device("cpu")
+    try:
+        models: list[Any] = [trainer.model() for _ in range(2)]
+        if not isinstance(models[0], nn.Module):
+            raise WrongTrainer(f"{who}.model() returned {type(models[0]).__name__}, must be an nn.Module; return it")
+        made: list[Any] = [trainer.batches(0, 0, ranks) for _ in range(2)]
+        if not isinstance(made[0], Sequence) or not made[0]:
+            kind = "nothing" if isinstance(made[0], Sequence) else type(made[0]).__name__
+            raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned {kind}, must be a list of micro-batches")
+        batches = [moved([*one], cpu) for one in made]
+        for needed in ("setup", "step"):  # yours run on the ranks alone; one that is inherited says what is missing
+            if getattr(type(trainer), needed) is getattr(ForeignTrainer, needed):
+                getattr(trainer, needed)(models[0])
+        optimizers_of(trainer.optimizer(models[0]), f"{who}.optimizer(model)")
+    except NotImplementedError as error:
+        raise WrongTrainer(str(error)) from error
+    if not _alike(*([*model.parameters()] for model in models)):
+        raise WrongTrainer(f"{who}.model() returned other weights when called again; write torch.manual_seed(0) first")
+    if not _alike(*batches):
+        seeded = "draw them with torch.Generator().manual_seed(1000 * step + rank)"
+        raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned other samples when called again; {seeded}")
+    losses: list[Any] = [trainer.loss(model, batches[0][0]) for model in models]
+    if not isinstance(losses[0], Tensor) or losses[0].numel() != 1:
+        kind = f"a Tensor {tuple(losses[0].shape)}" if isinstance(losses[0], Tensor) else type(losses[0]).__name__
+        raise WrongTrainer(f"{who}.loss(model, batch) returned {kind}, must be the mean loss, a Tensor of one number")
+    one, other = (float(loss.detach()) for loss in losses)
+    if abs(one - other) > 64 * U32 * abs(one):
+        changed = f"{who}.loss(model, batch) returned {one:.7g}, then {other:.7g} for the same weights and samples"
+        raise WrongTrainer(f"{changed}; set dropout to 0 in model(), and draw nothing in loss()")
+
+
+def optimizers_of(made: Any, where: str) -> list[Optimizer]:
+    """Return one optimizer or several as a list. Raises: WrongTrainer for what is none."""
+    listed = made if isinstance(made, list | tuple) else [made]
+    optimizers: list[Any] = [getattr(one, "optimizer", one) for one in listed]  # accelerate wraps one that has no hooks
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise WrongTrainer(
+                f"{where} returned an optimizer of type {type(one).__name__}, must be a torch.optim.Optimizer or a "
+                "list of them; return the one that it wraps, or make your class a subclass"
+            )
+    return optimizers
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a parameter's group: lr, weight_decay, betas[0] and so on; how it is computed is none."""
+    options: dict[str, float] = {}
+    for key, value in group.items():
+        if isinstance(value, tuple):
+            options |= {f"{key}[{at}]": float(one) for at, one in enumerate(value) if one is not None}
+        elif key not in IMPLEMENTATIONS and isinstance(value, int | float | Tensor):
+            options[key] = float(value)
+    return options
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Compare the tensors of two trees; a NaN equals another one."""
+    mine, theirs = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (one, other))
+    return len(mine) == len(theirs) and all(
+        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU, of its own dtype, of all of a tensor that ranks may have divided. All must call it."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters by the plain model's names, in its order: what ranks divide and an optimizer holds, also
+    where FSDP2 has put gathered ones in their place.
+    """
+    pairs = ((getattr(one, "_unsharded_param", None), one.sharded_param) for one, _ in fsdp_params(module))
+    divided = {gathered: sharded for gathered, sharded in pairs if gathered is not None}
+    for name, param in module.named_parameters():
+        yield plain_name(name), divided.get(param, param)
+
+
+def fsdp_params(module: nn.Module) -> Iterator[tuple[Any, MixedPrecisionPolicy]]:
+    """Yield what FSDP2 knows of each parameter that it divides, and the policy."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group) is not None:
+            for fsdp_param in group.fsdp_params:
+                yield fsdp_param, group.mp_policy
+
+
+def computes_in(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Return in which dtypes each parameter computes, and sums its gradient: its own, unless FSDP2's policy says so."""
+    dtypes = {name: (param.dtype, param.dtype) for name, param in named_parameters(module)}
+    names = {param: name for name, param in named_parameters(module)}
+    for fsdp_param, policy in fsdp_params(module):
+        param = fsdp_param.sharded_param
+        compute = policy.param_dtype or param.dtype
+        dtypes[names[param]] = compute, policy.reduce_dtype or compute
+    return dtypes
+
+
+@contextmanager
+def autocast_entered() -> Iterator[set[torch.dtype]]:
+    """Collect the dtypes of every autocast that is entered: by a step, by a loss, or by what wraps a module's forward.
+    One that torch.compile traces is not seen.
+    """
+    seen: set[torch.dtype] = set()
+    enter = torch.autocast.__enter__
+
+    def noted(self: torch.autocast) -> Any:
+        entered = enter(self)  # type: ignore[no-untyped-call]  # torch gives it no types
+        if torch.is_autocast_enabled(self.device):  # it may be entered to switch it off
+            seen.add(torch.get_autocast_dtype(self.device))
+        return entered
+
+    torch.autocast.__enter__ = noted  # type: ignore[method-assign]  # no hook of torch sees where it begins
+    try:
+        yield seen
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]  # puts torch's own back

@@ -1,0 +1,39 @@
+"""`verify --trainer`: somebody's own training on ranks that this command starts, and a table of what became of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megamix.arguments import Failed
+from megamix.supervise.console import say
+from megamix.tools.ranks import RankFailure, RankPool
+from megamix.tools.verify.core.table import COLUMNS, result_lines, row
+from megamix.tools.verify.core.verdict import Verdict
+from megamix.tools.verify.foreign.judge_trainer import judge_trainer
+from megamix.tools.verify.foreign.trainer import check_trainer, load_trainer
+from megamix.tools.verify.foreign.watch import watch_trainer
+
+DEADLINE_S = 1800.0
+
+
+def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = False) -> Iterator[str]:
+    """Yield what to print of somebody's own training on each number of ranks: FILE.py:CLASS for `steps` steps."""
+    check_trainer(load_trainer(where, ranks=worlds[0]))  # its mistakes are told before any rank is started
+    yield row("ranks", "attempts", "skipped", *COLUMNS, "")
+    for world in worlds:
+        say(f"megamix verify: {where} on {world} rank(s)", sys.stderr)
+        try:
+            yield from result_lines(str(world), verify_trainer(where, world, steps, bisect), bisect)
+        except RankFailure as failure:
+            yield Failed(f"{world:<13} fails\n{failure}")
+    yield "numbers are the largest error as a share of its bound (docs/verify.md); 1 is too much"
+
+
+def verify_trainer(where: str, world: int, steps: int, bisect: bool = False, deadline_s: float = DEADLINE_S) -> Verdict:
+    """Run FILE.py:CLASS on so many ranks and judge it."""
+    with RankPool(world, on_gpus=torch.cuda.is_available() and torch.cuda.device_count() >= world) as pool:
+        ranks = pool.call(watch_trainer, where, steps, bisect, deadline_s=deadline_s)
+    return judge_trainer(load_trainer(where, ranks=world), ranks)

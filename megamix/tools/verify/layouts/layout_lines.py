@@ -1,0 +1,59 @@
+"""`verify --layouts`: each layout in turn on ranks that this command starts, and a table of what became of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megamix.arguments import Failed
+from megamix.config import Config
+from megamix.supervise.console import say
+from megamix.tools.ranks import RankFailure, RankPool
+from megamix.tools.verify.core.layout import Layout, size_told, without_dropout
+from megamix.tools.verify.core.table import COLUMNS, result_lines, row
+from megamix.tools.verify.core.verdict import Verdict
+from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.observe import observe
+
+UPDATES = 3  # the first has no moments yet, the second both, the third a clip coefficient and scale of its own
+OVERFLOW_AT = 1  # in the middle: there is something to leave unchanged, and steps after it
+ATTEMPTS = f"{UPDATES} updates each, 1 overflow, and the steps that find the loss scale"
+DEADLINE_S = 1800.0
+
+
+def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False) -> Iterator[str]:
+    """Yield what to print, as it becomes known. What begins is said on stderr."""
+    yield size_told(config)
+    yield row("layout", "attempts", "skipped", *COLUMNS, "")
+    pools: dict[int, RankPool] = {}
+    begin_s = time.monotonic()
+    try:
+        for number, layout in enumerate(layouts):
+            # By their ranks, which share this machine.
+            done, left = (sum(one.world_size for one in part) for part in (layouts[:number], layouts[number:]))
+            rest = f"about {(time.monotonic() - begin_s) / done * left:.0f} s left" if done else ATTEMPTS
+            what = f"{layout.name} on {layout.world_size} rank(s), {number + 1} of {len(layouts)}"
+            say(f"megamix verify: {what}; {rest}", sys.stderr)
+            on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= layout.world_size
+            # Ranks of one number serve all its layouts.
+            pool = pools.setdefault(layout.world_size, RankPool(layout.world_size, on_gpus=on_gpus))
+            try:
+                yield from result_lines(layout.name, verify_layout(config, layout, pool, bisect), bisect)
+            except RankFailure as failure:
+                yield Failed(f"{layout.name:<13} fails\n{failure}")
+    finally:
+        for pool in pools.values():
+            pool.close()
+    yield "numbers are the largest error as a share of its bound (docs/parallelism.md); 1 is too much"
+
+
+def verify_layout(
+    config: Config, layout: Layout, pool: RankPool, bisect: bool = False, deadline_s: float = DEADLINE_S
+) -> Verdict:
+    """Run one layout on its ranks and judge it."""
+    here = without_dropout(layout.apply(config))
+    ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, bisect, deadline_s=deadline_s)
+    return judge(here, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)

@@ -1,0 +1,88 @@
+"""On every rank of a layout: train on a made-up text, and write down each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from megamix.builders.data import plugin_source
+from megamix.builders.objects import build_engine, build_passes, plan_pipeline
+from megamix.comm.topology import Topology
+from megamix.config import Config, grad_accum_steps
+from megamix.data.loader import Batch, BatchLoader
+from megamix.data.sampler import micro_batches as cut_batch
+from megamix.data.source import MarkovSource, Numbers, Rows
+from megamix.parallel.build import build_model, drawn
+from megamix.parallel.passes import MicroBatch
+from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
+from megamix.tools.verify.core.tape import recorded
+
+MOST_SKIPPED = 40  # the search for the first loss scale takes up to 33 steps
+_BRANCHING = 16  # successors of a token in the synthetic text: gradients of embeddings differ in size
+
+
+def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool = False) -> list[ObservedStep]:
+    """Train until `updates` steps are applied. In attempt `overflow_at` one rank's gradient is made infinite. What is
+    returned begins with what there was before the first step: no loss, and no gradient. `bisect`: record what
+    passes through each module, of which none is compiled then.
+
+    Every rank of the layout that `config` names must call it.
+    """
+    device = rank_device()
+    if bisect:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
+    section, stages = config.parallelism, plan_pipeline(config)
+    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
+    model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
+    accumulation = grad_accum_steps(config, topology.data.size)
+    fill = drawn(model, config.training.seed)
+    engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
+    passes = build_passes(config, engine, model, stages)
+    poison, used = Poison(engine), UsedValues()
+    specs = [slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots]
+    divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # some see partial sums
+    run = [observed(engine, None)]
+    while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
+        poison.active = attempt == overflow_at
+        loaded = batches(config, attempt, topology.data.rank)
+        with engine.observe(used), recorded(model, wanted=bisect, but=divided) as tape:
+            passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
+            result = engine.step()
+        run.append(observed(engine, result, tape, used))
+    return run
+
+
+def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[Batch]:
+    """Yield the micro-batches of one rank, read as a job reads them: of a plugin's source where the job has one, else
+    of a made-up text; packed where the job packs documents.
+    """
+    batch_size = config.training.global_batch_size
+    made_up = _Documents if config.data.packing == "documents" else _chain
+    own = plugin_source(config)
+    source = made_up(config) if own is None else own
+    samples = (range(attempt * batch_size, (attempt + 1) * batch_size),)
+    size, ranks = config.training.micro_batch_size, config.parallelism.dp_size or 1
+    with BatchLoader(source, torch.device("cpu")) as loader:
+        for (part,) in cut_batch(samples, micro_batch_size=size, dp_rank=dp_rank, dp_size=ranks):
+            yield loader.get(part)
+
+
+def _chain(config: Config) -> MarkovSource:
+    model, branching = config.model, min(config.model.vocab_size, _BRANCHING)
+    return MarkovSource(
+        vocab_size=model.vocab_size, seq_len=model.seq_len, branching=branching, seed=config.training.seed
+    )
+
+
+class _Documents:
+    """The same tokens, cut into documents of unequal lengths, some of one token."""
+
+    def __init__(self, config: Config):
+        self.seq_len, self._tokens = config.model.seq_len, _chain(config)
+
+    def read(self, samples: Numbers) -> Rows:
+        column = np.arange(self.seq_len + 1)
+        begins = (31 * np.asarray(samples)[:, None] + column * column) % 7 < 2
+        return Rows(self._tokens.read(samples).tokens, column - np.maximum.accumulate(begins * column, 1))

@@ -1,0 +1,73 @@
+"""`verify --runs` and `verify --twice`: on which ranks their jobs run, and what is printed of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from megamix.arguments import Failed
+from megamix.config import Config
+from megamix.supervise.console import say
+from megamix.tools.ranks import RankFailure, RankPool
+from megamix.tools.verify.core.layout import Layout, size_told
+from megamix.tools.verify.runs.judge_runs import run_results, twice_problems
+from megamix.tools.verify.runs.watched_run import BORDERS, STEPS
+
+DEADLINE_S = 1800.0  # of a part of a job
+_SHOWN = 8  # differences of a run
+
+
+def runs_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
+    """Yield what to print of a job that is interrupted twice, as it becomes known."""
+    yield size_told(config)
+    yield f"{'run':<48}{'attempts':>10}{'skipped':>10}"
+    with ExitStack() as stack:
+        pools = {size: _pool(stack, size) for size in sorted({layout.world_size for layout in layouts})}
+        borders = " and ".join(map(str, BORDERS))
+        say(f"megamix verify: {STEPS} updates without a stop, and with resumes after {borders}", sys.stderr)
+
+        device = torch.device("cuda" if all(pool.on_gpus for pool in pools.values()) else "cpu")
+        try:
+            ranks = {size: pool.call for size, pool in pools.items()}
+            for run, problems, share in run_results(config, layouts, _folder(stack), ranks, device):
+                yield f"{run.name:<48}{len(run.attempts):>10}{run.skipped:>10}  {'differs' if problems else 'passes'}"
+                yield from map(Failed, _first(problems))
+                if share:
+                    yield f"  each step by itself: at most {share:.3f} of its bound (docs/parallelism.md)"
+        except RankFailure as failure:
+            yield Failed(f"a run fails\n{failure}")
+
+
+def twice_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
+    """Yield what to print of one job in two new programs, layout by layout."""
+    yield size_told(config)
+    for layout in layouts:
+        say(f"megamix verify: {layout.name} on {layout.world_size} rank(s), in two programs", sys.stderr)
+        with ExitStack() as stack:
+            programs = [_pool(stack, layout.world_size, {}).call for _ in range(2)]
+            try:
+                problems = twice_problems(config, layout, _folder(stack), programs)
+            except RankFailure as failure:
+                problems = [f"fails\n{failure}"]
+        yield f"{layout.name:<13} {'differs' if problems else 'the same, bit for bit'}"
+        yield from map(Failed, _first(problems))
+
+
+def _folder(stack: ExitStack) -> Path:
+    return Path(stack.enter_context(TemporaryDirectory(prefix="megamix-verify-")))
+
+
+def _pool(stack: ExitStack, size: int, environment: Mapping[str, str] | None = None) -> RankPool:
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
+    return stack.enter_context(RankPool(size, on_gpus=on_gpus, environment=environment, deadline_s=DEADLINE_S))
+
+
+def _first(problems: Sequence[str]) -> Iterator[str]:
+    yield from (f"  {problem}" for problem in problems[:_SHOWN])
+    if len(problems) > _SHOWN:
+        yield f"  and {len(problems) - _SHOWN} more"

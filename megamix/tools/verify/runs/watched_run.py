@@ -1,0 +1,155 @@
+"""On every rank: a part of a real job, from `run_job` to its end or to where it is asked to leave. What each attempt
+read and left behind is written down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megamix.config import Config, data_source
+from megamix.mixed_precision.step import StepResult
+from megamix.parallel.passes import MicroBatch
+from megamix.run.batch_plan import Attempt, GlobalBatch
+from megamix.supervise.status import LeaveRequest, PreemptedError
+from megamix.tools.verify.core.layout import Layout
+from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
+from megamix.train.job import run_job
+from megamix.train.trainer import Trainer
+
+BORDERS = (3, 6)  # the updates after which a run is interrupted
+STEPS = 9
+# The first attempts at these overflow: the last ones before a save, and the first ones after it.
+OVERFLOWS = frozenset(update for border in BORDERS for update in (border, border + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class JobPart:
+    """Some updates of a job, between two starts."""
+
+    config: Config
+    until: int | None = None  # the update after which the ranks are asked to leave; None: to the end
+    judged: bool = False  # whether each attempt is kept whole; else what the first one began with and the last one left
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """One attempt of one rank, or what there was before the first one of a part."""
+
+    number: int = -1  # in the whole run
+    planted: bool = False  # an overflow
+    dp_rank: int = 0
+    planned: tuple[range, ...] = ()  # the samples of the global batch
+    rows: NDArray[np.int64] | tuple[()] = ()  # tokens read: (samples, seq_len)
+    numbers: dict[str, Any]  # losses, counters, the loss scale and its state, afterwards
+    digests: dict[str, str]  # of all that the rank owns or holds afterwards
+    observed: ObservedStep | None
+
+    @property
+    def found_inf(self) -> bool:
+        return bool(self.numbers["found_inf"])
+
+    @property
+    def update(self) -> int:
+        """Return the number of the update that it was, or was tried for; from 1 on."""
+        return int(self.numbers["applied_updates"]) + self.found_inf
+
+
+def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder: Path, name: str) -> Config:
+    """Return the user's training as a job of STEPS updates on the data in `folder`, small enough to watch: the same
+    global batch on all of the layouts, two epochs, and settings that only long runs would come to.
+    """
+    micro = config.training.micro_batch_size
+    batch = math.lcm(*(one.apply(config).training.global_batch_size for one in layouts))
+    here = layout.apply(config, batch // (micro * layout.size("dp")))
+    schedule, scale, metrics = here.lr_schedule, here.precision.loss_scale, here.metrics
+    warmup = min(schedule.warmup_steps, 2)
+    decay = None if schedule.decay_steps is None else min(schedule.decay_steps, STEPS - warmup)
+    short = {"init_scale": 2.0**10, "growth_interval": 2}
+    known = {key: min(value, getattr(scale, key)) for key, value in short.items() if hasattr(scale, key)}
+    sources = {key: (data_source({"path": str(folder / key)}),) for key in ("train", "valid")}
+    silent = {key: None for key, value in metrics if hasattr(value, "model_fields")}
+    updates: dict[str, dict[str, Any]] = {
+        "data": sources | {"stages": (), "split": None, "tokenizer": None},
+        "lr_schedule": {"warmup_steps": warmup, "decay_steps": decay},
+        "precision": {"loss_scale": scale.model_copy(update=known), "max_retries": 3},
+        "training": {"steps": STEPS, "eval_interval": 4, "eval_batches": 2},
+        "checkpoint": {"folder": str(folder / name), "save_interval": BORDERS[0], "resume": "auto"},
+        "metrics": silent | {"log_interval": 1, "tensorboard": False, "precision_interval": 0},
+        "profiling": {"num_steps": 0},
+    }
+    return here.model_copy(update={key: getattr(here, key).model_copy(update=new) for key, new in updates.items()})
+
+
+def watch_job(part: JobPart) -> list[Seen]:
+    """Train a part of a job. Every rank of its layout must call it."""
+    if rank_device().type == "cuda":
+        os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as the launcher does
+    seen: list[Seen] = []
+    with redirect_stdout(io.StringIO()), suppress(PreemptedError):
+        run_job(part.config, make=partial(_WatchedTrainer, part, seen))
+    return seen
+
+
+class _WatchedTrainer(Trainer):
+    """Writes down what comes in and out of each attempt, plants overflows, and leaves in time."""
+
+    def __init__(self, part: JobPart, seen: list[Seen], *built: Any):
+        super().__init__(*built)
+        self._part, self._seen, self._poison = part, seen, Poison(self.engine)
+        self._used = UsedValues()
+        self._to_overflow = set(OVERFLOWS)
+        self._rows: list[Tensor] = []
+
+    def train(self, leave: LeaveRequest) -> float | None:
+        self._write_down()
+        with self.engine.observe(self._used):
+            return super().train(leave)
+
+    def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
+        self._rows.clear()
+        if self.plan.launched:  # else the batch that probes the loss scale
+            self._begin_attempt()
+        for micro_batch in super()._load(global_batch):
+            self._rows.append(micro_batch.batch.tokens)
+            yield micro_batch
+
+    def _begin_attempt(self) -> None:
+        update = self.plan.launched - self.overflows.count  # if all in flight are applied
+        self._poison.active = update in self._to_overflow
+        self._to_overflow.discard(update)
+        if update == self._part.until and not self._poison.active:
+            self.engine.stop_request.fill_(signal.SIGTERM)  # this step carries it to the others
+
+    def _note(self, attempt: Attempt, result: StepResult) -> None:
+        super()._note(attempt, result)
+        if not self._part.judged and len(self._seen) > 1:
+            self._seen[-1].observed = None
+        self._write_down(
+            result, number=attempt.number, planted=self._poison.active, planned=attempt.batch.samples,
+            dp_rank=self.engine.topology.data.rank, rows=torch.cat(self._rows).cpu().numpy(),
+        )  # fmt: skip
+
+    def _write_down(self, result: StepResult | None = None, **attempt: Any) -> None:
+        whole = observed(self.engine, result, used=self._used)
+        tensors = {f"{part.state} of {part.spec.name}": part.values for part in [*whole.owned, *whole.copies]}
+        tensors |= {f"buffer {name}": buffer.double().numpy() for name, buffer in whole.buffers.items()}
+        scale = {f"loss_scale.{name}": value.tolist() for name, value in self.engine.loss_scale.state_dict().items()}
+        digests = {name: hashlib.blake2b(values.tobytes()).hexdigest() for name, values in tensors.items()}
+        numbers = whole.scalars | scale
+        self._seen.append(Seen(numbers=numbers, digests=digests, observed=whole, **attempt))

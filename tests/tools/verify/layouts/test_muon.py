@@ -1,0 +1,125 @@
+"""`verify` of Muon: a direction's bound in FP64 holds and is narrow; what others' Muon got wrong is named, planted in
+ours; matrices that are batched, of a family's own division, in FP32 pass.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix.mixed_precision.muon import Muon, orthogonalised
+from megamix.mixed_precision.observer import DIRECTION, SOURCE
+from megamix.tools.verify.core.judge_matrices import exact_direction, judge_matrices
+from megamix.tools.verify.core.observed_step import Whole
+from megamix.tools.verify.core.verdict import Verdict
+from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.observe import observe
+from tests.conftest import FULL
+from tests.tools.verify.catalogue.__main__ import named
+from tests.tools.verify.catalogue.bugs import BUGS
+from tests.tools.verify.catalogue.engine import MUON
+from tests.tools.verify.catalogue.run import verdicts
+from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bugs
+
+CPU = torch.device("cpu")
+SIZES = (1, 2, 3, 8, 13, 32, 64)
+SPECTRA: dict[str, Callable[[int], Tensor]] = {
+    "flat": torch.ones,
+    "steep": lambda size: torch.logspace(0, -6, size),
+    "half": lambda size: (torch.arange(size) <= size // 2).float(),
+}
+
+
+def _matrices(seed: int) -> Tensor:
+    """One of any size, spectrum and magnitude; some elements may be zero."""
+    drawn, draws = torch.Generator().manual_seed(seed), random.Random(seed)
+    matrix = torch.randn(draws.choice(SIZES), draws.choice(SIZES), generator=drawn)
+    if draws.random() < 0.5:
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        matrix = left * draws.choice([*SPECTRA.values()])(len(values)) @ right
+    elif draws.random() < 0.5:
+        matrix = matrix * (torch.rand(matrix.shape, generator=drawn) < 0.2)
+    return matrix * 10.0 ** draws.randint(-10, 15)
+
+
+def _share(matrix: Tensor, optimizer: Muon, right: Muon) -> float:
+    want, bound = exact_direction(matrix, right)
+    return float((orthogonalised(matrix, optimizer) - want).norm()) / bound if matrix.any() else 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("turns", [1, 5])
+def test_roundings_stay_within_the_bound(dtype: torch.dtype, turns: int) -> None:
+    own = Muon(lr=1.0, ns_dtype=dtype, ns_steps=turns)
+    shares = [_share(_matrices(seed).to(dtype), own, own) for seed in range(1000 if FULL else 100)]
+    assert 0.05 < max(shares) < 0.7, max(shares)
+
+
+def test_a_coefficient_that_is_wrong_by_a_thousandth_does_not() -> None:
+    own = Muon(lr=1.0, ns_dtype=torch.float32)
+    a, b, c = own.ns_coefficients
+    for other in ((a * 1.001, b, c), (a, b * 1.001, c), (a, b, c * 1.001)):
+        wrong, matrix = replace(own, ns_coefficients=other), torch.randn(32, 48, generator=torch.Generator())
+        assert _share(matrix, wrong, own) > 10
+    assert _share(matrix, replace(own, ns_steps=4), own) > 1000
+
+
+def _said(optimizer: Muon, source: Tensor, found: Tensor) -> str:
+    """What is said of a parameter of which that was made orthogonal, and that came of it."""
+    owners = torch.zeros(source.shape, dtype=torch.int64)
+    tensors = {(SOURCE, "up"): source, (DIRECTION, "up"): found}
+    verdict, after = Verdict(), Whole(tensors, {(SOURCE, "up"): owners})
+    judge_matrices(verdict, 0, optimizer, "up", source.double(), after, CPU, 1)
+    return str((verdict.differences or [""])[0])
+
+
+def test_a_wrong_scale_and_another_dtype_are_told() -> None:
+    own = Muon(lr=1.0)
+    matrix = torch.randn(16, 24, generator=torch.Generator()).bfloat16()
+    right = orthogonalised(matrix, own).float()
+    assert _said(own, matrix.float(), right * own.lr_scale(16, 24)) == ""
+    assert "it looks like 1.021 times the right one: scaled for" in _said(own, matrix.float(), right)
+    wide = orthogonalised(matrix.float(), own) * own.lr_scale(16, 24)
+    assert _said(own, matrix.float(), wide).startswith("attempt 0: direction of up is off by ")
+    assert _said(replace(own, batched=True), matrix.float(), wide) == ""  # what rounds otherwise is within the bound
+
+
+def test_a_matrix_without_a_direction_is_told() -> None:
+    verdict = Verdict()
+    judge_matrices(verdict, 0, Muon(lr=1.0), "up", torch.ones(2, 3), Whole(), CPU, 1)
+    assert str(verdict.differences[0]) == "attempt 0: direction of up: there is none: no rank has made it orthogonal"
+
+
+def test_other_states_than_the_job_s_are_told() -> None:
+    ranks = [observe(make_config("dp1"), 1, None)]
+    verdict = judge(make_config("dp1", **MUON), ranks, CPU, 1, None)
+    told = [str(one) for one in verdict.differences if one.check == "states"]
+    assert len(told) == 14 == len(verdict.differences)
+    assert told[0] == (
+        "attempt 0: states of blocks.1.feed_forward.down.weight: ranks keep exp_avg, exp_avg_sq, master; "
+        "the job's optimizer has master, momentum_buffer"
+    )
+
+
+@pytest.mark.uncounted
+def test_what_a_job_may_have_passes(run_ranks) -> None:
+    others = {"ns_dtype": "fp32", "nesterov": False, "batched": True, "adjust_lr": "original", "adamw": ["*.out.*"]}
+    configs = [make_config("dp2", dtype="bf16", muon=others, **MUON), make_config("tp2", family="per_head", **MUON)]
+    cases = [(config, "") for config in configs]
+    for config, *ranks in zip(configs, *run_ranks(observe_bugs, 2, cases, OVERFLOW_AT), strict=True):
+        verdict = judge(config, ranks, CPU, UPDATES, OVERFLOW_AT)
+        assert verdict.differences == []
+        assert (verdict.skipped, DIRECTION in verdict.worst) == (1, not config.optimizer.muon.batched)
+
+
+@pytest.mark.uncounted
+def test_bugs_of_others_are_named(run_ranks) -> None:
+    names = [name for name, bug in BUGS.items() if bug.job.get("name") == "muon"]
+    found = verdicts(run_ranks, names)
+    assert len(names) == 7
+    assert [str(found[name].differences[:1]) for name in names if not named(BUGS[name], found[name])] == []
