@@ -1,9 +1,9 @@
 """Reports of a run, while it trains and afterwards.
 
-interval_report  values of single steps become what a log interval says
-log_file         a log that no trouble of its disk turns into the end of a run
+interval_report  from values of single steps to a log interval's report
+log_file         log that no trouble of its disk turns into the end of a run
 metrics          a line on the console, in metrics.jsonl and in TensorBoard
-trackers         wandb and what plugins add
+trackers         wandb and trackers of plugins
 profiling        traces of the steps that are profiled
 plot             curves as pictures
 """

@@ -1,4 +1,4 @@
-"""From the values of single steps to what a log interval reports, and an examined step of FP16's range by layer."""
+"""Report of a log interval, made from the values of single steps; and FP16's range by layer, from an examined step."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ from megamix.report.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak of this rank: allocated on its GPU, or resident on the host where it computes there."""
+    """Return the peak of this rank's memory: allocated on its GPU, or resident on the host if it computes there."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 class IntervalReport:
-    """Turns the wall time and the spans between two log lines into rates and shares."""
+    """Rates and shares of a log interval, from the wall time and the spans between two log lines."""
 
     def __init__(self, clock: Clock, tokens_per_step: int, updates: int, mfu_per_token_rate: float | None):
-        """`mfu_per_token_rate`: operations per token / peak of all ranks' devices; None where no peak is known."""
+        """Start the first interval.
+
+        `mfu_per_token_rate`: operations per token / peak of all ranks' devices; None if no peak is known.
+        """
         self._clock, self.tokens_per_step, self._updates = clock, tokens_per_step, updates
         self._mfu_per_token_rate = mfu_per_token_rate
         clock.enabled = True
         self._start_s, self._done = time.perf_counter(), 0
-        # Of one attempt of the last interval, on average: itself, and each of its spans.
+        # Seconds of one attempt of the last interval, on average, and of each of its spans.
         self._step_s, self._span_s = math.inf, dict[str, float]()
-        self.losses: list[float] = []  # of the interval so far
-        self.tokens = 0  # of all updates so far
+        self.losses: list[float] = []  # losses of the interval so far
+        self.tokens = 0  # tokens of all updates so far
 
     def go_on_from(self, attempts: int, losses: list[float], tokens: int) -> None:
-        """Take up a run that has launched `attempts`, trained on `tokens` and, since its last line, has had these
-        losses.
-        """
+        """Take up a run that has launched `attempts` and trained on `tokens`. `losses`: those since its last line."""
         self._done, self.losses, self.tokens = attempts, losses, tokens
 
     def add(self, loss: float) -> None:
@@ -62,10 +63,12 @@ class IntervalReport:
     def metrics(
         self, update: int, attempts: int, outcome: Outcome, skipped: int, *, scaled: bool, device: torch.device
     ) -> StepMetrics:
-        """Return the interval that ends with `update`, whose outcome is given. `attempts`: launched by now, some of
-        them after it; `skipped`: overflowed so far; `scaled`: there is a loss scale.
+        """Return the metrics of the interval that ends with `update`, whose outcome is given.
+
+        `attempts`: launched by now, some of them after `update`. `skipped`: overflowed so far. `scaled`: there is a
+        loss scale.
         """
-        if attempts > self._done:  # else, at the end of the run, two lines are due at once: the rates are the same
+        if attempts > self._done:  # at the end of a run two lines may be due at once; the second repeats the rates
             self._measure(attempts)
         losses, self.losses = self.losses, []
         tokens_per_s = self.tokens_per_step / self._step_s
@@ -87,7 +90,7 @@ class IntervalReport:
         )
 
     def pause(self) -> None:
-        """Leave out of the interval what happens from now on (a validation), until `resume`."""
+        """Leave the time from now until `resume` out of the interval: a validation, for example."""
         self._paused_s = time.perf_counter()
         self._clock.enabled = False
 
@@ -107,40 +110,40 @@ class IntervalReport:
 
 
 class Outcome(NamedTuple):
-    """One attempt, on the host."""
+    """Outcome of one attempt, on the host."""
 
     loss: float  # nats per token, mean over the global batch
     found_inf: bool
     grad_norm: float
-    loss_scale: float  # the one it used
+    loss_scale: float  # loss scale that the attempt used
     lr: float
-    stop_requested: int  # why a rank wants to leave; 0: none does
+    stop_requested: int  # reason for which a rank wants to leave; 0: none does
     by_piece: Tensor  # FP64 (2, pieces), as in StepResult
-    recorded: Recorded  # likewise
+    recorded: Recorded  # as in StepResult
 
 
-_SCALARS = Outcome._fields[:-2]  # of a step's result, in front of by_piece
+_SCALARS = Outcome._fields[:-2]  # fields of a step's result in front of by_piece
 
 
 class Readout:
-    """Slots of host memory of their own (pinned on a GPU), one per attempt in flight, written without waiting.
+    """Slots of host memory (pinned for a GPU), one per attempt in flight, written without waiting.
 
     A `.to("cpu")` would not do: on a CPU it is the live tensor, which the next step overwrites.
     """
 
     def __init__(self, device: torch.device, num_pieces: int, lag: int):
         self._pinned, self._num_pieces = device.type == "cuda", num_pieces
-        self._slots = [torch.empty(0)] * lag  # each is made when it is known how much there is to hold
+        self._slots = [torch.empty(0)] * lag  # each slot is made once its size is known
         self._names: list[tuple[tuple[str, Reduce], ...]] = [()] * lag
         self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
 
     def write(self, attempt: int, result: StepResult) -> None:
-        """Start copying what a step has returned."""
+        """Start copying the values that a step has returned."""
         scalars = [getattr(result, name).double() for name in _SCALARS] + [result.recorded.num_values]
         table = result.recorded.table.double()
         values = torch.cat([torch.stack(scalars), result.by_piece.flatten(), table.flatten()])
         slot = attempt % len(self._slots)
-        if self._slots[slot].shape != values.shape:  # the first time, and once names have come
+        if self._slots[slot].shape != values.shape:  # at the first write, and when recorded names have come
             self._slots[slot] = torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
         self._slots[slot].copy_(values, non_blocking=True)
         self._names[slot] = result.recorded.names
@@ -149,7 +152,7 @@ class Readout:
             event.record()
 
     def read(self, attempt: int) -> Outcome:
-        """Return what was written for an attempt, of the last `lag`; waits until its step has ended on the device."""
+        """Return the outcome of one of the last `lag` attempts. Waits until its step has ended on the device."""
         slot = attempt % len(self._slots)
         event = self._events[slot]
         if event is not None:
@@ -162,14 +165,16 @@ class Readout:
 
 
 class RecordedRows:
-    """What the ranks have recorded, for the rows that are written. Every rank has one, whose calls are collective."""
+    """Values recorded by the ranks, for the rows that are written. Every rank has one; its calls are collective."""
 
     def __init__(self, topology: Topology, timeout_s: float):
         self._topology, self._timeout_s = topology, timeout_s
 
     def row(self, outcome: Outcome) -> dict[str, float]:
-        """Return an attempt's values by tag, after one small gather on the host if any rank has recorded any: it waits
-        for the ranks, not for a device. Raises: ValueError on every rank alike.
+        """Return an attempt's recorded values by tag.
+
+        One small gather on the host, if any rank has recorded a value; it waits for the ranks, not for a device.
+        Raises: ValueError on every rank alike.
         """
         if not outcome.recorded.num_values:
             return {}
@@ -178,26 +183,26 @@ class RecordedRows:
 
     @cached_property  # most runs need none
     def _collectives(self) -> Collectives:
-        # A moment more than the watchdog's limit, so that a rank that is missing is named before.
+        # The limit is a moment longer than the watchdog's, so that the watchdog names a missing rank first.
         return host_collectives(self._topology.world, self._timeout_s + 1.0)
 
 
 def mfu_per_token_rate(config: Config, world_size: int, device: torch.device) -> float | None:
-    """Return what one token per second adds to the share of the devices' peak; None where no peak is known."""
+    """Return the share of the devices' peak that one token per second takes; None if no peak is known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = dense_peak(name, DTYPES[config.precision.dtype])
     return None if peak is None else flops_per_token(config.model) / (peak * world_size)
 
 
-_LIMITS = (-14, -24)  # exponents of FP16: of its smallest normal number, and of its smallest at all
+_LIMITS = (-14, -24)  # exponents of FP16's smallest normal number and of its smallest number
 
 
 def gather_precision(
     engine: ShardedEngine, examination: Examination, by_piece: Tensor, loss_scale: float
 ) -> dict[str, LayerPrecision]:
-    """Layer -> what an examined step says of it. Every rank must call it, between steps: one small collective.
+    """Return the numbers of an examined step by layer. Every rank must call it, between steps: one small collective.
 
-    `by_piece` and `loss_scale` are the same step's; 1.0 where there is no scale. Waits for the device.
+    `by_piece` and `loss_scale` are of the same step; the latter is 1.0 without a loss scale. Waits for the device.
     """
     peaks = peaks_by_param(by_piece.cpu(), engine.plan.pieces, engine.plan.param_names)
     mine = count_layers(examination, peaks[:, 1], loss_scale)
@@ -208,13 +213,14 @@ def gather_precision(
 def count_layers(examination: Examination, max_abs: Tensor, loss_scale: float) -> Tensor:
     """Return one rank's counts: FP64 (layers, 8 counts + histogram + max abs), see `merge_layers`.
 
-    The scale is a power of two, so that what an element would be without it is a shift of its exponent, and every
-    threshold a border of two bins. Shapes: max_abs FP64 (params,), of the gradient with the scale in it.
+    The scale is a power of two. So removing it from an element shifts the exponent, and every threshold is a border of
+    two bins.
+    Shapes: max_abs FP64 (params,), of the gradient with the scale in it.
     """
     counted, zeros, updates = (
         tensor.cpu() for tensor in (examination.exponents, examination.zeros, examination.updates)
     )
-    nonzero = counted[:, :-1].clone()  # without inf and NaN
+    nonzero = counted[:, :-1].clone()  # without the bin of inf and NaN
     nonzero[:, 0] -= zeros
     scaled = torch.arange(nonzero.shape[1]) - EXPONENT_BIAS
     unscaled = scaled - int(math.log2(loss_scale))
@@ -224,13 +230,13 @@ def count_layers(examination: Examination, max_abs: Tensor, loss_scale: float) -
     peaks = torch.zeros(len(zeros), dtype=torch.float64)
     for name, peak in zip(examination.param_names, max_abs, strict=True):
         layer = examination.layers.index(layer_of(name))
-        peaks[layer] = torch.maximum(peaks[layer], peak)  # keeps NaN
+        peaks[layer] = torch.maximum(peaks[layer], peak)  # maximum keeps NaN
     counts = torch.stack([counted.sum(1), zeros, *small, *updates.T], dim=1)
     return torch.cat([counts.double(), histogram.double(), peaks[:, None]], dim=1)
 
 
 def merge_layers(by_rank: Tensor, layers: tuple[str, ...]) -> dict[str, LayerPrecision]:
-    """Return all ranks' `count_layers` as one. Shapes: FP64 (ranks, layers, columns)."""
+    """Return the numbers of the whole model from all ranks' `count_layers`. Shapes: FP64 (ranks, layers, columns)."""
     totals, peaks = by_rank[..., :-1].sum(0).tolist(), by_rank[..., -1].amax(0).tolist()
     return {layer: _layer(total, peak) for layer, total, peak in zip(layers, totals, peaks, strict=True)}
 

@@ -1,4 +1,4 @@
-"""A log that grows row by row, and that no trouble of its disk can turn into the end of a run."""
+"""Log that grows row by row, and that no trouble of its disk can turn into the end of a run."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ from typing import Any
 from megamix.data import installing
 from megamix.durable import open_own, still_names
 
-HELD_BYTES = 16 << 20  # of rows that wait for the disk; beyond it the oldest are lost
-LAST_WAIT_S = 3.0  # at the end of a run, for a disk that does not take the last rows
+HELD_BYTES = 16 << 20  # bytes of rows that wait for the disk; beyond them the oldest rows are lost
+LAST_WAIT_S = 3.0  # seconds at the end of a run for a disk that does not take the last rows
 _AGAIN_S = 0.1
 
 log = logging.getLogger("megamix")
 
 
 class LogFile:
-    """Appends rows to a file, which holds whole ones at any time, in order. No method raises OSError.
+    """File to which rows are appended. It holds whole rows at any time, in order. No method raises OSError.
 
-    Rows that the disk does not take are held back, with one warning, and written when it does. A file that somebody
-    removed is made anew, and told.
+    Rows that the disk does not take are held back, with one warning, and written once the disk takes them. A file that
+    somebody removed is made anew, with a warning.
     """
 
     def __init__(self, new_path: Callable[[], Path], head: bytes = b"", held_bytes: int = HELD_BYTES):
-        """`new_path`: where the file is, or is to be once it was removed; `head`: what a new file begins with."""
+        """Start a log.
+
+        `new_path`: returns where the file is, or where a removed one is made anew. `head`: first bytes of a new file.
+        """
         self._new_path, self._head, self._most = new_path, head, held_bytes
         self.path = new_path()
         self._descriptor: int | None = None
-        self._torn_at: int | None = None  # where in the file a row may lie that is not all there
+        self._torn_at: int | None = None  # offset in the file at which a row may be incomplete
         self._held: deque[bytes] = deque()
         self._in_trouble = False
-        self._late = self._lost = 0  # rows, in this trouble
+        self._late = self._lost = 0  # number of late and of lost rows since the trouble began
 
     def append(self, row: bytes) -> None:
         self._held.append(row)
@@ -49,17 +52,17 @@ class LogFile:
             self._lost += 1
 
     def sync(self) -> None:
-        """Return when the disk has all rows that it takes."""
+        """Return once the disk has all rows that it takes."""
         self._attempt(self._write_and_sync)
 
     def size(self) -> int:
-        """Return the bytes of the file once what is held back is in it."""
+        """Return the file's size in bytes, rows that are held back included."""
         with contextlib.suppress(OSError):
             return self._whole_size() + sum(map(len, self._held))
         return sum(map(len, self._held))
 
     def close(self) -> None:
-        """Write what is left, waiting a moment for a disk that does not take it; tell what is lost."""
+        """Write the rest, waiting a moment for a disk that does not take it. Log how many rows are lost."""
         end_s = time.monotonic() + LAST_WAIT_S
         self._attempt(self._write_and_sync)
         while self._held and time.monotonic() < end_s:
@@ -75,7 +78,7 @@ class LogFile:
             work()
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._cut_torn_row()  # whoever reads the log meanwhile finds whole rows
+                self._cut_torn_row()  # readers of the log find whole rows meanwhile
             if not self._in_trouble:
                 self._in_trouble, self._late = True, len(self._held)
                 reason = error.strerror or error
@@ -96,13 +99,13 @@ class LogFile:
             self._cut_torn_row()
             self._torn_at = self._whole_size()
             rest = memoryview(self._held[0])
-            while rest:  # the disk may take less than it is given
+            while rest:  # write may take only a part
                 rest = rest[os.write(descriptor, rest) :]
             self._torn_at = None
             self._held.popleft()
 
     def _open(self) -> int:
-        """The file's descriptor; what removed the file is noticed here."""
+        """Return the file's descriptor; a removed file is noticed here and made anew."""
         if self._descriptor is not None and not still_names(self.path, self._descriptor):
             log.warning("%s was removed while the run goes on; it is created again", self.path)
             self._close()
@@ -115,11 +118,11 @@ class LogFile:
         return self._descriptor
 
     def _whole_size(self) -> int:
-        """Raises: OSError."""
+        """Return the size of the file's whole rows. Raises: OSError."""
         if self._descriptor is None:
             return self.path.stat().st_size if self.path.exists() else 0
         size = os.fstat(self._descriptor).st_size
-        return size if self._torn_at is None else min(size, self._torn_at)  # somebody may have emptied it
+        return size if self._torn_at is None else min(size, self._torn_at)  # somebody may have emptied the file
 
     def _cut_torn_row(self) -> None:
         if self._torn_at is not None and self._descriptor is not None:
@@ -134,9 +137,10 @@ class LogFile:
 
 
 def cut_log(path: Path, size: int, is_later: Callable[[bytes], bool]) -> None:
-    """Drop what came later than a checkpoint: what lies behind `size` bytes, what a crash left unfinished, and rows at
-    the end that say so themselves: where rows were lost or a file was made anew, `size` is too much.
+    """Drop the rows of a log that came after a checkpoint.
 
+    These are all bytes behind `size`, a row that a crash left unfinished, and rows at the end for which `is_later` is
+    true: if rows were lost or a file was made anew, `size` is too large.
     Raises: OSError.
     """
     if not path.exists():
@@ -152,15 +156,15 @@ def cut_log(path: Path, size: int, is_later: Callable[[bytes], bool]) -> None:
 
 
 class EventFile:
-    """Appends to a new event file of TensorBoard's in `folder`: each scalar, histogram and text as a record, framed by
-    TensorBoard's own code. torch's SummaryWriter would write them in a thread, which dies of a disk that is full for a
-    moment, and would open its file by name again for each record.
+    """New event file of TensorBoard's in `folder`: each scalar, histogram and text is one record.
 
+    TensorBoard's own code frames the records. torch's SummaryWriter would write them in a thread, which ends at the
+    first error of a full disk, and would open its file by name again for each record.
     Raises: ValueError if TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path, first_step: int):
-        """TensorBoard forgets what older files in the folder say of `first_step` and later ones."""
+        """Start a new file; TensorBoard forgets the points of older files in the folder from `first_step` on."""
         try:
             from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
             from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
@@ -181,7 +185,7 @@ class EventFile:
         self._log.append(self._records([{"step": first_step, "session_log": start}]))
 
     def add(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Mapping[str, Any]]) -> None:
-        """Append points by their tags; a histogram is given by the arguments of torch's `histogram_raw`."""
+        """Append points by their tags. A histogram is given as the arguments of torch's `histogram_raw`."""
         points = [self._summary.scalar(tag, value) for tag, value in scalars.items()]
         points += [self._summary.histogram_raw(tag, **values) for tag, values in histograms.items()]
         self._log.append(self._records([{"step": step, "summary": point} for point in points]))

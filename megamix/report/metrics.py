@@ -1,4 +1,4 @@
-"""What a run reports: a line on the console, a JSON object in metrics.jsonl, a point per scalar in TensorBoard."""
+"""Metrics of a run: a line on the console, a JSON object in metrics.jsonl, a point per scalar in TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from megamix.report.log_file import EventFile, LogFile, cut_log
 from megamix.run.run_folder import METRICS, SET_ASIDE
 from megamix.supervise.console import format_scale
 
-if TYPE_CHECKING:  # who draws a run's history needs no torch
+if TYPE_CHECKING:  # drawing a run's history needs no torch
     from megamix.report.trackers import TrackerThread
     from megamix.run.run_record import Progress
 
-# Bins of an exponent histogram: bin e holds 2^e <= |gradient| < 2^(e + 1); the first all below, the last all above.
+# Bins of an exponent histogram: bin e holds 2^e <= |gradient| < 2^(e + 1). The first also holds all smaller elements,
+# the last all larger ones.
 FIRST_EXPONENT, LAST_EXPONENT = -41, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPrecision:
-    """One layer's gradient in an examined step, summed over ranks and micro-batches, and its update.
+    """Numbers of one layer in an examined step: its gradient, summed over ranks and micro-batches, and its update.
 
-    Shares are of the layer's elements. FP16's thresholds in every dtype: subnormal is 0 < |g| < 2^-14, below is
-    0 < |g| < 2^-24. As the buffer holds it, or `unscaled`: as it would be at a loss scale of 1.
+    Shares are of the layer's elements. The thresholds are FP16's, whatever the dtype: subnormal is 0 < |g| < 2^-14,
+    below is 0 < |g| < 2^-24. Shares are of the gradient as the buffer holds it; `unscaled` ones are of the gradient at
+    a loss scale of 1.
     """
 
     zero_share: float
@@ -38,16 +40,16 @@ class LayerPrecision:
     below_share: float
     unscaled_subnormal_share: float
     unscaled_below_share: float
-    headroom: float  # octaves, log2(65504 / max abs), the scale in it; -inf where the step overflowed, inf for zeros
-    hidden_update_share: float | None  # of the master elements that changed: half copy did not; None: none changed
-    exponents: tuple[int, ...]  # elements, neither zero nor inf nor NaN, by exponent, unscaled
+    headroom: float  # octaves, log2(65504 / max abs), scale included; -inf after an overflow, inf for zeros
+    hidden_update_share: float | None  # share of changed masters with an unchanged half copy; None: none changed
+    exponents: tuple[int, ...]  # number of finite nonzero elements by exponent, unscaled
 
     def scalars(self) -> dict[str, float | None]:
         return {name: value for name, value in asdict(self).items() if name != "exponents"}
 
 
-TRANSFERS = "communication/"  # in front of the tags of a bucket's transfers in a profiled attempt
-OVERFLOWED = "overflowed/"  # in front of the tags of what an attempt recorded that changed nothing
+TRANSFERS = "communication/"  # prefix of the tags of a bucket's transfers in a profiled attempt
+OVERFLOWED = "overflowed/"  # prefix of the tags of values that an overflowed attempt recorded
 
 
 def precision_tag(name: str, layer: str) -> str:
@@ -61,47 +63,52 @@ def _tagged(tag: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One log interval, as of its last update. Each value has its tag in metrics.jsonl and TensorBoard beside it."""
+    """Metrics of one log interval, as of its last update, each with its tag in metrics.jsonl and TensorBoard."""
 
     loss: float = _tagged("train/loss")  # nats per token
     lr: float = _tagged("optim/lr")
     grad_norm: float = _tagged("optim/grad_norm")  # before clipping, without the loss scale
-    loss_scale: float | None = _tagged("optim/loss_scale")  # None: this run has none
+    loss_scale: float | None = _tagged("optim/loss_scale")  # None: the run has no loss scale
     skipped_steps: int = _tagged("optim/skipped_steps")  # attempts that overflowed, since the start of the run
-    tokens_per_s: float = _tagged("throughput/tokens_per_s")  # of all ranks
-    mfu: float | None = _tagged("throughput/mfu")  # 0 to 1; None: the peak of this device is not known
+    tokens_per_s: float = _tagged("throughput/tokens_per_s")  # tokens of all ranks
+    mfu: float | None = _tagged("throughput/mfu")  # 0 to 1; None: the device's peak is not known
     memory_gib: float = _tagged("memory/peak_gib")  # peak of this rank
     data_share: float = _tagged("time_share/data")  # shares of wall time, 0 to 1
     forward_backward_share: float = _tagged("time_share/forward_backward")
-    # Time that the step waited for it; what ran beside backward is not counted.
+    # Time for which the step waited; the part of a transfer that ran beside backward is not counted.
     reduce_scatter_share: float = _tagged("time_share/exposed_reduce_scatter")
     update_share: float = _tagged("time_share/update")
-    all_gather_share: float = _tagged("time_share/exposed_all_gather")  # as of the reduce-scatter
+    all_gather_share: float = _tagged("time_share/exposed_all_gather")  # likewise for the all-gather
     eta_s: float = _tagged("time/eta_s")
 
     def values(self) -> dict[str, float | None]:
         return asdict(self)
 
 
-# The one place that maps a name in the code to the tag in metrics.jsonl and TensorBoard.
+# This table alone maps names in the code to tags in metrics.jsonl and TensorBoard.
 TAGS = {"valid_loss": "valid/loss", "tokens": "train/tokens", "time": "time/unix_s"}
 TAGS |= {known.name: str(known.metadata["tag"]) for known in fields(StepMetrics)}
 
 
 def recorded_tags(recorded: Mapping[str, float], *, overflowed: bool) -> dict[str, float]:
-    """Return what an attempt recorded, by its tags. Raises: ValueError for a name that is a tag of the run's own."""
+    """Return the values that an attempt recorded, by tag.
+
+    Raises: ValueError for a name that is one of the run's own tags.
+    """
     for name in recorded:
         if name in ("step", *TAGS.values()) or name.startswith(("precision/", OVERFLOWED)):
             raise ValueError(f"record({name!r}): that is a tag of the run's own metrics; record it by another name")
     return {OVERFLOWED + name if overflowed else name: value for name, value in recorded.items()}
 
 
-DETAILED_EVERY = 10  # log lines, from one with details to the next
+DETAILED_EVERY = 10  # log lines from one with details to the next
 
 
 def format_lines(step: int, steps: int, metrics: StepMetrics, *, detailed: bool) -> str:
-    """Return a step's line on the console: plain text that stays readable in a batch system's log, of 100 columns at
-    most while a run has fewer than a million steps. `detailed`: and two more, of what changes little between them.
+    """Return a step's line on the console, as plain text that stays readable in a batch system's log.
+
+    The line has at most 100 columns while a run has fewer than a million steps. `detailed`: add two lines of values
+    that change little.
     """
     here = f"step {step:>{len(str(steps))}}/{steps}"
     line = (
@@ -124,7 +131,8 @@ def format_lines(step: int, steps: int, metrics: StepMetrics, *, detailed: bool)
 
 
 class MetricsWriter:
-    """Appends to FOLDER/metrics.jsonl and FOLDER/set_aside.jsonl and, if asked, to event files in FOLDER/tensorboard.
+    """Writer of FOLDER/metrics.jsonl, FOLDER/set_aside.jsonl and, if asked, event files in FOLDER/tensorboard.
+
     One rank owns it. A disk that fails raises nothing: see LogFile.
     """
 
@@ -138,10 +146,11 @@ class MetricsWriter:
         tokens: Callable[[], int] = lambda: 0,
         trackers: Sequence[TrackerThread] = (),
     ) -> None:
-        """`applied`: updates that the run has behind it. The lines that are in the file already stay; TensorBoard
-        forgets what it was told of later updates, but for what those lines say. `config`: the effective configuration,
-        for TensorBoard alone; trackers have it. `tokens`: those of all updates so far, which every row says.
+        """Open the files.
 
+        `applied`: updates that the run has behind it. Lines in the file stay. TensorBoard's events after `applied` are
+        purged and written again from the lines that stayed. `config`: the effective configuration, for TensorBoard
+        only; trackers have it. `tokens`: returns the tokens of all updates so far, which every row holds.
         Raises: ValueError if TensorBoard is asked for and not installed.
         """
         self._trackers, self._tokens = trackers, tokens
@@ -153,7 +162,7 @@ class MetricsWriter:
             self._events.text(applied, "config", _as_code(config))
 
     def _tell_again(self, events: EventFile, applied: int) -> None:
-        # The attempts that overflow on the way to the next update are told under its number.
+        # Attempts that overflow on the way to the next update are written under its number.
         for line in read_own(self._metrics.path).splitlines():
             row = _parsed(line)
             step = row.pop("step", 0)
@@ -168,13 +177,14 @@ class MetricsWriter:
         self.close()
 
     def write(self, step: int, values: Mapping[str, float | None], recorded: Mapping[str, float] | None = None) -> None:
-        """Record values by their names in TAGS, and `recorded` ones by their tags. None, inf and NaN are null in the
-        JSON, which has no word for them.
+        """Write values by their names in TAGS, and `recorded` ones by their tags.
+
+        None, inf and NaN become null: JSON has no word for them.
         """
         self._write(step, {TAGS[name]: value for name, value in values.items()} | dict(recorded or {}))
 
     def write_precision(self, step: int, layers: Mapping[str, LayerPrecision]) -> None:
-        """Record an examined step, layer by layer, as one row; TensorBoard gets the exponents as a histogram."""
+        """Write an examined step, layer by layer, as one row. TensorBoard gets the exponents as a histogram."""
         row: dict[str, float | tuple[int, ...] | None] = {}
         for layer, precision in layers.items():
             row |= {precision_tag(name, layer): value for name, value in precision.scalars().items()}
@@ -182,14 +192,14 @@ class MetricsWriter:
         self._write(step, row)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Tell the trackers and TensorBoard."""
+        """Give a text to the trackers and TensorBoard."""
         for tracker in self._trackers:
             tracker.tell(lambda to: to.text(name, text))
         if self._events is not None:
             self._events.text(step, name, _as_code(text))
 
     def write_set_aside(self, row: Mapping[str, Any]) -> None:
-        """Record a batch that is set aside, on the disk when this returns."""
+        """Write a batch that is set aside; it is on the disk when this returns."""
         self._set_aside.append(_line(row))
         self._set_aside.sync()
 
@@ -206,14 +216,15 @@ class MetricsWriter:
             self._events.add(step, scalars, counts)
 
     def append(self, step: int, row: Mapping[str, Any]) -> dict[str, int]:
-        """Record a row in metrics.jsonl alone; return what every row says."""
+        """Write a row to metrics.jsonl only, and return the values that every row holds."""
         seen = {TAGS["tokens"]: self._tokens()}
         self._metrics.append(_line({"step": step, TAGS["time"]: round(time.time(), 3), **seen, **row}))
         return seen
 
     def sync(self) -> dict[str, int]:
-        """Return when all that was told so far is on the disk, of TensorBoard's on its way there, as far as the disk
-        takes it. Returns the bytes of each file, by name, once what is held back is in it.
+        """Return the bytes of each log, by name, once all rows so far are on the disk.
+
+        Rows that the disk does not take are held back and counted. TensorBoard's events are not waited for.
         """
         for log in (self._metrics, self._set_aside):
             log.sync()
@@ -226,32 +237,32 @@ class MetricsWriter:
 
 
 def cut_logs(folder: Path, progress: Progress) -> None:
-    """Bring the logs back to where they were at a checkpoint. Raises: OSError."""
+    """Bring the logs back to their state at a checkpoint. Raises: OSError."""
     for name in (METRICS, SET_ASIDE):
         cut_log(folder / name, progress.log_sizes.get(name, 0), partial(_is_later, name, progress))
 
 
 def _is_later(log: str, progress: Progress, line: bytes) -> bool:
-    """Whether a row of that log says that it came after the checkpoint of that progress."""
+    """Return whether a row of that log says that it came after the checkpoint of that progress."""
     row, attempt = _parsed(line), "attempt" if log == SET_ASIDE else TRANSFERS + "attempt"
     with suppress(TypeError, KeyError):
         if log == SET_ASIDE or attempt in row:
             return bool(row[attempt] >= progress.attempts)
         if TAGS["valid_loss"] in row:
             return bool(row["step"] > progress.validated)
-        if is_overflow(row):  # on the way to that update
+        if is_overflow(row):  # the row is of an attempt on the way to that update
             return bool(row[TAGS["skipped_steps"]] > progress.skipped)
         return bool(row["step"] > progress.applied)
     return False
 
 
 def is_overflow(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row of metrics.jsonl is that of an attempt that overflowed."""
+    """Return whether a row of metrics.jsonl is that of an attempt that overflowed."""
     return TAGS["skipped_steps"] in row and TAGS["loss"] not in row
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """Empty for what is no row of a run: whoever wrote it may keep it."""
+    """Return the row of a line; empty for a line that no run has written, which stays in the file."""
     with suppress(ValueError, RecursionError):
         row = json.loads(line)
         if isinstance(row, dict) and isinstance(row.get("step"), int):
@@ -264,7 +275,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _as_code(text: str) -> str:
-    """As Markdown that shows every letter as it is."""
+    """Return Markdown that shows every letter as it is."""
     return "    " + text.replace("\n", "\n    ")
 
 

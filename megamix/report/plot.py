@@ -1,5 +1,6 @@
-"""The verb `plot`: a run's curves, loss scale, use of FP16's range and communication as PNGs in its folder, or the
-curves of several in one. Needs matplotlib.
+"""Pictures of a run, drawn by the verb `plot` as PNGs in the run's folder. Needs matplotlib.
+
+They show curves, loss scale, use of FP16's range and communication, or the curves of several runs in one.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from megamix.run.run_folder import METRICS
 
 _DPI = 120
 _MOST_TICKS = 10
-_ZERO_SHARES = precision_tag("zero_share", "")  # the first of LayerPrecision's; a layer's name follows
+_ZERO_SHARES = precision_tag("zero_share", "")  # tag of LayerPrecision's first number; a layer's name follows
 
 _FEW_COLUMNS = 5
 
-# What of a RunHistory is drawn beside each other: its title and its unit.
+# Curves of a RunHistory that are drawn beside each other, with title and unit.
 _CURVES = {
     "loss": ("loss", "nats per token"),
     "lr": ("learning rate", "lr"),
     "grad_norm": ("norm of the gradient, before clipping", "grad_norm"),
     "tokens_per_s": ("throughput of all ranks", "tokens/s"),
 }
-# Which of LayerPrecision's numbers are drawn, their titles, units, and by what the numbers are multiplied.
+# Numbers of LayerPrecision that are drawn, with title, unit and factor.
 _MAPS = {
     "unscaled_below_share": ("gradient below 2^-24 without a loss scale", "% of the layer's elements", 100.0),
     "headroom": ("headroom from max abs to 65504, loss scale included", "octaves", 1.0),
@@ -41,9 +42,9 @@ _MAPS = {
 
 
 def plot(folders: Sequence[Path]) -> Iterator[str]:
-    """Draw what metrics.jsonl of each folder holds; of several, their curves in one picture in the first one's folder.
-    Yields a line for each file written, and for what cannot be drawn.
+    """Draw the metrics.jsonl of each folder. Several runs share one picture of curves, in the first one's folder.
 
+    Yields a line for each file written, and for each picture that cannot be drawn.
     Raises: ValueError, before anything is written, if there is nothing to read.
     """
     once = [run for place, run in enumerate(folders) if run.resolve() not in [run.resolve() for run in folders[:place]]]
@@ -56,15 +57,17 @@ def plot(folders: Sequence[Path]) -> Iterator[str]:
     for file_name, figure in drawn.items():
         path = folders[0] / f"{file_name}.png"
         with written_aside(path) as file:
-            figure.savefig(file, dpi=_DPI, format="png")  # a bare Figure draws with Agg: no screen is asked for
+            figure.savefig(file, dpi=_DPI, format="png")  # a bare Figure draws with Agg, which needs no screen
         yield f"{path}"
     if not others:
         yield from _left_out(history)
 
 
 def _names(folders: Sequence[Path]) -> Sequence[str]:
-    """What tells the runs apart: their folders' names, or paths where names are alike; as matplotlib shows them, which
-    reads formulas between dollars, and leaves out of a legend what begins with an underscore.
+    """Return names that tell the runs apart: their folders' names, or their paths if names are equal.
+
+    Names are escaped for matplotlib, which reads formulas between dollars and leaves labels with a leading underscore
+    out of a legend.
     """
     names = [folder.resolve().name for folder in folders]
     names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
@@ -83,7 +86,7 @@ def _left_out(history: RunHistory) -> Iterator[str]:
 
 
 def figures(name: str, history: RunHistory) -> dict[str, Figure]:
-    """Return figures by file name, without its ending, of what the history of the run `name` holds."""
+    """Return the figures of one run's history, by file name without ending. `name`: the run's."""
     drawn = {"loss": compared({name: history})}
     if history.loss_scale.steps:
         drawn["loss_scale"] = _loss_scale(name, history)
@@ -96,7 +99,7 @@ def figures(name: str, history: RunHistory) -> dict[str, Figure]:
 
 
 def compared(runs: Mapping[str, RunHistory]) -> Figure:
-    """Return the curves of one run or of several: a panel for each of _CURVES, in it a colour for each run."""
+    """Return the curves of one run or of several: one panel for each of _CURVES, one colour for each run."""
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     figure.suptitle(", ".join(runs))
     panels = figure.subplots(2, 2, sharex=True)
@@ -110,7 +113,7 @@ def compared(runs: Mapping[str, RunHistory]) -> Figure:
         axes.set(title=title, ylabel=unit)
         axes.grid(alpha=0.3)
     panels[0, 0].legend()
-    panels[1, 1].set_ylim(bottom=0)  # what is noise looks like noise
+    panels[1, 1].set_ylim(bottom=0)  # from zero, so that noise looks like noise
     for axes in panels[1]:
         axes.set_xlabel("step")
     return figure
@@ -130,7 +133,7 @@ def _loss_scale(name: str, history: RunHistory) -> Figure:
 
 
 def _falling_at_once(scale: Series, overflows: Series) -> Series:
-    """The scale by step, which an overflow lowers at its own step and not only where the next row says so."""
+    """Return the loss scale by step, with each drop at its overflow's own step rather than at the next row."""
     points, marks = ([*zip(series.steps, series.values, strict=True)] for series in (scale, overflows))
     drawn = points[:1]
     for (step, value), (next_step, next_value) in pairwise(points):
@@ -142,7 +145,7 @@ def _falling_at_once(scale: Series, overflows: Series) -> Series:
 
 
 def _communication(name: str, rows: Sequence[dict[str, Any]]) -> Figure:
-    """Of each transfer two bars: its way, from launched to landed, and in it or behind it the wait for it."""
+    """Return a figure with two bars per transfer: from launch to landing, and the wait for it within or behind that."""
     figure = Figure(figsize=(11, min(14.0, 2 + 0.4 * len(rows))), layout="constrained")
     axes = figure.subplots()
     for kind, colour, place in (("reduce_scatter", "C0", -0.2), ("all_gather", "C1", 0.2)):
@@ -160,7 +163,7 @@ def _communication(name: str, rows: Sequence[dict[str, Any]]) -> Figure:
     )
     buckets = sorted({row[TRANSFERS + "bucket"] for row in rows})
     axes.set_yticks(buckets[:: -(-len(buckets) // (4 * _MOST_TICKS))])
-    axes.invert_yaxis()  # the first to be reduced on top
+    axes.invert_yaxis()  # the first bucket to be reduced is on top
     axes.grid(alpha=0.3, axis="x")
     axes.legend()
     return figure
@@ -171,8 +174,8 @@ def _heat_map(heat_map: HeatMap, title: str, unit: str, factor: float) -> Figure
     figure = Figure(figsize=(9, min(14.0, 2 + 0.25 * num_layers)), layout="constrained")
     axes = figure.subplots()
     mesh = axes.pcolormesh([[factor * value for value in row] for row in heat_map.values])
-    axes.set_facecolor("lightgrey")  # where there is no number, see docs/operations.md
-    axes.invert_yaxis()  # the model's first layer on top
+    axes.set_facecolor("lightgrey")  # cells without a number, see docs/operations.md
+    axes.invert_yaxis()  # the model's first layer is on top
     every = -(-num_steps // _MOST_TICKS)
     axes.set_xticks([column + 0.5 for column in range(0, num_steps, every)], map(str, heat_map.steps[::every]))
     every = -(-num_layers // (4 * _MOST_TICKS))
@@ -184,7 +187,7 @@ def _heat_map(heat_map: HeatMap, title: str, unit: str, factor: float) -> Figure
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One value by step; rows in which it is null are left out."""
+    """Values by step; rows with null are left out."""
 
     steps: list[int]
     values: list[float]
@@ -201,7 +204,7 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """What can be drawn of a run."""
+    """Values of a run that can be drawn."""
 
     loss: Series
     valid_loss: Series
@@ -209,15 +212,15 @@ class RunHistory:
     grad_norm: Series
     tokens_per_s: Series
     loss_scale: Series  # empty in a run without one
-    overflows: Series  # the scale at each
-    transfers: list[dict[str, Any]]  # rows of a profiled attempt, by bucket; empty without one
-    precision: dict[str, HeatMap]  # by the names of LayerPrecision's numbers; empty without examined steps
+    overflows: Series  # loss scale of each overflow
+    transfers: list[dict[str, Any]]  # rows of a profiled attempt, by bucket; empty if none was profiled
+    precision: dict[str, HeatMap]  # by the names of LayerPrecision's numbers; empty if no step was examined
 
 
 def read_history(folder: Path) -> RunHistory:
-    """Read FOLDER/metrics.jsonl; a last line that is still being written is left out.
+    """Return the history in FOLDER/metrics.jsonl; a last line that is still being written is left out.
 
-    Raises: ValueError naming what is missing or damaged.
+    Raises: ValueError naming the file that is missing or the line that is damaged.
     """
     file = folder / METRICS
     if not file.is_file():
@@ -225,7 +228,7 @@ def read_history(folder: Path) -> RunHistory:
     rows = list(_rows(file))
     if not rows:
         raise ValueError(f"RUN: {file} holds no complete line yet; wait for the run's first step")
-    # An overflow's row has a scale, 1, even in a run without one; a log line's has null then.
+    # Even without a loss scale, an overflow's row has a scale of 1; a log line's scale is null then.
     unscaled = any(TAGS["loss"] in row and row.get(TAGS["loss_scale"]) is None for row in rows)
     return RunHistory(
         **{name: _series(rows, TAGS[name]) for name in ("loss", "valid_loss", "lr", "grad_norm", "tokens_per_s")},
@@ -240,7 +243,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line, parse_int=float)  # a number that no float can be is inf, and int() refuses that
+            row = json.loads(line, parse_int=float)  # as floats: a number too large for one is inf, which int() refuses
             yield {**row, "step": int(row["step"])}
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             if number == len(lines) and not line.endswith("\n"):
@@ -256,7 +259,10 @@ def _series(rows: Sequence[dict[str, Any]], tag: str) -> Series:
 
 
 def _transfers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of the last profiled attempt but one, if there are two: the last one's gathers have no forward beside them."""
+    """Return the rows of the last profiled attempt but one, if there are two, else of the only one.
+
+    The last one's gathers have no forward beside them.
+    """
     attempt = TRANSFERS + "attempt"
     attempts = sorted({row[attempt] for row in rows if attempt in row})
     return [row for row in rows if row.get(attempt) in attempts[-2:][:1]]

@@ -1,4 +1,4 @@
-"""The steps that `[profiling]` names: a trace of each rank, and when the first rank's buckets came and went."""
+"""Profiles of the steps that `[profiling]` names: a trace of each rank, and the times of the first rank's transfers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megamix.supervise.console import Console
 
 
 class Transfers(StepObserver):
-    """Shows a step's transfers to its timeline."""
+    """Observer that shows a step's transfers to its timeline."""
 
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
@@ -32,8 +32,9 @@ class Transfers(StepObserver):
 
 
 class Profiling:
-    """Traces the chosen attempts, those that are still to come where a run takes up among them, into one file per rank,
-    for chrome://tracing or Perfetto.
+    """Traces of the chosen attempts, in one file per rank, for chrome://tracing or Perfetto.
+
+    A run that takes up in the midst of the chosen attempts traces the rest.
     """
 
     def __init__(self, config: Config, engine: ShardedEngine, console: Console, writer: MetricsWriter | None):
@@ -46,7 +47,7 @@ class Profiling:
 
     @contextmanager
     def attempt(self, number: int, update: int) -> Iterator[None]:
-        """Around an attempt, when all that is known of is done up to `update`."""
+        """Trace the attempt in the block, if it is chosen. `update`: the last one whose outcome is known."""
         if number not in self._attempts:
             yield
             return
@@ -57,7 +58,7 @@ class Profiling:
         with self._engine.observe(Transfers(timeline)):
             yield
         if number == self._attempts[-1]:
-            # Sends and receives of Gloo that began under the profiler and end after it crash the process.
+            # Gloo's sends and receives that begin under the profiler and end after it crash the process.
             self._engine.wait()
             self._profiler.stop()
             self._tell(number, update, self._profiler)
@@ -69,23 +70,23 @@ class Profiling:
         if self._writer is not None:
             for number, timeline in self._timelines.items():
                 for row in _rows_by_bucket(timeline.transfers()):
-                    # There alone: of several rows of a step a curve would show one.
+                    # Only metrics.jsonl has them: a curve would show one of several rows of a step.
                     self._writer.append(update, {TRANSFERS + "attempt": number, **row})
-        self._timelines.clear()  # their threads end
+        self._timelines.clear()  # ends the timelines' threads
 
 
 def _write_trace(path: Path, profiler: torch.profiler.profile) -> None:
-    """Write what a profiler saw, for chrome://tracing; whole or as it was. Raises: OSError."""
+    """Write a profiler's trace for chrome://tracing. The file is whole or as it was. Raises: OSError."""
     with TemporaryDirectory(prefix=f"{path.name}{ASIDE}", dir=path.parent, ignore_cleanup_errors=True) as aside:
         whole = Path(aside) / path.name
-        profiler.export_chrome_trace(str(whole))  # renames what it has written, and raises nothing where it could not
+        profiler.export_chrome_trace(str(whole))  # renames its file, and raises nothing if it could not write
         if not whole.exists():
             raise OSError(f"{path}: the profiler could not write it")
         whole.rename(path)
 
 
 def _rows_by_bucket(transfers: Sequence[Transfer]) -> Iterator[dict[str, float]]:
-    """A row of each bucket, or several where a step sends it more than once: for a micro-batch, or a pass, each."""
+    """Yield a row for each bucket, or several if a step sends it more than once: for each micro-batch or pass."""
     rows: dict[tuple[int, int], dict[str, float]] = {}
     times = Counter[tuple[str, int]]()
     for kind, bucket, *seconds in transfers:

@@ -1,4 +1,4 @@
-"""Trackers: where else a run's values go. Each has a thread and a queue of its own, so that none can hurt the run."""
+"""Trackers: other places for a run's values. Each has a thread and queue of its own, so that none can hurt the run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from megamix.config import Config
 from megamix.data import import_extra
 from megamix.plugins import TRACKERS
 
-MOST_WAITING = 1000  # rows and texts; beyond them a tracker is too slow
-CLOSE_S = 30.0  # at the end of a run, for those that still wait
+MOST_WAITING = 1000  # rows and texts; with more waiting, a tracker is too slow
+CLOSE_S = 30.0  # seconds at the end of a run for rows that still wait
 
 log = logging.getLogger("megamix")
 
 
 class Tracker(Protocol):
-    """What is registered builds one: `build(**keys, folder=, config=)`, the run's folder as a Path and its effective
-    configuration as a dict. Building and all calls come from one thread that is no other tracker's.
+    """Tracker of a run, built by a registered `build(**keys, folder=, config=)`.
+
+    `folder`: the run's, as a Path. `config`: the effective configuration, as a dict. Building and all calls come from
+    one thread that no other tracker shares.
     """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -36,14 +38,15 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """Hands calls to a tracker. Nothing here raises or waits, but `close` for a moment. What fails is told once, and at
-    the end how much was lost.
+    """Thread that hands calls to a tracker. Nothing here raises or waits; only `close` waits a moment.
+
+    The first failure is logged, and at the end how much was lost.
     """
 
     def __init__(self, name: str, build: Callable[[], Tracker]):
         self.name, self._given, self._taken, self._in_trouble = name, 0, 0, False
         self._calls = queue.SimpleQueue[Callable[[Tracker], None] | None]()
-        # A daemon, so that one that hangs ends with the process.
+        # a daemon: a tracker that hangs ends with the process
         self._thread = threading.Thread(target=self._run, args=(build,), name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -75,7 +78,7 @@ class TrackerThread:
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a stranger's code raises
+        except Exception as error:  # a stranger's code may raise anything
             self._trouble(f"{type(error).__name__}: {error}")
 
     def _trouble(self, reason: str) -> None:
@@ -87,7 +90,7 @@ class TrackerThread:
 
 
 class WandbTracker:
-    """Weights & Biases, which writes into the run's folder and sends nothing; `wandb sync` does so later."""
+    """Weights & Biases, which writes into the run's folder and sends nothing; `wandb sync` sends it later."""
 
     def __init__(self, *, project: str, folder: Path, config: Mapping[str, Any]):
         wandb = import_extra("wandb", "wandb", what="[metrics.wandb]: ")
@@ -110,7 +113,7 @@ TRACKERS.registered |= {"wandb": WandbTracker}
 
 
 def start_trackers(config: Config) -> list[TrackerThread]:
-    """Start those that have a table [metrics.NAME]."""
+    """Start the trackers that have a table [metrics.NAME]."""
     tables = {name: getattr(config.metrics, name, None) for name in TRACKERS.registered}
     about = {"folder": Path(config.checkpoint.folder), "config": config.model_dump(mode="json")}
     return [
