@@ -11,5 +11,5 @@ verify       the check of a checkpoint: good, or a list of problems; its states 
 load         the newest good checkpoint, into an engine of any layout, verified on the way
 checkpoints  saving and loading as one object, for a user's own program
 export_dcp   a checkpoint as a folder of torch.distributed.checkpoint
-actions      what `megamix checkpoint` prints: lists, verdicts, differences
+actions      the lines that `megamix checkpoint` prints: lists, verdicts, differences
 """

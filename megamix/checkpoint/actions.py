@@ -1,7 +1,7 @@
-"""What `megamix checkpoint` prints, line by line. Every function raises ValueError for a wrong path, and
-DamagedCheckpoint.
+"""The actions of `megamix checkpoint`, each of which yields the lines to print. Every function raises ValueError for a
+wrong path, and DamagedCheckpoint.
 
-`check`: what the caller knows of checkpoints beyond their files, see `verify.Check`.
+`check`: the caller's own check of a manifest, see `verify.Check`.
 """
 
 import datetime
@@ -24,7 +24,9 @@ _ABSENT = "(none)"
 
 
 def ls(path: Path, check: Check | None = None) -> Iterator[str]:
-    """Return a line for each checkpoint of a run or folder. Judged by names, manifests and sizes: quick at any size."""
+    """Yield a line for each checkpoint of a run or folder. It reads names, manifests and sizes
+    only: quick at any size.
+    """
     folder = folder_of(path)
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "written", "size", "layout", "state")]
     rows += [_row(entry, check) for entry in (*reversed(checkpoints(folder)), *set_aside(folder))]
@@ -33,13 +35,15 @@ def ls(path: Path, check: Check | None = None) -> Iterator[str]:
         yield f"{folder} holds no checkpoint"
         return
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:  # numbers to the right
+    for row in rows:  # numbers are aligned to the right
         cells = zip(row, "<><><<", widths, strict=True)
         yield "  ".join(f"{text:{side}{width}}" for text, side, width in cells).rstrip()
 
 
 def verify(path: Path, check: Check | None = None) -> Iterator[str]:
-    """Read every byte: a line for each good checkpoint, then DamagedCheckpoint with what is wrong with all others."""
+    """Check every byte. Yield a line for each good checkpoint, then raise DamagedCheckpoint with the problems of all
+    others.
+    """
     problems: list[str] = []
     for found in checkpoints_at(path):
         try:
@@ -57,8 +61,9 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
 
 
 def restore(path: Path, check: Check | None = None) -> Iterator[str]:
-    """Give one that was set aside, or all of a run, their names back where every byte is good: a line for each, then
-    DamagedCheckpoint with what is wrong with the others. No run may use the folder. Raises: OSError as well.
+    """Give a checkpoint that was set aside, or all such of a run, its name back if every byte is good. Yield a line for
+    each, then raise DamagedCheckpoint with the problems of the others. No run may use the folder meanwhile. Raises:
+    OSError as well.
     """
     folder = folder_of(path)
     problems: list[str] = []
@@ -81,7 +86,7 @@ def restore(path: Path, check: Check | None = None) -> Iterator[str]:
 
 
 def diff(old: Path, new: Path, check: Check | None = None) -> Iterator[str]:
-    """Return a line for each difference, and their number."""
+    """Yield a line for each difference, and in the end their number."""
     count = 0
     for line in differences(_good("A", old, check), _good("B", new, check)):
         count += 1
@@ -90,7 +95,9 @@ def diff(old: Path, new: Path, check: Check | None = None) -> Iterator[str]:
 
 
 def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
-    """Write a folder for torch.distributed.checkpoint; of a run its newest. Raises: OSError as well."""
+    """Write a checkpoint, or a run's newest one, as a folder of torch.distributed.checkpoint.
+    Raises: OSError as well.
+    """
     from megamix.checkpoint.export_dcp import export_dcp  # torch.distributed.checkpoint takes half a second
 
     checkpoint = verify_named(checkpoints_at(path)[0], check)
@@ -120,7 +127,7 @@ def _row(path: Path, check: Check | None) -> tuple[str, ...]:
         state = "damaged, set aside" if aside else printable(f"damaged: {error}")
         return path.name, "", _written(path), _size(path), "", state
     written = _written(path / MANIFEST)
-    if manifest is None:  # of another version
+    if manifest is None:  # a refused manifest, of another version
         return path.name, "", written, _size(path), "", state
     sizes = {"pp": manifest.layout.pp_size, "dp": manifest.layout.dp_size, "tp": manifest.layout.tp_size}
     layout = " ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
@@ -137,9 +144,10 @@ def _size(path: Path) -> str:
 
 
 def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
-    """Return a line for each; none if a run resumed from either is the same run. Holds one piece of each at a time.
+    """Yield a line for each difference; none if a run that resumes from either is the same run. Memory holds one piece
+    of each checkpoint at a time.
 
-    By which ranks a state was saved is no difference.
+    The layout of the ranks that saved is no difference.
     Raises: ValueError if a checkpoint's configuration is no TOML.
     """
     yield from changes(_facts(old), _facts(new))
@@ -152,7 +160,7 @@ def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Return a line for each value of two trees that is not the same in both."""
+    """Yield a line for each value that differs between two trees."""
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name, _ABSENT), new.get(name, _ABSENT)
         if isinstance(before, dict) and isinstance(after, dict):
@@ -162,7 +170,7 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Itera
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """All that the manifest says of the state, as a tree."""
+    """Return everything that the manifest says of the state, as a tree."""
     manifest = checkpoint.manifest
     run = manifest.run.model_dump()
     try:
@@ -177,19 +185,19 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _gap(old: PieceReader, new: PieceReader, param: str, state: str, whole: Box) -> str | None:
-    """How far two versions of one state are apart, in words; None where all bits are the same."""
-    differing = 0  # elements
-    largest = torch.zeros((), dtype=torch.float64)  # absolute difference; NaN if one of the two is NaN
-    # Pieces of the parameter, not of the boxes that two savers cut: those may be in each other's way.
+    """Return in words how far two versions of one state are apart; None if all bits are the same."""
+    differing = 0  # number of differing elements
+    largest = torch.zeros((), dtype=torch.float64)  # largest absolute difference; NaN if one of the two is NaN
+    # The parameter is cut into pieces, not the stored boxes: two savers may have cut it differently.
     for piece in pieces(whole):
         before, after = old.gather(param, state, piece), new.gather(param, state, piece)
-        # By bits, as a resumed run must be equal: a NaN is equal to itself, and 0 is not to -0.
+        # Compare bits, since a resumed run must be equal to the bit: a NaN equals itself, and 0 does not equal -0.
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[before.itemsize]
         other = before.view(bits) != after.view(bits)
         if count := int(other.count_nonzero()):
             differing += count
             gaps = (before[other].double() - after[other].double()).abs()
-            largest = torch.maximum(largest, gaps.max())  # which keeps a NaN, as Python's may not
+            largest = torch.maximum(largest, gaps.max())  # keeps a NaN; Python's max may not
     if not differing:
         return None
     share = f"{differing / whole.numel:.2%}"

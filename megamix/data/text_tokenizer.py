@@ -1,4 +1,4 @@
-"""The interface that tokenizers of every kind have."""
+"""The interface of tokenizers of every kind."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,25 +11,25 @@ from numpy.typing import NDArray
 class TextTokenizer(ABC):
     """A tokenizer of any kind: text to token ids and back."""
 
-    file_name = "tokenizer.json"  # in the folder of prepare
+    file_name = "tokenizer.json"  # name of its file in prepare's output
     vocab_size: int
-    end_token: str  # ends a document
-    end_of_text: int  # its id
+    end_token: str  # token that ends a document
+    end_of_text: int  # id of `end_token`
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a piece of text, without an end."""
+        """Return the token ids of a piece of text, without an end token."""
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, those that mean nothing left out."""
+        """Return the text of token ids; unknown ids are left out."""
 
     @abstractmethod
     def save(self, path: Path) -> None:
         """Write the tokenizer's file."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of the beginning of a text, with what the tokenizer puts in front of one."""
+        """Return the token ids of the beginning of a text, with the tokens that the tokenizer puts before a text."""
         return self.encode(text)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
@@ -38,5 +38,7 @@ class TextTokenizer(ABC):
         return [np.array([*self.encode(text), end], dtype=np.int64) for text in texts]
 
     def speed_up(self, sample: Sequence[str]) -> bool:
-        """Encode by a faster library from now on, if one gives equal ids on the sample; tell whether that is so."""
+        """Encode by a faster library from now on, if one gives equal ids on the sample.
+        Return whether ids are equal.
+        """
         return True

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids, one token ends each document. `open_tokenizer` opens what `megamix prepare` wrote."""
+"""Tokenizers: text to token ids; one token ends each document. `open_tokenizer` opens the file of any tokenizer."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # 256 bytes and END_OF_TEXT
-CONFIG_NAME = "tokenizer_config.json"  # beside a tokenizer.json, by Hugging Face's custom; holds the end token
-# GPT-2, Qwen; Llama 3; Llama 2, Mistral; Gemma; DeepSeek. The first that the vocabulary has.
+CONFIG_NAME = "tokenizer_config.json"  # Hugging Face's file beside a tokenizer.json, which names the end token
+# End tokens of GPT-2 and Qwen; Llama 3; Llama 2 and Mistral; Gemma; DeepSeek. The first one in a vocabulary is taken.
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 
 
 def open_tokenizer(path: Path, end_token: str | None = None) -> TextTokenizer:
-    """Open a tokenizer.json of any kind, or SentencePiece's .model. `end_token`: not the one that the files name.
+    """Open a tokenizer.json of any kind, or SentencePiece's .model. `end_token`: replaces the one that the files name.
 
     Raises: ValueError if the file is missing or no tokenizer, or the package that reads it is not installed.
     """
@@ -37,7 +37,7 @@ def open_tokenizer(path: Path, end_token: str | None = None) -> TextTokenizer:
 
 
 def save_tokenizer(tokenizer: TextTokenizer, folder: Path) -> None:
-    """Write its file, and the end token as Hugging Face does: `transformers` loads the folder then."""
+    """Write the tokenizer's file, and the end token in Hugging Face's form, so that `transformers` loads the folder."""
     tokenizer.save(folder / tokenizer.file_name)
     if tokenizer.file_name == Tokenizer.file_name:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
@@ -45,27 +45,29 @@ def save_tokenizer(tokenizer: TextTokenizer, folder: Path) -> None:
 
 
 class Tokenizer(TextTokenizer):
-    """A tokenizer.json together with the two rules that training needs: no special text, one end per document."""
+    """A tokenizer.json with the two rules that training needs: text is never a special token, and each document has one
+    end token.
+    """
 
     def __init__(self, tokenizer: "HuggingFaceTokenizer", end_token: str | None = None) -> None:
-        # A document that spells the special token out must not end there: it is encoded as plain characters.
+        # A document that spells a special token out must not end there: its characters are encoded as plain text.
         tokenizer.encode_special_tokens = True
-        # Set for another use, these would cut or fill up documents and prompts, or give other ids at each run.
+        # Switch these settings off: they would cut or pad documents and prompts, or give other ids in each run.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if getattr(tokenizer.model, "dropout", None) is not None:
             tokenizer.model.dropout = None
         self._tokenizer = tokenizer
         self._bulk: BulkEncoder | None = None
-        self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may be left out
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
         known = (token for token in _END_TOKENS if tokenizer.token_to_id(token) is not None)
         self._end_token = end_token or next(known, None)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn merges of a byte-level BPE from texts: any text goes in and comes back unchanged.
+        """Learn the merges of a byte-level BPE from texts. Any text can be encoded, and decodes unchanged.
 
-        A corpus with few pairs gives fewer tokens than `vocab_size`, never more.
+        A corpus with few pairs gives fewer than `vocab_size` tokens; no corpus gives more.
         Raises: ValueError if `vocab_size` cannot hold every byte, or `tokenizers` is not installed.
         """
         cls.check_vocab_size(vocab_size)
@@ -76,7 +78,7 @@ class Tokenizer(TextTokenizer):
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),  # bytes the corpus lacks still encode
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),  # also bytes that the corpus lacks
             show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer)
@@ -84,7 +86,7 @@ class Tokenizer(TextTokenizer):
 
     @staticmethod
     def check_vocab_size(vocab_size: int) -> None:
-        """Check the size. Raises: ValueError if the vocabulary cannot hold every byte."""
+        """Refuse a size that is too small. Raises: ValueError if the vocabulary cannot hold every byte."""
         if vocab_size < MIN_VOCAB_SIZE:
             raise ValueError(
                 f"--vocab-size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need {MIN_VOCAB_SIZE}; "
@@ -93,7 +95,7 @@ class Tokenizer(TextTokenizer):
 
     @classmethod
     def load(cls, path: Path, end_token: str | None = None) -> "Tokenizer":
-        """Open any tokenizer.json, also one that others wrote.
+        """Open any tokenizer.json, whoever wrote it.
 
         Raises: ValueError if the file is missing or no tokenizer, or `tokenizers` is not installed.
         """
@@ -102,7 +104,7 @@ class Tokenizer(TextTokenizer):
             raise ValueError(f"tokenizer {str(path)!r} is missing; name a tokenizer.json or SentencePiece .model")
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for whatever it cannot read
+        except Exception as error:  # the library raises a bare Exception for any file it cannot read
             raise ValueError(f"tokenizer {str(path)!r} is no tokenizer.json ({error}); write it again") from error
         return cls(tokenizer, end_token or _configured_end_token(path.with_name(CONFIG_NAME)))
 
@@ -113,7 +115,7 @@ class Tokenizer(TextTokenizer):
     def end_token(self) -> str:  # type: ignore[override]  # read-only
         """Return the token that ends a document.
 
-        Raises: ValueError if none is known, or the vocabulary lacks it.
+        Raises: ValueError if no such token is known, or if the vocabulary lacks it.
         """
         if self._end_token is None:
             raise ValueError(
@@ -129,13 +131,15 @@ class Tokenizer(TextTokenizer):
 
     @property
     def end_of_text(self) -> int:  # type: ignore[override]  # read-only
-        """Return id of the token that ends a document. Raises: ValueError as `end_token`."""
+        """Return the id of the token that ends a document. Raises: ValueError as `end_token`."""
         token_id = self._tokenizer.token_to_id(self.end_token)
         assert token_id is not None, "end_token has looked"
         return int(token_id)
 
     def speed_up(self, sample: Sequence[str]) -> bool:
-        """Encode by tiktoken from now on, if it can express this tokenizer and gives equal ids on the sample."""
+        """Encode by tiktoken from now on, if it can express this tokenizer and gives equal ids on the sample. Return
+        whether it does.
+        """
         bulk = BulkEncoder.of(json.loads(self._tokenizer.to_str()))
         if bulk is None or any(bulk.encode(text) != self.encode(text) for text in sample):
             return False
@@ -143,32 +147,38 @@ class Tokenizer(TextTokenizer):
         return True
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of a piece of text, without an end."""
+        """Return the token ids of a piece of text, without an end token."""
         token_ids = self._bulk.encode(text) if self._bulk is not None else None
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if token_ids is None else token_ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return token ids of the beginning of a text, with what the tokenizer puts in front, as Llama's does."""
+        """Return the token ids of the beginning of a text, with the tokens that the tokenizer puts before it, as
+        Llama's does.
+        """
         return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Return token ids of each document, the end token last; without `speed_up` all of the machine's cores take
-        part.
+        """Return the token ids of each document, the end token last. Without `speed_up` all cores of the machine
+        encode.
         """
         end = self.end_of_text
         if self._bulk is not None:
             return super().encode_documents(texts)
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: without offsets
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: it computes no offsets
         return [np.array([*encoding.ids, end], dtype=np.int64) for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return text of token ids, the end token shown; a character cut in two shows as the replacement character."""
+        """Return the text of token ids, with the end token shown. An incomplete character shows as the replacement
+        character.
+        """
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
 def _configured_end_token(path: Path) -> str | None:
-    """The eos_token of a tokenizer_config.json, which is text or an object with the text as its content."""
-    if not path.is_file():  # a FIFO would be waited for
+    """Return the eos_token of a tokenizer_config.json: a text, or an object with the text as its content. Return None
+    if the file has none or cannot be read.
+    """
+    if not path.is_file():  # opening a FIFO would wait
         return None
     try:
         token = json.loads(path.read_text(encoding="utf-8"))["eos_token"]

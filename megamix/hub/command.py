@@ -1,4 +1,4 @@
-"""The verbs import, export, generate and evaluate: what they take and what they print. Heavy modules load inside."""
+"""The verbs import, export, generate and evaluate: their arguments and output. They load heavy modules when called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPES = ["fp32", "bf16", "fp16"]
 
 
 def add_verbs(verbs: Any) -> None:
-    """To the subparsers of the command line."""
+    """Add the verbs to the subparsers of the command line."""
     help = "make a checkpoint to train on from a Hugging Face folder"
     example = "hf/gpt2 --output runs/imported"
     imported = add_verb(verbs, "import", lines_told(_import), help, example)
@@ -73,7 +73,7 @@ def _add_allow(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> Iterator[str]:
-    read_json(arguments.folder / CONFIG)  # here and below: before the seconds that importing torch takes
+    read_json(arguments.folder / CONFIG)  # fail early: the imports below load torch, which takes seconds
     from megamix.hub.convert import MODEL, import_model
 
     checkpoint = import_model(arguments.folder, arguments.output, allow_non_finite=arguments.allow_non_finite)
@@ -149,7 +149,7 @@ def _evaluate(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _within(flag: str, value: int | None, most: int, what: str) -> int:
-    """The flag's value; `most` where it is not set."""
+    """Return the flag's value; `most` if it is not set. Raises: ValueError if it is not in 1 .. `most`."""
     if value is None:
         return most
     if not 1 <= value <= most:
@@ -163,7 +163,7 @@ def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> Itera
     from megamix.hub.convert import export_model
     from megamix.hub.evaluate import run_harness
 
-    import_extra("lm_eval", "harness", what="--harness: ")  # before an export of many gigabytes
+    import_extra("lm_eval", "harness", what="--harness: ")  # fail before an export of many gigabytes
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="megamix-") as folder:
         path = source.path
