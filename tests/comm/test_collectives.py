@@ -1,4 +1,4 @@
-"""Sums over ranks: FP32 in rank order, rounded once, inf where FP16 ends, and the identity where a rank is alone."""
+"""Sums over ranks are FP32 in rank order, rounded once, inf beyond FP16's end, and the identity on a single rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _inputs(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _reduce_scatter(dtype: torch.dtype, numels: list[int]) -> bool:
-    """Several reductions under way at once; the sums are those of one process, in rank order, bit for bit."""
+    """Start several reductions at once; their sums are those of one process, in rank order, bit for bit."""
     size, rank = dist.get_world_size(), dist.get_rank()
     device = torch.device("cpu")
     ours = make_collectives(Topology.current().world, device)
@@ -70,7 +70,9 @@ def test_a_sum_beyond_fp16_is_inf(run_ranks) -> None:
 
 
 def _scratch_bytes() -> list[int]:
-    """What parts arrive in has: before a sum, behind sums of 64, 128 and 64 elements, and when it is released."""
+    """Return the bytes of the scratch buffer: before a sum, after sums of 64, 128 and 64 elements, and
+    after a release.
+    """
     ours = make_collectives(Topology.current().world, torch.device("cpu"))
     (storage,) = ours.scratch
     seen = [storage.nbytes()]
@@ -97,7 +99,7 @@ def test_the_sum_is_the_same_whatever_the_piece_that_stays_in_cache(monkeypatch,
 
 
 def _exchange() -> bool:
-    """Two exchanges under way at once, too large for a socket to hold; each sender overwrites what it has sent."""
+    """Start two exchanges at once, too large for a socket to hold; each sender then overwrites the sent tensor."""
     size, rank, numel = dist.get_world_size(), dist.get_rank(), 1 << 20
 
     def sent(index: int, sender: int) -> Tensor:
@@ -124,7 +126,7 @@ def test_an_exchange_brings_every_ranks_part_once(run_ranks, size: int) -> None:
 
 
 class _Sent:
-    """Something under way, which notes that it was waited for."""
+    """A work handle that notes that it was waited for."""
 
     waited: ClassVar[list[Tensor]] = []
 
@@ -195,7 +197,7 @@ def test_table_agreement_and_broadcast(run_ranks) -> None:
         assert table.tolist() == [[0.0, 0.0], [1.0, 0.5]]
         assert all_agree
         assert not one_disagrees
-        assert flags.tolist() == [True, True]  # the first rank's
+        assert flags.tolist() == [True, True]  # the first rank's values
 
 
 def test_a_rank_alone_is_the_identity() -> None:

@@ -1,5 +1,5 @@
-"""Under torchrun, srun and mpirun a library's program trains on all ranks after `megamix.start_ranks()`, by the
-variables that these set, and is refused where an engine would train alone; alone on purpose is said.
+"""Programs trained with the library run on all ranks of torchrun, srun and mpirun after `megamix.start_ranks()`, by the
+variables that these set; an engine that would train alone by mistake is refused; training alone on purpose is possible.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.programs import count_no_lines_in_programs
 
 KNOWN = re.compile("RANK$|WORLD_SIZE$|^(SLURM|OMPI|PMI|PMIX|MPI|MASTER)_")
 
-# What each sets for one of two ranks on one machine, of a batch job's allocation where there is one.
+# Variables that each starter sets for one of two ranks on one machine, in the allocation of a batch job if there is
+# one.
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "no-such-host-[1-2]", "SLURM_PROCID": "0"}
 
 
@@ -77,7 +78,7 @@ def _free_port() -> str:
 @pytest.mark.parametrize("told", [_srun, _mpirun])
 def test_a_program_trains_on_all_ranks_that_srun_or_mpirun_has_started(told, tmp_path: Path) -> None:
     count_no_lines_in_programs()
-    port = {"MASTER_PORT": _free_port()}  # by itself it would be the same for every run of this test
+    port = {"MASTER_PORT": _free_port()}  # the default would be the same for every run of this test
     programs = [_start("starts", told(rank) | port, tmp_path) for rank in (0, 1)]
     programs += [_start("forgets", told(0), tmp_path)] if told is _srun else []
     with ExitStack() as stack:
@@ -97,7 +98,7 @@ def test_a_program_trains_on_all_ranks_that_srun_or_mpirun_has_started(told, tmp
 
 @pytest.fixture
 def told() -> Iterator[MutableMapping[str, str]]:
-    """Give the environment, in which nobody has started this process; it is as before behind the test."""
+    """Yield an environment in which nobody has started this process, and restore the old one after the test."""
     with mock.patch.dict(os.environ):
         for name in filter(KNOWN.search, [*os.environ]):
             del os.environ[name]
@@ -110,9 +111,9 @@ def _build(topology: megamix.Topology | None = None) -> megamix.ShardedEngine:
 
 
 ONES = [
-    {"RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},  # one alone in each task
-    {"WORLD_SIZE": "2"},  # said to a program that starts no rank, as --check
-    {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # in a batch script, and in our launcher there
+    {"RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},  # a single process in each task
+    {"WORLD_SIZE": "2"},  # set for a program that starts no rank, e.g. with --check
+    {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # in a batch script, and in our launcher in it
     {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
     {},
 ]

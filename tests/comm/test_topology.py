@@ -1,5 +1,5 @@
-"""Every rank has one place in the mesh, an axis connects its own ranks, a size that cannot be says which one can; so
-does a group that torch cannot make.
+"""Every rank has one place in the mesh, an axis connects its own ranks, and an impossible size is refused with a
+possible one; a group that torch cannot make is refused, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_every_rank_has_one_place_with_tensor_parallel_ranks_as_neighbours(sizes
 
 
 def _sums(pp_size: int, tp_size: int) -> list[float]:
-    """Over each axis, of the ranks' numbers."""
+    """Return the sums of the ranks' numbers over each axis."""
     here = Topology.connect(pp_size=pp_size, tp_size=tp_size)
     sums = []
     for axis in (here.pp, here.dp, here.tp, here.stage, here.world):
@@ -138,7 +138,7 @@ def test_groups_are_left_where_all_ranks_leave_and_else_a_process_ends_with_its_
 
 @pytest.mark.parametrize("hook", [lambda *error: print("told"), Mock(side_effect=ZeroDivisionError)])
 def test_what_ends_at_once_has_written_all_and_told_its_error(monkeypatch, capfd, hook: Callable[..., None]) -> None:
-    out = io.TextIOWrapper(io.BytesIO())  # as a file or pipe, written when it is full
+    out = io.TextIOWrapper(io.BytesIO())  # written only when it is full, as to a file or pipe
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "_exit", ended := Mock())
     monkeypatch.setattr(sys, "excepthook", hook)

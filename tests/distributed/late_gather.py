@@ -1,4 +1,4 @@
-"""Gathers that are as slow as they may be."""
+"""Gathers that land as late as possible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _LateGather:
 
 @contextmanager
 def late_gathers() -> Iterator[list[_LateGather]]:
-    """Within it every gather between Gloo ranks is a `_LateGather`, and is in the list."""
+    """Replace every gather between Gloo ranks inside the block by a `_LateGather`, and yield the list of them."""
     gather, begun = collectives.GlooCollectives.all_gather, list[_LateGather]()
 
     def late(self, flat, shard, number=0):

@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """Embedding, three blocks, a head. `tied`: the head is the embedding's weight. `recompute`: blocks run again in
+    """Embedding, three blocks, and a head. `tied`: the head is the embedding's weight. `recompute`: blocks run again in
     backward.
     """
 
@@ -41,8 +41,8 @@ class TinyModel(nn.Module):
                 nn.init.normal_(param, std=0.2)
 
     def forward(self, tokens: Tensor, flavour: int = 0) -> Tensor:
-        """`flavour` 0 runs all blocks in order; 1 skips the first and runs the others; 2 runs them backwards and
-        skips the middle one.
+        """Run the blocks. `flavour` 0 runs all in order; 1 skips the first; 2 runs them in reverse order and skips the
+        middle one.
         """
         x = self.embedding(tokens)
         for index in ((0, 1, 2), (1, 2), (2, 0))[flavour]:
@@ -57,7 +57,7 @@ def make_model(tied: bool = True, recompute: bool = False) -> TinyModel:
 
 
 def make_batch(step: int, rank: int, micro_batch: int) -> Tensor:
-    """Tokens of one micro-batch, a function of where it belongs: int64 (3, LENGTH)."""
+    """Return the tokens of one micro-batch, a function of its step, rank and number: int64 (3, LENGTH)."""
     generator = torch.Generator().manual_seed(1000 * step + 50 * rank + micro_batch)
     return torch.randint(VOCAB, (3, LENGTH), generator=generator)
 

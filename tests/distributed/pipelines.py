@@ -38,9 +38,9 @@ class Case:
     grad_dtype: torch.dtype | None = None
     model: str = "llama"
     tied: bool = False
-    rounds: int = 1  # micro-batches over pp_size
+    rounds: int = 1  # micro-batches / pp_size
     pp_size: int = 2
-    more: tuple[tuple[str, Any], ...] = ()  # of the model's configuration
+    more: tuple[tuple[str, Any], ...] = ()  # further settings of the model
     packed: bool = False
 
     @property
@@ -48,7 +48,7 @@ class Case:
         return self.rounds * self.pp_size
 
     def config(self) -> ModelConfig:
-        layers = 2 * self.pp_size + 1  # two stages a rank, and one block more than stages
+        layers = 2 * self.pp_size + 1  # two stages per rank, and one more block than stages
         sizes = {"vocab_size": VOCAB, "seq_len": T, "hidden_size": 16, "num_layers": layers, "num_heads": 4}
         return ModelConfig(**sizes, **MODELS[self.model], tie_embeddings=self.tied, init_std=0.1, **dict(self.more))
 
@@ -57,11 +57,11 @@ def make_engine(
     case: Case, model: Transformer, topology: Topology, placements: Any = None, *,
     copies: int = 1, fill: Fill | None = None,
 ) -> ShardedEngine:  # fmt: skip
-    """`copies`: data-parallel ranks for which this process stands."""
+    """Build this rank's engine. `copies`: the number of data-parallel ranks that this process stands for."""
     scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
     return ShardedEngine(
         model,
-        AdamW(lr=0.01, eps=1e-2),  # of the gradients' size: a rounding of a tiny gradient is no whole step
+        AdamW(lr=0.01, eps=1e-2),  # as large as the gradients, so that rounding a tiny one is no whole step
         Precision(case.dtype, case.grad_dtype, scale),
         Sharding(units=[*model.blocks], topology=topology, bucket_size=4000, placements=placements or {}),
         clip_grad=0.5,
@@ -82,20 +82,20 @@ def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tup
 
 
 def make_whole(case: Case, topology: Topology) -> ShardedEngine:
-    """The whole model on each of this stage's data-parallel ranks."""
+    """Build the whole model's engine on each of this stage's data-parallel ranks."""
     torch.manual_seed(5)
     alone = Topology() if topology.dp.group is None else Topology.current(topology.dp.group)
     return make_engine(case, Transformer(case.config()), alone)
 
 
 def batches(case: Case, step: int, dp_rank: int) -> list[Batch]:
-    """A step's micro-batches, functions of where they belong."""
+    """Return a step's micro-batches, functions of step, rank and number."""
     made = []
     for number in range(case.micro_batches):
         generator = torch.Generator().manual_seed(1000 * step + 50 * dp_rank + number)
         tokens = torch.randint(VOCAB, (B, T + 1), generator=generator)
         targets, positions = tokens[:, 1:].clone(), None
-        if case.packed:  # a document of 5 tokens, then one that goes on
+        if case.packed:  # a document of 5 tokens, then one that continues
             positions = torch.cat([torch.arange(5), torch.arange(T - 5)]).expand(B, T).contiguous()
             targets[:, 4] = -100
         made.append(Batch(tokens[:, :-1].clone(), targets, positions, int((targets >= 0).sum())))
@@ -108,7 +108,7 @@ def micro_batches(case: Case, step: int, dp_rank: int, seeded: bool = False) -> 
 
 
 def by_name(engine: ShardedEngine, shard_of: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
-    """One tensor of each bucket's shard as the parameters of which it is. Every owner must call it."""
+    """Return one tensor of each bucket's shard by parameter name. Every owner must call it."""
     found = {}
     for bucket in engine.buckets:
         flat = bucket.owners.gather(shard_of(bucket)).view(-1)
@@ -117,12 +117,12 @@ def by_name(engine: ShardedEngine, shard_of: Callable[[Bucket], Tensor]) -> dict
 
 
 def state_of_shard(name: str, bucket: Bucket) -> Tensor:
-    """One state of all the elements that this rank owns of a bucket."""
+    """Return one state of all elements of a bucket that this rank owns."""
     return torch.cat([states[name] for states in bucket.states])
 
 
 def state_of(engine: ShardedEngine) -> dict[str, list[Tensor]]:
-    """Master and moments, by name; and the half parameters as this rank has them."""
+    """Return master and moments by name, and this rank's half parameters."""
     kinds = [lambda bucket: bucket.master, *(partial(state_of_shard, name) for name in ("exp_avg", "exp_avg_sq"))]
     parts = [by_name(engine, kind) for kind in kinds]
     engine.wait()

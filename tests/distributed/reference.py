@@ -17,28 +17,30 @@ from megamix.mixed_precision.optimizers import Optimizer
 
 @dataclass
 class Reference:
-    """What the loop ends with, by parameter name; master and states FP32, flat, padded with zeros to a multiple of
-    64.
+    """The loop's final values by parameter name; master and states FP32, flat, padded with zeros to a
+    multiple of 64.
     """
 
     masters: dict[str, Tensor]
     states: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
-    losses: list[list[float]] = field(default_factory=list)  # per step, of every (rank, micro-batch)
+    losses: list[list[float]] = field(default_factory=list)  # per step, for every (rank, micro-batch)
     grad_norms: list[float] = field(default_factory=list)
 
 
 def train_reference(
     model: nn.Module,
-    loss_of: Callable[[nn.Module, int, int, int], Tensor],  # model, step, rank, micro-batch
+    loss_of: Callable[[nn.Module, int, int, int], Tensor],  # takes model, step, rank, micro-batch
     optimizer: Optimizer,
     settings: Any,  # steps, dp_size, micro_batches, accumulate, dtype, grad_dtype, reduce_dtype, loss_scale, clip_grad
 ) -> Reference:
-    """Each rank's micro-batches are added in order in the gradient's dtype, then the ranks' sums in FP32, rounded
-    once unless the sum stays in FP32. With `accumulate` "owner" that is done for each micro-batch, and these are added
+    """Train by the plain loop.
+
+    Each rank's micro-batches are added in order in the gradient's dtype, then the ranks' sums in FP32, rounded once
+    unless the sum stays in FP32. With `accumulate` "owner" this is done for each micro-batch, and the results are added
     in FP32.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    # Padded, since a fused kernel's scalar tail rounds otherwise than its vector body, and a row of the norm has 64
+    # Padded, because a fused kernel's scalar tail rounds differently from its vector body, and a row of the norm has 64
     # elements.
     masters = {
         name: F.pad(param.detach().float().flatten(), (0, -param.numel() % 64)) for name, param in params.items()
@@ -48,7 +50,8 @@ def train_reference(
     for step in range(settings.steps):
         for name, param in params.items():
             param.data = masters[name][: param.numel()].view(param.shape).to(settings.dtype)
-        # By what is summed over the ranks at a time: all micro-batches, or each one; by rank and name.
+        # Gradients by group of micro-batches that is summed over the ranks at once (all of them, or each alone), by
+        # rank and by name.
         turns = dict[int, dict[int, dict[str, Tensor]]]()
         losses = []
         for rank in range(settings.dp_size):
@@ -120,8 +123,8 @@ class VelocityNag(torch.optim.Optimizer):
 
 
 class PlainMuon:
-    """Every matrix by itself, in full; torch's AdamW for the rest. It shares the iteration with the engine, and nothing
-    else.
+    """Muon on each matrix by itself, in full, and torch's AdamW on the rest. It shares the iteration with the engine,
+    and nothing else.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A rank holds the bytes that the formula says, and no memory for an FP32 copy of half gradients."""
+"""A rank holds the bytes that the formula gives, and no memory for an FP32 copy of half gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.models import loss_of, make_batch, make_model
 
 
 def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, int, float]:
-    """(live bytes counted, bytes by the layout, these per parameter)."""
+    """Return (live bytes counted, bytes by the layout, bytes of the layout per parameter)."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     with LiveStorage() as tracker:
         model = make_model()
@@ -31,7 +31,7 @@ def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: st
             engine.step()
         engine.wait()
     layout = engine.plan.layout
-    # Half parameters and gradients whole, masters and states by share.
+    # Half parameters and gradients are whole; masters and states are a share.
     resident = layout.padded_numel * (2 + grad_dtype.itemsize)
     resident += sum(bucket.plan.shard_numel for bucket in engine.buckets) * (4 + 4 * num_states)
     padding = layout.padded_numel - num_params
@@ -40,9 +40,11 @@ def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: st
 
 
 def _live(tracker: LiveStorage, held: int) -> int:
-    """Return the live bytes without those of small tensors, as soon as they are those `held`: Gloo's threads let go of
-    the tables of an agreement a moment after these were awaited. Small is what has less than a row of FP32 numbers, of
-    which flat buffers consist: scalars, and the borders of a bucket's parameters. All of them have less than a KiB.
+    """Return the live bytes without those of small tensors, once they equal `held`. Gloo's threads release the tables
+    of an agreement a moment after the tables were awaited.
+
+    Small tensors have less than a row of FP32 numbers, the unit of flat buffers: scalars, and the borders of a bucket's
+    parameters. All of them together have less than a KiB.
     """
     end_s = time.monotonic() + 5.0
     while True:
@@ -79,8 +81,8 @@ def test_live_bytes_equal_the_formula(
 
 
 class _Passing(TorchDispatchMode):
-    """Notes after each operation what the flat buffers that come and go have: `most` bytes at once; and what of one
-    bucket's small gradients waits, `most_waiting`.
+    """Notes after each operation the memory of the flat buffers that come and go: `most` bytes at once; and the most
+    bytes of one bucket's waiting small gradients, `most_waiting`.
     """
 
     def __init__(self, engine: ShardedEngine):
@@ -101,14 +103,14 @@ class _Passing(TorchDispatchMode):
 
 
 def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[list[int], list[int]]:
-    """Bytes that live between steps, the most of what comes and goes in a step, and of small gradients that wait; and
-    all three as they are planned.
+    """Return the bytes that live between steps, the most passing bytes in a step and those of waiting small gradients,
+    and the plan of all three.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     with LiveStorage() as tracker:
         model = make_model(tied=False)
         precision = Precision(torch.float16, torch.float16, DynamicLossScale(init_scale=2.0**8), reduce_dtype)
-        sharding = Sharding([*model.blocks], shard=shard)  # a bucket for each unit
+        sharding = Sharding([*model.blocks], shard=shard)  # one bucket for each unit
         engine = ShardedEngine(model, AdamW(lr=0.01), precision, sharding, compile_update=False)
         for step in range(3):
             with _Passing(engine) as passing:
@@ -134,8 +136,8 @@ def test_what_comes_and_goes_is_not_there_between_steps(run_ranks, dp_size: int)
 
 
 def _fp32_tensors_of_gradient_size(reduce_dtype: str) -> int:
-    """How many FP32 storages as large as a bucket or a shard of one appear during backward and step, beyond master
-    and states and the half gradients' own memory.
+    """Return how many FP32 storages as large as a bucket or a shard appear during backward and step, besides master,
+    states and the half gradients' own memory.
     """
     model = make_model()
     precision = Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -167,8 +169,8 @@ def _fp32_tensors_of_gradient_size(reduce_dtype: str) -> int:
 
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
 def test_no_fp32_copy_of_the_gradient_between_backward_and_update(run_ranks, reduce_dtype: str) -> None:
-    # The pieces of the path without a compiler are 1 MiB: larger than this model, so they are cut for the test to
-    # see a whole copy.
+    # Without a compiler a piece has 1 MiB, which is more than this model. So pieces are made smaller, for the test to
+    # see a copy of the whole.
     assert run_ranks(_with_small_pieces, 2, reduce_dtype) == [0, 0]
 
 

@@ -1,6 +1,6 @@
-"""Any ranks, bucket size, overlap, accumulation (full, or ended early, by each rank elsewhere), clipping, dtype,
-optimizer, groups, tied weights, recompute: the weights and states are bit for bit those of a plain loop in one
-process.
+"""Weights and states are bit for bit those of a plain loop in one process, for any ranks, bucket size, overlap,
+accumulation (full, or ended early at a different count on each rank), clipping, dtype, optimizer, groups, tied weights
+and recompute.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Case:
     tied: bool = True
     units: bool = True
     recompute: bool = False
-    flavours: str = "all"  # which blocks a rank's batch runs: "all", or "differ" between ranks
+    flavours: str = "all"  # blocks that a rank's batch runs: "all", or "differ" between ranks
     shard: str = "states"
     accumulate: str = "local"
-    ends: str = "full"  # a step's micro-batches: "full", grad_accum_steps; "short", 1 to that, by step and rank
+    ends: str = "full"  # micro-batches of a step: "full", grad_accum_steps; "short", 1 to that, by step and rank
     steps: int = 4
 
     @property
@@ -86,7 +86,7 @@ AXES = {
 
 
 def _cases(dp_size: int, count: int) -> list[Case]:
-    """`count` seeded picks from the product of all axes, after a block that shows every value of every axis."""
+    """Return `count` seeded picks from the product of all axes, after a block with every value of every axis."""
     product = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
     rng = random.Random(dp_size)
     rng.shuffle(product)
@@ -148,8 +148,8 @@ def differences(
     grad_norms: list[float],
     reference: Reference | None = None,
 ) -> list[str]:
-    """What of this rank's shards, half parameters, losses and norms is not bitwise the reference's: the plain loop's,
-    run here unless given.
+    """Return the shards, half parameters, losses and norms of this rank that are not bitwise the reference's. The
+    reference is the plain loop, run here unless given.
     """
     reference = reference or plain_loop(case)
     rank, dp_size = engine.topology.dp.rank, case.dp_size
@@ -185,7 +185,7 @@ def differences(
 
 
 def check_cases(cases: list[Case]) -> list[str]:
-    """Each rank trains some of the references and tells them to all: they are the same on each."""
+    """Train some of the references on each rank and share them: they are the same on all ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if cases[0].dp_size > 1 else (0, 1)
     references = {number: plain_loop(case) for number, case in enumerate(cases) if number % size == rank}
     if size > 1:

@@ -1,4 +1,4 @@
-"""The loss and the gradient are the exact mean over all targets that count, on any rank, and not a mean of means."""
+"""Loss and gradient are the exact mean over all targets that count, on any rank, and not a mean of means."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def make_model() -> nn.Module:
 
 
 def make_batch(step: int, rank: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets; how many of these count is another number for every rank, micro-batch and step: 0 to all."""
+    """Return tokens and targets. The number of targets that count differs for every rank, micro-batch and step: 0 to
+    all.
+    """
     generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro_batch)
     tokens = torch.randint(VOCAB, (TARGETS,), generator=generator)
     targets = (tokens * 7 + 3) % VOCAB
@@ -52,7 +54,7 @@ def _trained(dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def reference(mean_of_means: bool = False) -> tuple[list[float], dict[str, Tensor]]:
-    """One process, all targets of a step in one loss."""
+    """Train in one process with all targets of a step in one loss."""
     model, losses = make_model(), []
     decay = [{"params": [p for p in model.parameters() if p.dim() == d], "weight_decay": 0.1 * (d > 1)} for d in (1, 2)]
     optimizer = torch.optim.AdamW(decay, lr=0.02, betas=(0.9, 0.95), eps=1e-3)
@@ -76,7 +78,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-# FP32: only the order of sums differs. FP16: rounding of weights and gradients, to 2^-11 of a step of 0.02 or so.
+# In FP32 only the order of sums differs. In FP16 weights and gradients are rounded, to 2^-11 of a step of 0.02 or so.
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-6), (torch.float16, 2e-3)])
 def test_two_ranks_with_different_counts_equal_one_process_over_all_targets(run_ranks, dtype, close: float) -> None:
     want_losses, want = reference()

@@ -1,5 +1,5 @@
-"""`half_fp32_sum`: halves travel, the sum is as exact as FP32, beyond FP16 no overflow, nothing of it in the next
-step.
+"""With `half_fp32_sum` halves travel, the sum is as exact as FP32 and does not overflow beyond FP16, and the next step
+gets nothing of it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SIZES = range(2, 9) if FULL else (2, 3, 4, 8)
 
 
 def _halves(rank: int, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Over 21 octaves, so that most sums need more digits than a half has."""
+    """Return halves over 21 octaves, so that most sums need more digits than a half has."""
     generator = torch.Generator().manual_seed(100 * bucket + rank)
     octaves = torch.randint(-10, 11, (numel,), generator=generator)
     return torch.ldexp(torch.randn(numel, generator=generator), octaves).to(dtype)
 
 
 def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, bool]]:
-    """Per bucket: the largest error over its bound, that of the sum rounded to half, and whether the statistics are
-    `row_stats` of the sum.
+    """Return for each bucket: the largest error over its bound, that of the sum rounded to half, and whether the
+    statistics are `row_stats` of the sum.
     """
     axis, cpu = Topology.current().dp, torch.device("cpu")
     size, rank = axis.size, axis.rank
@@ -47,7 +47,7 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     buckets = [one_bucket(precision, numel=size * numel, owners=owners) for numel in numels]
     for number, bucket in enumerate(buckets):
         bucket.grads.copy_(_halves(rank, number, bucket.plan.padded_numel, dtype))
-        bucket.param_grads["weight"].touched = True  # or it would count as zeros
+        bucket.param_grads["weight"].touched = True  # otherwise it would count as zeros
     stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
     reduce = GradReduce(buckets, stats, overlap=True, clock=Clock(cpu), observers=[])
     reduce.end_micro_batch(ends=True)
@@ -55,9 +55,9 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     for number, numel in enumerate(numels):
         parts = torch.stack([_halves(other, number, size * numel, dtype).view(size, -1)[rank] for other in range(size)])
         exact = parts.double().sum(0)
-        # Each of the n - 1 additions in FP32 multiplies its exact result by some 1 + d with |d| <= u = 2**-24, so each
-        # part ends up with at most n - 1 such factors: |sum - exact| <= ((1 + u)**(n - 1) - 1) * sum of |parts|. The
-        # FP64 sum's own error is covered by 2**-50.
+        # Each of the n - 1 additions in FP32 multiplies its exact result by some 1 + d with |d| <= u = 2**-24. So each
+        # part gets at most n - 1 such factors: |sum - exact| <= ((1 + u)**(n - 1) - 1) * sum of |parts|. The term
+        # 2**-50 covers the FP64 sum's own error.
         bound = ((1 + 2.0**-24) ** (size - 1) - 1 + 2.0**-50) * parts.double().abs().sum(0)
         bucket = buckets[number]
         reduce.wait(bucket)
@@ -79,12 +79,12 @@ def test_the_sum_is_as_exact_as_fp32_and_its_statistics_are_those_of_the_shard(r
     for results in run_ranks(_reduce_in_small_pieces, size, dtype, [64, 6400, 256, 320]):
         for error, error_of_half, same_statistics in results:
             assert error <= 1
-            assert error_of_half > 100  # so a sum that was rounded on the way would have been noticed
+            assert error_of_half > 100  # a sum rounded on the way would have been noticed
             assert same_statistics
 
 
 class _Slope(nn.Module):
-    """A module whose gradient is what it is given. 200 elements leave a gap of 56 to the end of a row."""
+    """A module whose gradient is its input. 200 elements leave a gap of 56 to the end of a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Slope(nn.Module):
 
 def _steep(model: nn.Module, step: int, rank: int, micro_batch: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
-    slope = 32.0 * torch.randint(40_000 // 32, 65_504 // 32 + 1, (200,), generator=generator)  # halves, finite
+    slope = 32.0 * torch.randint(40_000 // 32, 65_504 // 32 + 1, (200,), generator=generator)  # finite halves
     return model(slope)
 
 
@@ -129,7 +129,9 @@ def test_a_sum_that_fp16_cannot_hold_is_no_overflow_and_equals_the_reference(run
 
 
 def _skip_blocks(dtype: torch.dtype) -> list[str]:
-    """Parameters without a gradient and padding, in buckets of one and of many parameters, with and without overlap."""
+    """Train with parameters without a gradient and padding, in buckets of one and of many parameters, with and without
+    overlap.
+    """
     wrong = []
     for bucket_size, overlap in ((1, True), (1111, True), (10**9, False)):
         case = Case(dtype, dtype, "half_fp32_sum", dp_size=2, bucket_size=bucket_size, overlap=overlap,

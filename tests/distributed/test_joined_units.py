@@ -1,6 +1,7 @@
-"""Small neighbouring units of `shard = "parameters"` share a bucket and a gather, and train the bits of the kept copy:
-where members are skipped, recomputed, called out of turn or twice, on ranks that differ. Two such units have memory at
-a time; one goes when the pass reaches the next, or its last member's forward ends; the last stays for the backward.
+"""Small neighbouring units of `shard = "parameters"` share a bucket and a gather, and train the same bits as "states":
+with members that are skipped, recomputed, called out of turn or twice, on ranks that differ. Two such units have memory
+at a time; a unit is freed when the pass reaches the next one or its last member's forward ends; the last one stays for
+the backward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.distributed.models import LENGTH, VOCAB, WIDTH, Block, make_batch
 
 pytestmark = pytest.mark.uncounted
 
-BLOCKS = 9  # of 2,041 elements each, of 19,809: units of two, and one of one
+BLOCKS = 9  # 2,041 elements each, of 19,809: four units of two blocks, and one of one
 
 
 class DeepModel(nn.Module):
@@ -78,7 +79,7 @@ def _loss(engine: ShardedEngine, step: int, rank: int, micro_batch: int, order: 
         ([10, 30, 10, 10], 160, [1, 2, 3, 3]),  # a large one is not joined
         ([400_000] * 4, 10**8, [1, 1, 1, 2]),
         ([999_999, 1_000_000, 1], 10**9, [1, 2, 3]),
-        ([5, 0, 5, 30], 160, [1, 1, 1, 2]),  # one without parameters of its own
+        ([5, 0, 5, 30], 160, [1, 1, 1, 2]),  # one has no parameters of its own
     ],
 )
 def test_units_are_joined_until_they_reach_the_least_size(sizes: list[int], whole: int, numbers: list[int]) -> None:
@@ -96,7 +97,7 @@ ALL = tuple(range(BLOCKS))
 @dataclass(frozen=True)
 class Case:
     order: tuple[int, ...] = ALL
-    of_others: tuple[int, ...] | None = None  # what ranks of odd numbers call; None: the same
+    of_others: tuple[int, ...] | None = None  # calls of ranks with odd numbers; None: the same
     recompute: str = "none"
     grad_accum_steps: int = 1
     takes_turns: bool = False  # in odd micro-batches ranks of odd numbers call `order`, the others `of_others`
@@ -123,7 +124,7 @@ CASES = {
 
 
 def _train(case: Case, shard: Shard) -> tuple[dict[tuple[str, str, int], Tensor], list[float]]:
-    """Return what this rank owns and what it was told, over three steps with an evaluation amid each."""
+    """Return this rank's own values and its results over three steps, with an evaluation within each step."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     engine = _engine(shard, case.recompute, case.grad_accum_steps)
     told = []
@@ -165,17 +166,17 @@ def test_ranks_train_the_bits_of_the_kept_copy(run_ranks, dp_size: int) -> None:
 
 
 def _live(engine: ShardedEngine) -> list[str]:
-    """The blocks whose half parameters have memory, unit by unit in registration order."""
+    """Return the blocks whose half parameters have memory, unit by unit in registration order."""
     there: list[Bucket] = [bucket for bucket in reversed(engine.buckets) if bucket.params.untyped_storage().nbytes()]
     units = [sorted({name.split(".")[1] for name in bucket.named_params if "blocks" in name}) for bucket in there]
     return ["".join(blocks) for blocks in units if blocks]
 
 
 def _watch(engine: ShardedEngine) -> list[tuple[str, list[str]]]:
-    """Note what has memory when a block computes, and behind it."""
+    """Note which blocks have memory when a block computes, and after it."""
     seen: list[tuple[str, list[str]]] = []
     for number, block in enumerate(engine.module.blocks):
-        # Inside of the block, so that the engine's own hooks have been called; behind it in front of its own.
+        # The note is taken inside the block, after the engine's own hooks; the note after it before the engine's own.
         block.norm.register_forward_pre_hook(lambda *_, number=number: seen.append((str(number), _live(engine))))
     return seen
 
@@ -213,13 +214,13 @@ def test_a_unit_whose_last_member_is_skipped_goes_when_the_pass_reaches_the_next
 
     for block in engine.module.blocks:
         block.down.weight.register_hook(count)
-    engine.backward(loss)  # whose skipped members never have gradients
+    engine.backward(loss)  # its skipped members never have gradients
     assert most == 2
     assert _live(engine) == []
 
 
 def _most_in_backward(engine: ShardedEngine, loss: Tensor) -> int:
-    """Return how many units have memory at a time while gradients come."""
+    """Return how many units have memory at a time while gradients arrive."""
     live: list[int] = []
     for block in engine.module.blocks:
         block.norm.weight.register_hook(lambda grad: live.append(len(_live(engine))))
@@ -245,7 +246,7 @@ def _losses_where_one_member_calls_another(shard: Shard) -> list[float]:
     engine = _engine(shard)
     first, fifth = engine.module.blocks[0], engine.module.blocks[4]
     own_forward = first.forward
-    first.forward = lambda x: own_forward(fifth(x))  # weights of the first are read behind another unit's forward
+    first.forward = lambda x: own_forward(fifth(x))  # the first block's weights are read after another unit's forward
     losses = []
     for step in range(2):
         loss = _loss(engine, step, 0, 0, (0, 1))
@@ -276,7 +277,7 @@ class _Settings:
 
 
 class _OwnSettings(_Settings):
-    """No dataclass by itself."""
+    """A subclass of a dataclass that is no dataclass by itself."""
 
 
 def test_what_a_unit_keeps_in_its_attributes_is_found_among_settings() -> None:

@@ -1,5 +1,6 @@
-"""Muon on any ranks, with matrices whole in one shard or put together from pieces: masters, momentum and moments are
-bit for bit those of a plain loop in one process that takes each matrix in full; what has travelled is freed.
+"""Muon trains on any ranks, with matrices whole in one shard or put together from pieces: masters, momentum and moments
+are bit for bit those of a plain loop in one process that takes each matrix in full; memory of travelling matrices is
+freed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Case(plain.Case):
     adjust_lr: str = "match_rms_adamw"
     fused: bool = False  # `up` holds three matrices
     uncut: bool = True
-    overflow: bool = False  # of an attempt behind the first step
+    overflow: bool = False  # True: the attempt after the first step overflows
 
     @property
     def muon(self) -> Muon:
@@ -77,7 +78,7 @@ def _cases(dp_size: int) -> list[Case]:
     for _ in range(COUNTS[dp_size]):
         one = {axis: rng.choice(values) for axis, values in AXES.items()}
         if one["shard"] == "parameters" or one["accumulate"] == "owner":
-            one |= {"flavours": "all", "ends": "full"}  # ranks that differ are another test's
+            one |= {"flavours": "all", "ends": "full"}  # ranks that differ are tested elsewhere
         cases.append(Case(*one.pop("dtypes"), dp_size=dp_size, **one))
     return cases
 
@@ -115,7 +116,7 @@ def _train(case: Case, compile_update: bool = False) -> tuple[ShardedEngine, lis
 
 
 def _laid_out(*, uncut: bool) -> Any:
-    """Let matrices be whole in one shard whatever that costs, or lie anyhow."""
+    """Make matrices lie whole in one shard at any cost, or anyhow."""
     return mock.patch.object(tuned, "MOST_PADDING", 100.0 if uncut else -1.0)
 
 
@@ -159,7 +160,9 @@ def test_equals_a_plain_loop(run_ranks, dp_size: int) -> None:
 
 
 def _counted(uncut: bool, ns_dtype: torch.dtype, overflow: bool) -> tuple[int, int, float]:
-    """Return this rank's directions, how many there must be of all ranks, and the bytes it sent a matrix element."""
+    """Return this rank's number of directions, the number for all ranks, and the bytes that it sent per
+    matrix element.
+    """
     case = Case(torch.float16, torch.float16, dp_size=dist.get_world_size(), ns_dtype=ns_dtype, overflow=overflow)
     counts, exchange = Counter[str](), GlooCollectives.exchange
 
@@ -186,8 +189,8 @@ def _counted(uncut: bool, ns_dtype: torch.dtype, overflow: bool) -> tuple[int, i
 @pytest.mark.parametrize("ns_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dp_size", [2, 4])
 def test_each_direction_is_computed_once_and_little_travels(run_ranks, dp_size: int, ns_dtype: torch.dtype) -> None:
-    """Whole matrices travel not at all; of others each element goes at most once there and once back, from the d - 1 of
-    d ranks that do not compute with it.
+    """Send nothing of whole matrices. An element of another matrix travels at most once there and once back, from the d
+    - 1 of d ranks that do not compute with it.
     """
     for uncut, overflow in ((True, False), (False, True)):
         told = run_ranks(_counted, dp_size, uncut, ns_dtype, overflow)
@@ -198,7 +201,7 @@ def test_each_direction_is_computed_once_and_little_travels(run_ranks, dp_size: 
 
 
 def _of_one_matrix(uncut: bool) -> tuple[Tensor, int]:
-    """Return it after three steps, all ranks with the same gradients, and how much of it is this rank's."""
+    """Return one matrix after three steps with equal gradients on all ranks, and this rank's number of its elements."""
     drawn = torch.Generator().manual_seed(6)
     model = torch.nn.Linear(24, 40, bias=False)
     model.weight.data = torch.randn(40, 24, generator=drawn)
@@ -212,19 +215,19 @@ def _of_one_matrix(uncut: bool) -> tuple[Tensor, int]:
 
 @pytest.mark.parametrize(("uncut", "owned"), [(True, [0, 0, 0, 960]), (False, [256, 256, 256, 192])])
 def test_more_ranks_than_matrices_train_the_same(run_ranks, uncut: bool, owned: list[int]) -> None:
-    """Where one has the whole of it, too, and the others padding."""
+    """Train the same also if one rank has the whole matrix, and the others only padding."""
     alone, _ = _of_one_matrix(uncut)
     told = run_ranks(_of_one_matrix, 4, uncut)
     assert all(torch.equal(weight, alone) for weight, _ in told)
     assert sorted(numel for _, numel in told) == sorted(owned)
 
 
-SCALARS = 4096  # bytes
+SCALARS = 4096  # bytes of small tensors
 
 
 def _live() -> tuple[list[int], int, int]:
-    """Return the bytes beside those between steps, when this rank makes a matrix orthogonal and when it has the
-    directions of its shard; and elements, of the matrix and of the shard.
+    """Return the bytes beside those between steps, when this rank orthogonalises a matrix and when it has its shard's
+    directions; and the elements of the matrix and of the shard.
     """
     model = torch.nn.Linear(512, 256, bias=False)
     with _laid_out(uncut=False):
@@ -234,8 +237,8 @@ def _live() -> tuple[list[int], int, int]:
     seen = list[int]()
 
     def count(held: int = 0) -> None:
-        """Count as soon as there is no more than `held`: Gloo's thread lets go of what it has sent a moment after the
-        wait for it.
+        """Count once there is no more than `held`: Gloo's thread releases sent tensors a moment after the wait for
+        them.
         """
         end_s = time.monotonic() + 5.0
         tracker._recount()
@@ -265,8 +268,8 @@ def _live() -> tuple[list[int], int, int]:
 
 
 def test_what_has_travelled_has_no_memory(run_ranks) -> None:
-    """Where a matrix is made orthogonal lie what has arrived and the whole matrix alone, in BF16; where directions are
-    ready, these in FP32 and what has come back.
+    """Check the memory at two moments. While a matrix is orthogonalised there are only the received pieces and the
+    whole matrix, in BF16. When directions are ready there are these, in FP32, and the pieces that came back.
     """
     told = run_ranks(_live, 2)
     (home,) = [live for live, *_ in told if len(live) == 2]

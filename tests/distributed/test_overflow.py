@@ -1,5 +1,5 @@
-"""A value that is not finite, on any rank, bucket, micro-batch, or only in the sum, changes nothing anywhere, bitwise;
-every rank knows; the scale backs off once.
+"""A value that is not finite, on any rank, in any bucket or micro-batch, or only in the sum, changes nothing anywhere,
+bitwise; every rank knows it; the scale backs off once.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _everything(engine: ShardedEngine) -> list[Tensor]:
 def _inject_everywhere(
     optimizer, dtype: torch.dtype, values: list[float], all_ranks: bool, reduce_dtype: str = "half", some: bool = False
 ) -> tuple[int, list[str]]:
-    """(injections made, what went wrong) over every rank x bucket x micro-batch x value; with `some` in each bucket of
-    each rank one micro-batch and value.
+    """Return (number of injections, failures) over every rank x bucket x micro-batch x value; with `some`, one
+    micro-batch and value in each bucket of each rank.
     """
     engine, injector = _build(optimizer, dtype, reduce_dtype)
     me, dp_size = engine.topology.dp.rank, engine.topology.dp.size

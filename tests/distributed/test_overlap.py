@@ -1,5 +1,5 @@
-"""Collectives are launched in order beside backward, no weight is read before its gather has landed, or the step is
-refused, a failed backward leaves nothing behind; compiled blocks and engines that go away, too.
+"""Collectives are launched in order while backward runs; a weight read before its gather has landed makes the step be
+refused; a failed backward leaves nothing behind; compiled blocks and dropped engines work, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GATHER = "megamix.mixed_precision.param_gather"
 def _train_with_late_gathers(units: bool, forget: bool, tied: bool) -> list[str]:
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=2, bucket_size=1500, units=units, tied=tied)
     with late_gathers():
-        if forget:  # a unit's hook that awaits nothing, and nobody sees it
+        if forget:  # a unit's hook awaits nothing, and nobody sees it
             hook, guard = f"{GATHER}._Await.__call__", f"{GATHER}.ParamGather.backward_pass"
             with mock.patch(hook, lambda *_: None), mock.patch(guard, lambda _, grads: grads):
                 engine, losses, norms = run_engine(case)
@@ -48,8 +48,8 @@ def test_the_late_gather_catches_a_missing_wait(run_ranks) -> None:
 
 
 def _read_early(shard: str) -> list[str]:
-    """What steps say in which a block is skipped; in which the model, and after another step its blocks, are not
-    called, so that nothing awaits their weights; and in which these were awaited before.
+    """Return the errors of steps: one that skips a block; one that does not call the model and one that does not call
+    its blocks, so that nothing awaits their weights; and one whose weights were awaited before.
     """
     model = make_model(tied=False)
     sharding = Sharding(units=[*model.blocks], shard=shard, bucket_size=1)
@@ -83,7 +83,7 @@ def test_gradients_of_weights_that_no_call_has_awaited_are_refused(run_ranks, sh
 
 
 def _evaluate_early() -> tuple[Tensor, Tensor]:
-    """Logits without gradients of a model that calls no block, before its weights have landed, and after."""
+    """Return logits without gradients of a model that calls no block, before its weights have landed, and after."""
     model = make_model(tied=False)
     sharding = Sharding(units=[*model.blocks], bucket_size=1)
     with late_gathers():
@@ -103,7 +103,7 @@ def test_an_evaluation_awaits_blocks_that_the_model_does_not_call(run_ranks) -> 
 
 
 def _order_of_events(overlap: bool, flavour: int) -> list[str]:
-    """Gradients that arrive and buckets that are launched, in the order in which one backward brings them."""
+    """Return the arrivals of gradients and launches of buckets, in their order in one backward."""
     model = make_model(tied=False)
     sharding = Sharding(units=[*model.blocks], bucket_size=1, overlap=overlap)
     engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
@@ -128,11 +128,11 @@ def test_buckets_are_launched_in_order_while_backward_runs(run_ranks) -> None:
     for events in run_ranks(_order_of_events, 2, True, 0):
         launched = [event for event in events if event != "last gradient"]
         assert launched == [f"launch {index}" for index in range(len(launched))]
-        assert events.index("last gradient") >= len(launched) - 1  # all but the last bucket were on their way by then
+        assert events.index("last gradient") >= len(launched) - 1  # all buckets but the last were on their way by then
 
 
 def test_a_bucket_that_is_full_before_its_predecessor_waits_for_it(run_ranks) -> None:
-    for events in run_ranks(_order_of_events, 2, True, 2):  # blocks run backwards: the predecessors fill last
+    for events in run_ranks(_order_of_events, 2, True, 2):  # blocks run in reverse: the predecessors fill last
         launched = [event for event in events if event != "last gradient"]
         assert launched == [f"launch {index}" for index in range(len(launched))]
 
@@ -161,7 +161,7 @@ def _train_after_a_backward_that_failed_under_way(reduce_dtype: str) -> list[str
     def twice(engine: ShardedEngine, loss: torch.Tensor, last: bool) -> None:
         attempts.append(loss)
         if len(attempts) == 1:
-            block = engine.module.blocks[1]  # the first bucket, and no other, is on its way when this one fails
+            block = engine.module.blocks[1]  # only the first bucket is on its way when this block fails
             with block.register_forward_hook(lambda module, args, out: _Planted.apply(out)):
                 other = loss_of(engine.module, make_batch(9, dist.get_rank(), 0))
             with pytest.raises(ValueError, match="planted"):
@@ -181,7 +181,7 @@ def _drop_an_engine_in_flight_then_train() -> list[str]:
     model = make_model()
     engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), compile_update=False)
     engine.backward(loss_of(model, make_batch(0, dist.get_rank(), 0)))
-    engine.step()  # its gathers are under way
+    engine.step()  # gathers are under way now
     del engine, model
     gc.collect()
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=2)
@@ -193,7 +193,7 @@ def test_an_engine_dropped_in_flight_leaves_the_group_to_the_next(run_ranks) -> 
 
 
 def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[float], int]:
-    """(losses compiled, losses plain, graphs of the blocks)."""
+    """Return (losses compiled, losses plain, number of the blocks' graphs)."""
 
     def train(compiled: bool) -> list[float]:
         model = make_model()
@@ -227,7 +227,7 @@ def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[fl
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"] if FULL else ["half"])
 def test_compiled_blocks_with_a_compiled_update_train_alike_in_one_graph(run_ranks, reduce_dtype: str) -> None:
     for compiled, plain, graphs in run_ranks(_compiled_blocks_and_update, 2, reduce_dtype, deadline_s=300.0):
-        # FP16 activations round at 2**-11; six steps of a model this small stay within a few of those.
+        # FP16 activations round at 2**-11. Six steps of a model this small stay within a few of those.
         assert compiled == pytest.approx(plain, abs=2.0**-8)
         assert graphs == 1  # all blocks share one, and the hooks that await gathers split none
 
@@ -242,7 +242,9 @@ def _different_models() -> str:
 
 
 def _different_settings() -> list[str]:
-    """What building an engine says where the second rank has another loss scale, order of gathers, or compiler."""
+    """Return the error of building an engine if the second rank has another loss scale, order of gathers,
+    or compiler.
+    """
 
     def build(
         scale: StaticLossScale | None = None, units: tuple[int, ...] = (), compile_update: bool = False
@@ -256,8 +258,8 @@ def _different_settings() -> list[str]:
         {"scale": TorchLossScale(2.0**24)},
         {"scale": DynamicLossScale(2.0**23)},
         {"scale": DynamicLossScale(growth_interval=1999)},
-        {"units": (0,)},  # the second layer, which the root awaits, would be sent first
-        {"units": (0, 1)},  # the same order as without
+        {"units": (0,)},  # would send the second layer, which the root awaits, first
+        {"units": (0, 1)},  # gives the same order as without units
         {"compile_update": True},
     ]
     told = []

@@ -1,5 +1,5 @@
-"""Pipelines: every schedule is one process bit for bit, with recompute, packing, data-parallel ranks beside; a tied
-table within a derived bound; an overflow on any stage changes nothing on any; dp2 tp2 pp2 on eight ranks.
+"""Every schedule of a pipeline is one process bit for bit, with recompute, packing and data-parallel ranks beside it; a
+tied table is within a derived bound; an overflow on any stage changes nothing on any; dp2 tp2 pp2 runs on eight ranks.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from tests.distributed.pipelines import (
 )  # fmt: skip
 
 STEPS = 3 if FULL else 2
-DEADLINE_S = 900.0 if FULL else 120.0  # of many cases
+DEADLINE_S = 900.0 if FULL else 120.0  # seconds for many cases
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = ((FP32, None), (BF16, None), (FP16, None), (FP16, FP32))
 
 
 def _picks(count: int, pp_size: int = 2) -> list[Case]:
-    """Untied cases in which every value of every setting appears, then further ones at random."""
+    """Return untied cases in which every value of every setting appears, then further ones at random."""
     product = [
         Case(schedule=schedule, dtype=dtype, grad_dtype=grad_dtype, model=model, rounds=rounds, pp_size=pp_size)
         for schedule, (dtype, grad_dtype), model, rounds in itertools.product(
             SCHEDULES, DTYPES, ("gpt", "llama"), (1, 2)
         )
-        if pp_size == 2 or schedule in ("1f1b", "zbv_zero_bubble")  # one stage a rank, and two
+        if pp_size == 2 or schedule in ("1f1b", "zbv_zero_bubble")  # one stage per rank, and two
     ]
     random.Random(3).shuffle(product)
     covering, seen = [], set()
@@ -65,7 +65,7 @@ def _picks(count: int, pp_size: int = 2) -> list[Case]:
 
 
 def _differences(case: Case, topology: Topology) -> list[str]:
-    """What is not bitwise the same after some steps on this rank's part."""
+    """Return the differences, bit for bit, after some steps on this rank's part."""
     engine, pipeline = make_pipeline(case, topology)
     whole = make_whole(case, topology)
     plain, dp_rank, wrong = Passes(whole), topology.dp.rank, []
@@ -123,16 +123,16 @@ def test_recompute_packed_documents_and_their_weights_equal_one_process(run_rank
     assert run_ranks(_all_differences, 2, cases, deadline_s=DEADLINE_S) == [[], []]
 
 
-# A tied table is held by both ends of the pipeline, or by the one rank of a V that has both.
+# Both ends of the pipeline hold a tied table, or the one rank of a V that has both ends.
 
 
 def _table_bound(case: Case, dp_size: int) -> Tensor:
-    """How far two orders of summation of a tied table's gradient may be apart, element by element.
+    """Return how far two orders of summation of a tied table's gradient may be apart, element by element.
 
-    Each of the 2 n parts (n micro-batches, looked up and multiplied) on each of dp_size ranks passes fewer than
-    2 n + 2 dp_size roundings on its way into the sum, in either order, each of at most u times what is summed so far;
-    times 2 for two sums. One process adds the two uses of a micro-batch in half, whatever it adds those up in.
-    Roundings within a part are the same ones.
+    Each of the 2 n parts (n micro-batches, looked up and multiplied) on each of dp_size ranks passes fewer than 2 n + 2
+    dp_size roundings on its way into the sum, in either order. Each rounding is at most u times the sum so far; two
+    sums double the bound. One process adds the two uses of a micro-batch in half, whatever dtype it adds micro-batches
+    in. Roundings within a part are the same in both orders.
     """
     sums = torch.zeros(())
     for dp_rank in range(dp_size):
@@ -178,7 +178,7 @@ def _tied(case: Case) -> list[str]:
 
 
 def _summed(engine: ShardedEngine) -> dict[str, Tensor]:
-    """The reduced gradients of the last step, by name, the scale in them."""
+    """Return the reduced gradients of the last step by name, loss scale included."""
     return by_name(engine, lambda bucket: bucket.grad_sum.double())
 
 
@@ -199,7 +199,7 @@ def test_a_tied_table_is_summed_over_both_ends_and_stays_equal(run_ranks) -> Non
 
 
 def _order(schedule: str) -> list[str]:
-    """What this rank issues in one step on the group of both ends: messages between stages, and the table's sum."""
+    """Return this rank's calls in one step on the group of both ends: messages between stages, and the table's sum."""
     issued: list[str] = []
     case = Case(schedule=schedule, tied=True, rounds=2)
     engine, pipeline = make_pipeline(case, Topology.connect(pp_size=2))
@@ -221,18 +221,18 @@ def _order(schedule: str) -> list[str]:
 
 
 def test_the_sum_of_a_tied_table_begins_when_all_messages_of_a_step_are_out(run_ranks) -> None:
-    # Where messages and sums are matched by their order, as by NCCL, ranks that differ in it would wait for ever.
+    # With NCCL messages and sums are matched by their order, so ranks that differ in it would wait for ever.
     for schedule in ("1f1b", "interleaved_1f1b"):
         for issued in run_ranks(_order, 2, schedule):
             assert "message" in issued
             assert issued[issued.index("sum") :] == ["sum"]
 
 
-# With every other way of dividing a model.
+# Together with every other way of dividing a model.
 
 
 class _Trained(NamedTuple):
-    """Two steps and an evaluation: what a rank knows of them."""
+    """One rank's results of two steps and an evaluation."""
 
     losses_and_norms: list[float]
     valid_loss: float
@@ -254,7 +254,7 @@ def _on_a_full_mesh(cases: list[Case]) -> list[_Trained]:
 
 
 def _by_one_process(case: Case) -> _Trained:
-    """It takes the micro-batches of both data-parallel ranks."""
+    """Train in one process, which takes the micro-batches of both data-parallel ranks."""
     torch.manual_seed(5)
     whole, steps = make_engine(case, Transformer(case.config()), Topology(), copies=2), []
     for step in range(2):
@@ -279,7 +279,7 @@ def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -
     by_rank = run_ranks(_on_a_full_mesh, 8, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
         want = _by_one_process(case)
-        # Sums over tensor-parallel ranks, of data-parallel ones and of a tied table are taken in other orders.
+        # Sums over tensor-parallel ranks, over data-parallel ranks and of a tied table have other orders.
         bound = 64 * 2.0**-24
         largest = max(abs(weight).max() for weight in want.weights.values())
         for got in ranks:
@@ -294,7 +294,7 @@ def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -
 
 
 def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[str]:
-    """What the target has not taken over bit for bit, of what this rank trains in both."""
+    """Return the values that the target has not taken over bit for bit, among those that this rank trains in both."""
     together = Together(source.world, rank_device())
     checkpoint = read_together(save(folder, take_snapshot(source, RunRecord()), together), together)
     load(checkpoint, target, together)
@@ -306,7 +306,7 @@ def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[st
 
 
 def _moves(folder: Path) -> list[str]:
-    """From a pipeline to data-parallel ranks, a step there, and on to a pipeline of another schedule."""
+    """Move from a pipeline to data-parallel ranks, take a step there, and move on to a pipeline of another schedule."""
     case, topology = Case(dtype=FP16, tied=True), Topology.connect(pp_size=2)
     first, pipeline = make_pipeline(case, topology)
     for step in range(2):
@@ -329,7 +329,7 @@ def test_a_checkpoint_goes_from_a_pipeline_to_data_parallel_ranks_and_back(run_r
 
 
 class _Poison(torch.autograd.Function):
-    """What passes, passes; its gradient becomes inf."""
+    """Identity whose gradient becomes inf."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -341,7 +341,7 @@ class _Poison(torch.autograd.Function):
 
 
 def _overflows(schedule: str) -> list[str]:
-    """What went wrong with steps in which one stage alone overflows, or one and those before it."""
+    """Return the failures of steps in which one stage alone overflows, or that stage and those before it."""
     topology = Topology.connect(pp_size=2)
     case = Case(schedule=schedule, dtype=FP16, tied=True, rounds=2)
     engine, pipeline = make_pipeline(case, topology)

@@ -1,7 +1,7 @@
-"""What a rank keeps of gradients and half parameters changes no bit: with `Sharding(shard="gradients")` and
-`"parameters"` masters, states, half parameters, losses, norms and flags are those of the kept copy, on any ranks, over
-overflows, evaluations, skipped and frozen parts, and recompute; a rank may look at its state alone between forward and
-backward, whose turn gathers nothing again.
+"""Freeing gradients and half parameters changes no bit: with `Sharding(shard="gradients")` and `"parameters"` masters,
+states, half parameters, losses, norms and flags are those of "states", on any ranks, over overflows, evaluations,
+skipped and frozen parts, and recompute. A rank may look at its state alone between forward and backward. The turn from
+forward to backward gathers nothing again.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Case(plain.Case):
     tied: bool = False
     tables: bool = False  # embedding and head are units, too
     frozen: bool = False
-    evaluates: bool = False  # between two micro-batches and between two steps
-    flavour: str = "all"  # which blocks a batch runs: "all"; "skips", other ranks others; "backwards"
+    evaluates: bool = False  # an evaluation between two micro-batches and between two steps
+    flavour: str = "all"  # blocks that a batch runs: "all"; "skips", which differ by rank; "backwards"
     init_scale: float = 2.0**24  # some steps overflow
     steps: int = 9
 
@@ -75,7 +75,9 @@ AXES = {
 
 
 def _cases(seed: int, count: int) -> list[Case]:
-    """`count` seeded picks from the product of all axes, first those that show what no earlier one has shown."""
+    """Return `count` seeded picks from the product of all axes, first those that show a value that no earlier one has
+    shown.
+    """
     rng, seen, covering, others = random.Random(seed), set[tuple[str, object]](), [], []
     for _ in range(50 * count):
         settings = {axis: rng.choice(values) for axis, values in AXES.items()}
@@ -88,8 +90,9 @@ def _cases(seed: int, count: int) -> list[Case]:
 
 @dataclass
 class Seen:
-    """What one rank has of a run: (name, state, start, values) of what it owns, half parameters by name, and what each
-    step and evaluation said."""
+    """One rank's record of a run: (name, state, start, values) of the elements it owns, half parameters by name, and
+    the results of each step and evaluation.
+    """
 
     owned: list[tuple[str, str, int, Tensor]]
     half: dict[str, Tensor]
@@ -154,7 +157,7 @@ def _whole(ranks: tuple[Seen, ...]) -> dict[tuple[str, str], Tensor]:
 
 
 def differences(case: Case, got: tuple[Seen, ...], want: tuple[Seen, ...]) -> list[str]:
-    """What is not the kept copy's, bit for bit. `got`, `want`: of every rank."""
+    """Return the differences from the run with "states", bit for bit. `got`, `want`: of every rank."""
     ours, kept = _whole(got), _whole(want)
     assert ours.keys() == kept.keys()
     assert any(state != MASTER for _, state in ours) or case.optimizer == "sgd"
@@ -169,7 +172,7 @@ def differences(case: Case, got: tuple[Seen, ...], want: tuple[Seen, ...]) -> li
 
 
 def _alike(one: Tensor, other: Tensor) -> Tensor:
-    return (one == other) | (one.isnan() & other.isnan())  # the sign of a NaN is nobody's promise
+    return (one == other) | (one.isnan() & other.isnan())  # no promise is made about the sign of a NaN
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -287,7 +290,7 @@ def test_a_write_to_values_that_are_not_there_is_refused_with_the_call_to_use(wr
 
 
 def test_units_that_leave_out_much_of_the_model_are_told(caplog) -> None:
-    """Not of a tied table, which has two names and can be in no unit, nor of norms."""
+    """Log no tied table, which has two names and can be in no unit, and no norms."""
     for tied, units in ((True, slice(3)), (False, slice(3)), (False, slice(1))):
         model = make_model(tied)
         sharding = Sharding(units=[*model.blocks[units]], shard="parameters")
@@ -301,7 +304,7 @@ def _one_reads_alone() -> list[float]:
     _take_step(engine)
     state, weights = engine.state_dict(), engine.full_weights()
     with engine.whole_parameters():
-        # Who reads on in the block would read what was there before.
+        # A later reader in the block would read the values from before.
         for call, arguments in (("load_weights", [weights]), ("load_state_dict", [state]), ("publish_masters", [])):
             with pytest.raises(RuntimeError, match=rf"{call}\(\) inside engine.whole_parameters\(\): end the block"):
                 getattr(engine, call)(*arguments)
@@ -336,7 +339,7 @@ def test_inside_whole_parameters_a_rank_may_go_alone(run_ranks) -> None:
 
 
 RECOMPUTES = ("none", "each", "together")
-ORDERS = {  # of the blocks that a forward calls, by rank
+ORDERS = {  # blocks that a forward calls, by rank
     "one twice": ((0, 1, 1, 2), (0, 1, 1, 2)),
     "early exit of one rank": ((0, 1, 2), (0,)),
     "ranks leave out other ones": ((1, 2), (0, 2)),
@@ -349,8 +352,8 @@ ORDERS = {  # of the blocks that a forward calls, by rank
 def _in_order(
     shard: str, order: tuple[tuple[int, ...], ...], recompute: str, *, inside: bool = True, forwards: int = 1
 ) -> list[float]:
-    """Norms and losses of steps whose forward calls these blocks; unless `inside`, from outside of the model's. Of a
-    step all `forwards` come before all backwards.
+    """Return the norms and losses of steps whose forward calls these blocks, from inside of the model's forward or
+    outside. All `forwards` of a step come before all its backwards.
     """
     engine = _engine(shard, grad_accum_steps=forwards)
     model, rank, told = engine.module, engine.topology.dp.rank, []
@@ -358,7 +361,7 @@ def _in_order(
     def forward(tokens: Tensor) -> Tensor:
         x = model.embedding(tokens) if inside else torch.ones(3, 6, 24, dtype=torch.bfloat16, requires_grad=True)
         blocks = [model.blocks[index] for index in order[rank]]
-        if recompute == "together":  # in backward all of them begin before the first of them ends
+        if recompute == "together":  # in backward all blocks begin before the first one ends
             x = checkpoint(nn.Sequential(*blocks), x, use_reentrant=False)
         for block in blocks if recompute != "together" else ():
             x = checkpoint(block, x, use_reentrant=False) if recompute == "each" else block(x)
@@ -390,7 +393,7 @@ def test_a_checkpoint_of_several_units_may_wait_for_its_backward(run_ranks, orde
 
 
 def test_a_step_forgets_which_units_were_called() -> None:
-    """Else one that a later step leaves out would have memory to the end of its backward."""
+    """Free units that a later step leaves out: remembered calls would keep their memory to the end of its backward."""
     engine, held = _engine(), list[int]()
     _take_step(engine)
     model = engine.module
@@ -428,7 +431,7 @@ def test_units_may_be_called_outside_of_the_models_forward(run_ranks, recompute:
     assert kept == passing
 
 
-CALLS = {  # of one rank alone between its forward and its backward
+CALLS = {  # calls of one rank alone between its forward and its backward
     "wait": lambda engine: engine.wait(),
     "state_dict": lambda engine: engine.state_dict(),
     "owned_ranges": lambda engine: engine.owned_ranges(),
@@ -453,7 +456,7 @@ def test_a_rank_may_look_alone_between_forward_and_backward(run_ranks, call: str
 
 
 class _Kinds(StepObserver):
-    """Notes which transfers were launched."""
+    """Notes the kinds of launched transfers."""
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
@@ -463,7 +466,9 @@ class _Kinds(StepObserver):
 
 
 def _gathers(shard: str = "parameters") -> tuple[int, list[float]]:
-    """How many gathers a step has, and the norms of three. The tied embedding is a unit without a parameter."""
+    """Return the number of gathers in a step, and the norms of three steps. The tied embedding is a unit without a
+    parameter.
+    """
     model = make_model(tied=True)
     sharding = Sharding([model.embedding, *model.blocks, model.norm], shard=shard)
     engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
@@ -476,7 +481,7 @@ def _gathers(shard: str = "parameters") -> tuple[int, list[float]]:
 def test_the_last_unit_of_a_forward_is_not_gathered_again(run_ranks) -> None:
     kept, passing = (run_ranks(_gathers, 2, shard) for shard in ("states", "parameters"))
     assert [norms for _, norms in kept] == [norms for _, norms in passing]
-    assert {count for count, _ in passing} == {1 + 4 + 3}  # root and four units; in backward the first three of them
+    assert {count for count, _ in passing} == {1 + 4 + 3}  # root and four units; in backward the first three again
 
 
 def test_a_users_hook_of_before_the_engine_reads_its_units_parameters() -> None:
@@ -534,7 +539,7 @@ class _Given:
 
 
 class _Router(nn.Module):
-    """A unit that gives a dataclass, and keeps a loss as an attribute, which nothing else leads to."""
+    """A unit that returns a dataclass, and keeps a loss as an attribute that nothing else leads to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -546,7 +551,7 @@ class _Router(nn.Module):
 
 
 class _Foreign(nn.Module):
-    """Two routers between blocks that share a layer, which so belongs to neither."""
+    """Two routers between blocks that share a layer, which therefore belongs to neither."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -630,7 +635,7 @@ def test_parameters_that_others_share_stay_in_memory(caplog) -> None:
         told.append([_take_step(engine, step) for step in range(2)])
     assert told[0] == told[1]
     assert array.shape == (40, 24)
-    assert caplog.text.count("a NumPy array or another process shares them") == 2  # of one unit each
+    assert caplog.text.count("a NumPy array or another process shares them") == 2  # once for each unit
 
 
 def _calls_a_unit_twice() -> str:
@@ -640,7 +645,7 @@ def _calls_a_unit_twice() -> str:
     if dist.get_rank():
         blocks[2].register_forward_pre_hook(lambda module, args: (blocks[0](*args),))
     try:
-        with torch.no_grad():  # in a backward the others may wait for a sum first
+        with torch.no_grad():  # in a backward the others could wait for a sum first
             engine(make_batch(0, 0, 0))
             engine(make_batch(0, 0, 0))
     except RuntimeError as error:

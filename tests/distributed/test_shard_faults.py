@@ -1,6 +1,6 @@
-"""With `Sharding(shard="parameters")` ranks that part ways are told so, by the unit or the gradients that they wait
-for: none gets another unit's weights or those of another step, and no process dies. Where all end a step, they go on.
-What reads weights beside a unit's output has them in backward, or is refused.
+"""With `Sharding(shard="parameters")` ranks that part ways get errors that name the unit or the gradients they wait
+for: no rank gets another unit's weights or those of another step, and no process dies. If all ranks end a step, they go
+on. Code that reads weights outside of a unit's output has them in backward, or is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.distributed.test_shard import _engine, _PlantedError, _take_step
 
 pytestmark = pytest.mark.uncounted
 
-_TIMEOUT_S = 3  # of a wait that nobody ends
+_TIMEOUT_S = 3  # seconds of a wait that nobody ends
 
 
 def _fails(*_: object) -> None:
@@ -62,7 +62,7 @@ def _one_loads_first(engine: ShardedEngine) -> None:
     _evaluate(engine)
 
 
-PARTINGS: dict[str, tuple[Callable[[ShardedEngine], None], str, str]] = {  # and what the two ranks are told
+PARTINGS: dict[str, tuple[Callable[[ShardedEngine], None], str, str]] = {  # and the errors of the two ranks
     "one rank's backward fails, and it repeats its step": (
         _one_fails_and_repeats,
         r"while the gradients of blocks.1.down.weight to blocks.1.gain were summed: every rank must call backward",
@@ -106,7 +106,7 @@ def _one_fails_and_all_discard(where: int | None) -> list[float]:
             engine.discard_step()
         else:
             engine.backward(loss_of(engine.module, make_batch(5, 0, 0)))
-        dist.barrier()  # as ranks may tell each other of it
+        dist.barrier()  # as ranks may tell each other of the error
         engine.discard_step()
     norms = []
     for step in range(2):
@@ -128,7 +128,7 @@ class _Gated(nn.Module):
     def __init__(self, block: nn.Module, losses: list[Tensor], alone: bool):
         super().__init__()
         self.block, self.gate, self.alone = block, nn.Parameter(torch.full((24,), 0.5)), alone
-        self._losses = losses  # private: what it keeps in public is looked at
+        self._losses = losses  # private, since public attributes are looked at
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.block(x)
@@ -144,11 +144,11 @@ def _reads_beside(shard: str, alone: bool, overlap: bool) -> list[float]:
     norms = []
     for step in range(3):
         loss = loss_of(model, make_batch(step, dist.get_rank(), 0))
-        with engine.whole_parameters():  # behind the forward: its backward comes first
+        with engine.whole_parameters():  # after the forward; its backward comes first
             penalty = sum((block.gate[:12] * block.gate[12:]).float().sum() for block in model.blocks)
         loss = 0.1 * penalty + sum(losses) + (0.0 if alone else loss)
         losses.clear()
-        _evaluate(engine)  # frees what a forward keeps
+        _evaluate(engine)  # frees the units that a forward keeps
         losses.clear()
         engine.backward(loss)
         norms.append(float(engine.step().grad_norm))

@@ -1,7 +1,7 @@
-"""What is read after `step()` is that step's, in every way: state_dict, named_parameters, averages, copies, pickles,
-submodules; with units behind `state_dict()` or `engine.wait()`; copies live apart from the engine.
+"""Every way of reading weights after `step()` gives that step's: state_dict, named_parameters, averages, copies,
+pickles, submodules; with units after `state_dict()` or `engine.wait()`; copies live apart from the engine.
 
-Gathers land when they are awaited and not before; until then what other ranks own is NaN.
+Gathers land when they are awaited and not before. Until then the elements of other ranks are NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.conftest import FULL
 from tests.distributed.late_gather import late_gathers
 from tests.distributed.models import loss_of, make_batch, make_model
 
-Read = Callable[[nn.Module, int], dict[str, Tensor]]  # of a module after a step: what was read
+Read = Callable[[nn.Module, int], dict[str, Tensor]]  # reads a module's weights after a step
 
 
 def _of_one_submodule(module: nn.Module, step: int) -> dict[str, Tensor]:
@@ -83,14 +83,14 @@ def _train(engine: ShardedEngine, step: int) -> None:
 
 
 def _of_masters(engine: ShardedEngine) -> nn.Module:
-    """A plain module with the weights that every read should have given."""
+    """Return a plain module with the weights that every read should have given."""
     plain = make_model()
     plain.load_state_dict(engine.full_weights())
     return plain.bfloat16()
 
 
 def _stale(units: bool, names: list[str], steps: int, waits: bool = False) -> dict[str, tuple[int, int]]:
-    """Of each way to read: (stale tensors, tensors) over all steps."""
+    """Return (stale tensors, tensors) over all steps for each way of reading."""
     found = {}
     with late_gathers():
         for name in names:
@@ -127,8 +127,8 @@ def test_a_read_after_a_step_is_of_this_step(run_ranks, ranks: int, units: bool,
 
 
 def _refused_copies() -> list[str]:
-    """What each way of copying says while gathers are under way; then that the next step is trained as if nothing
-    had been asked.
+    """Return the error of each way of copying while gathers are under way. Then the next step trains as if no copy had
+    been tried.
     """
     told = []
     with late_gathers():
@@ -176,7 +176,9 @@ def test_a_read_after_a_load_is_of_what_was_loaded(run_ranks) -> None:
 
 
 def _live_apart_from_the_engine() -> list[bool]:
-    """A copy and a pickle go on by themselves: they keep no engine alive, await nothing, and train under their own."""
+    """Let a copy and a pickle go on by themselves: they keep no engine alive, await nothing, and train
+    under their own.
+    """
     with late_gathers() as begun:
         engine = _engine(units=True)
         _train(engine, 0)
@@ -184,7 +186,7 @@ def _live_apart_from_the_engine() -> list[bool]:
         copied = copy.deepcopy(engine.module)
         unpickled = pickle.loads(pickle.dumps(engine.module))
         before = {name: value.clone() for name, value in copied.state_dict().items()}
-        _train(engine, 1)  # its gathers are under way
+        _train(engine, 1)  # gathers are under way now
         for one in (copied, unpickled):
             one.state_dict(), loss_of(one, make_batch(1, 0, 0))
         answers = [any(not gather.done for gather in begun)]
@@ -193,7 +195,7 @@ def _live_apart_from_the_engine() -> list[bool]:
         module, held = engine.module, [weakref.ref(one) for one in (engine, *(one.master for one in engine.buckets))]
         del engine
         gc.collect()
-        answers += [one() is None for one in held]  # though the module and its copies live
+        answers += [one() is None for one in held]  # although the module and its copies live on
         answers.append(bool(torch.isfinite(loss_of(module, make_batch(2, 0, 0)))))
         second = ShardedEngine(
             unpickled, AdamW(lr=0.05), Precision(torch.bfloat16), Sharding([*unpickled.blocks]), compile_update=False

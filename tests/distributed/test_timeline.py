@@ -1,5 +1,5 @@
-"""A watched step tells of every bucket when its transfers were launched, had landed, were needed and were waited for,
-and computes the same bits; a GPU is asked nothing meanwhile.
+"""A watched step reports for every bucket when its transfers were launched, had landed, were needed and were waited
+for, and computes the same bits; a GPU is asked nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.distributed.models import loss_of, make_batch, make_model
 
 
 class Work:
-    """A collective that ends when it is told to."""
+    """A collective that ends on demand."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.end, self.error = threading.Event(), error
@@ -34,7 +34,7 @@ class Work:
 
 @pytest.fixture
 def now(monkeypatch):
-    """A clock that the test moves by hand."""
+    """Return the time of a clock that the test sets."""
     time = {"s": 10.0}
     monkeypatch.setattr(timeline_module.time, "perf_counter", lambda: time["s"])
     return time
@@ -42,7 +42,7 @@ def now(monkeypatch):
 
 def test_a_transfer_lands_when_it_has_arrived_and_is_waited_for_from_when_it_is_needed(now) -> None:
     timeline, work = Timeline(torch.device("cpu")), Work()
-    summed = Pending(work, then=lambda: now.update(s=17.5))  # a sum takes its time
+    summed = Pending(work, then=lambda: now.update(s=17.5))  # a sum takes time
     now["s"] = 11.0
     timeline.watch("reduce_scatter", 3, summed)
     (arrival,) = summed.works
@@ -52,7 +52,7 @@ def test_a_transfer_lands_when_it_has_arrived_and_is_waited_for_from_when_it_is_
     now["s"] = 15.0
     summed.wait()
     now["s"] = 20.0
-    summed.wait()  # again: nothing is left
+    summed.wait()  # waiting again: nothing is left
     assert timeline.transfers() == [Transfer("reduce_scatter", 3, 1.0, 2.0, 5.0, 2.5)]
 
 
@@ -105,7 +105,7 @@ def test_watched_steps_compute_the_same_bits_and_tell_of_every_bucket(run_ranks,
 
 
 def test_a_gpu_tells_by_events_alone_until_all_is_over(monkeypatch) -> None:
-    recorded: list[str] = []  # the stream of each event, in order
+    recorded: list[str] = []  # stream of each event, in order
     streams = ["compute"]
 
     class Event:

@@ -1,4 +1,4 @@
-"""A bucket without an engine."""
+"""One bucket without an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def one_bucket(
     precision: Precision, groups: Sequence[UpdateGroup] = (UpdateGroup(1.0, 0.0, ()),), numel: int = 64,
     owners: Collectives = ALONE,
 ) -> Bucket:  # fmt: skip
-    """One parameter's, `numel` zeros, with gradients and sums, but no module."""
+    """Return a bucket of one parameter, `numel` zeros, with gradients and sums but without a module."""
     device = torch.get_default_device()
     layout = build_layout([ParamSpec.whole("weight", (numel,), 0)], [owners.axis.size])
     (bucket,) = make_buckets(layout, [owners], groups, precision, Sharding(), device)

@@ -1,5 +1,5 @@
-"""The bytes that a bucket says its buffers take are those behind its tensors, of two ranks and of one: each format of
-gradients and of sums, each `shard`, with sums at the owner, with unlike states; FP32 whatever torch's default is.
+"""A bucket counts exactly the bytes behind its tensors, on two ranks and on one: for each format of gradients and sums,
+each `shard`, sums at the owner, and groups with different states; FP32 stays FP32 whatever torch's default dtype is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def _buffers(bucket: Bucket) -> dict[str, list[Tensor]]:
 
 
 def _told_and_measured() -> list[tuple[object, dict[str, int], dict[str, int]]]:
-    """Return what each case's buckets say, and what is behind their tensors between steps and in one."""
+    """Return the bytes that each case's buckets report, and the bytes behind their tensors between steps and within
+    one.
+    """
     found = []
     shards = ("states", "gradients", "parameters")
     cases = [*itertools.product(FORMATS, shards, ("local", "owner"), ["adamw"])]

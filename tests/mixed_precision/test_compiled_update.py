@@ -1,8 +1,8 @@
-"""The compiled update: right within rounding, equal on any cut, one graph, gated, in any number of engines; the
-fallback, agreed on by all ranks.
+"""The compiled update is right within rounding, equal on any cut, one graph, gated, and works in any number of engines;
+all ranks agree on the fallback.
 
-To compile takes seconds: this file compiles AdamW on FP16, and NAG on BF16 and with --full in the velocity form on
-FP32, once each.
+Compiling takes seconds. So this file compiles AdamW on FP16, and NAG on BF16, once each, and with --full the velocity
+form on FP32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = {
     "nag-bf16": (NAG(lr=0.1), torch.bfloat16),
     "velocity-fp32": (NAG(lr=0.1, momentum_form="velocity", decoupled_weight_decay=True), torch.float32),
 }
-ROWS = 8192 + 3  # of 64 elements: more than one piece of the path without a compiler, and an odd number
+ROWS = 8192 + 3  # rows of 64 elements: more than one piece of the path without a compiler, and an odd number
 
 
 def _groups(optimizer) -> list[UpdateGroup]:
@@ -51,14 +51,14 @@ def _groups(optimizer) -> list[UpdateGroup]:
 
 @pytest.fixture(scope="module", params=[*KINDS][: None if FULL else 2])
 def kind(request):
-    """(optimizer, dtype, compiled update, compiled statistics)."""
+    """Return (optimizer, dtype, compiled update, compiled statistics)."""
     optimizer, dtype = KINDS[request.param]
-    torch._dynamo.reset()  # what another test of this process compiled would not be compiled again, nor counted
+    torch._dynamo.reset()  # code that another test of this process compiled would be neither compiled again nor counted
     before = counters["stats"]["unique_graphs"]
     kernels = _choose_for(optimizer, dtype, ALONE)
     assert (
         counters["stats"]["unique_graphs"] - before == 2
-    )  # else nothing was compiled, and these tests would prove nothing
+    )  # otherwise nothing was compiled, and these tests would prove nothing
     return optimizer, dtype, kernels.update, kernels.row_stats
 
 
@@ -78,7 +78,7 @@ def _tensors(optimizer, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tens
 
 
 def assert_within_rounding(optimizer, unscaled: Tensor, before: list[Any], ours: list[Any], theirs: list[Any]) -> None:
-    """Two ways to compute one update, each master and states by name.
+    """Compare two ways to compute one update, each given as master and states by name.
 
     Both evaluate the same sums; a fused multiply-add rounds once where separate operations round twice. So each result
     is off by at most a few roundings of the largest term in its sums, and terms here are bounded by these magnitudes.
@@ -161,7 +161,8 @@ def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind) -> None:
     exact = grad.double().square().sum()
     for compute in (stats.of_shard, chunked_row_stats, row_stats):
         whole = compute(grad)
-        # Within a row 64 squares are added in FP32: each sum is off by at most 64 roundings of a sum of positive terms.
+        # Within a row 64 squares are added in FP32. So each sum is off by at most 64 roundings of a sum of positive
+        # terms.
         assert abs(whole[0].double().sum() - exact) <= 64 * EPS * exact
         assert whole[1].amax() == grad.abs().max()
         for cut in (64, 64 * 1000, 64 * (ROWS - 1)):
@@ -170,8 +171,10 @@ def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_statistics_in_place_have_the_bits_of_plain_operations(dtype: torch.dtype) -> None:
-    """Signs, zeros of both, numbers too small or too large to be squared, infinities and NaN; and the gradient stays.
-    Pieces: two whole ones and a part, of a single row.
+    """Try signs, zeros of both signs, numbers too small or too large to be squared, infinities and NaN; the gradient
+    stays.
+
+    There are two whole pieces, and a part with a single row.
     """
     values = torch.randn(64 * 17, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 64 * 17)
     values[::9], values[64:128], values[700] = -0.0, -values[64:128].abs(), float("-inf")
@@ -217,7 +220,7 @@ def test_the_equation_run_eagerly_equals_the_library_kernels(name: str) -> None:
 
 
 def _choose(fails_on: int | None) -> tuple[str, list[str]]:
-    """Which update is chosen where one rank's compiler fails, and what that rank logs. No rank really compiles."""
+    """Return the update that is chosen if one rank's compiler fails, and that rank's log. No rank really compiles."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -239,7 +242,7 @@ def _choose(fails_on: int | None) -> tuple[str, list[str]]:
 
 
 def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
-    # Real compiling would prove no more: what raises in the trial is a fallback that only the log shows.
+    # Real compiling would prove no more: an error in the trial leads to a fallback that only the log shows.
     monkeypatch.setattr(fused_update, "_compile", lambda function: function)
     kernels = _choose_for(NAG(lr=0.1, momentum=0.0), torch.float16, ALONE)
     assert isinstance(kernels.update, CompiledUpdate)
@@ -247,7 +250,7 @@ def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
 
 @pytest.mark.uncounted
 def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> None:
-    # What is limited is the number of graphs of one code object, whoever makes the kernels.
+    # The limit is on the number of graphs of one code object, no matter who makes the kernels.
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
     monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
     monkeypatch.setattr(tuned, "TRIAL", 64)
@@ -257,7 +260,7 @@ def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> 
 
 
 def _tried_dtypes() -> set[torch.dtype]:
-    """In which sums of gradients come to the trial where one layer is divided and the other has two owners."""
+    """Return the dtypes of gradient sums that the trial meets, with one layer divided and the other with two owners."""
     world = Topology.current().world
     topology = Topology.connect(tp_size=world.size)
     placements = {

@@ -1,4 +1,6 @@
-"""The engine as a library: foreign modules, guards, weights and state in and out, its memory back when dropped."""
+"""The engine works as a library: with foreign modules, guards, weights and state in and out, and its memory freed when
+it is dropped.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +56,12 @@ def _train(engine: ShardedEngine, steps: int = 3) -> list[float]:
 
 
 class BorrowedHead(nn.Module):
-    """Reads `embedding.weight` in its own forward: the weight has one owner and two readers."""
+    """A module that reads `embedding.weight` in its own forward: the weight has one owner and two readers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, 16)
-        self.register_buffer("kind", torch.zeros(3, dtype=torch.int16))  # backends send no such tensors
+        self.register_buffer("kind", torch.zeros(3, dtype=torch.int16))  # a dtype that backends do not send
         layer = nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, num_layers=2)
 
@@ -160,7 +162,7 @@ def test_a_group_that_matches_no_parameter_is_named(caplog) -> None:
     ]
 
 
-# What breaks a view, and what the message must say.
+# Changes that break a view, and the message that each must get.
 BREAKERS = [
     (lambda model: model.float(), "lost its place"),
     (lambda model: model.to(torch.float64), "lost its place"),
@@ -184,7 +186,9 @@ class _InPlace(torch.autograd.Function):
 
 
 def test_a_gradient_that_shares_memory_is_taken_before_others_write_there() -> None:
-    """As that of a table that is added as it is: a later node that computes in place would change what waits."""
+    """Take a gradient that shares memory at once, like that of a table that is added unchanged: a later node that
+    computes in place would overwrite it.
+    """
     model = nn.Linear(8, 8)
     model.table = nn.Parameter(torch.zeros(4, 8))
     engine = ShardedEngine(model, AdamW(lr=0.1), Precision(torch.float32), compile_update=False)
@@ -275,7 +279,7 @@ def test_units_share_buckets_unless_their_parameters_come_and_go() -> None:
         return len(_engine(model, sharding=Sharding([*model.blocks], shard=shard)).buckets)
 
     assert buckets("gradients") == buckets("states") == 1
-    assert buckets("parameters") == len(make_model().blocks) + 2  # before and behind them
+    assert buckets("parameters") == len(make_model().blocks) + 2  # plus one before and one after the blocks
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
@@ -418,12 +422,14 @@ def test_a_second_engine_on_the_same_model_is_refused() -> None:
     first = _engine(model)
     with pytest.raises(ValueError, match="parameter embedding.weight belongs to another engine, or did"):
         _engine(model)
-    assert _train(first) == _train(_engine())  # the first one is as it was
+    assert _train(first) == _train(_engine())  # the first one is unchanged
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
 def test_a_dropped_engine_gives_its_memory_back(shard: Shard) -> None:
-    """At once, for the next engine would have no room beside it, though its module and a loss of that live on."""
+    """Drop an engine while its module and a loss of that live on: memory is free at once, as the next engine would have
+    no room otherwise.
+    """
 
     def use() -> tuple[nn.Module, Tensor, list[weakref.ref]]:
         model = make_model()
@@ -434,7 +440,7 @@ def test_a_dropped_engine_gives_its_memory_back(shard: Shard) -> None:
         held = (engine, engine.world, *(bucket.owners for bucket in engine.buckets), *flats)
         return model, loss, [weakref.ref(one) for one in held]
 
-    use()  # what is imported by the first one
+    use()  # imports of the first use stay in memory
     gc.collect()
     gc.disable()
     try:
@@ -445,7 +451,7 @@ def test_a_dropped_engine_gives_its_memory_back(shard: Shard) -> None:
 
 
 def test_gradients_are_collected_of_what_is_trained() -> None:
-    """A pipeline names all parameters of a stage, of which some may be empty."""
+    """Pass all parameters of a stage, as a pipeline does: some of them may be empty."""
     engines = []
     for _ in range(2):
         model = make_model()
@@ -489,7 +495,9 @@ def test_loaded_weights_reach_masters_and_half_parameters() -> None:
 
 
 def _trained_from_shapes_alone() -> bool:
-    """Whether it ends where an engine of the module itself does, and nothing is read of a module that has no values."""
+    """Return whether an engine of a module without values ends as one of the module itself, and reads none of its
+    values.
+    """
     real = make_model()
     with torch.device("meta"):
         hollow = TinyModel()
@@ -532,13 +540,13 @@ def test_wrong_weights_are_refused_all_at_once_and_change_nothing() -> None:
         (torch.bfloat16, 3.4e38, r"3.4e\+38, and torch.bfloat16"),
     ],
 )
-@pytest.mark.parametrize("name", ["blocks.1.down.weight", "blocks.0.gain"])  # trained, and frozen
+@pytest.mark.parametrize("name", ["blocks.1.down.weight", "blocks.0.gain"])  # a trained and a frozen one
 def test_values_that_the_dtype_cannot_hold_are_refused_by_name(
     dtype: torch.dtype, value: float, told: str, name: str
 ) -> None:
     model = make_model()
     model.blocks[0].gain.requires_grad_(False)
-    model.norm.register_buffer("mask", torch.full((2,), -math.inf))  # as it may be
+    model.norm.register_buffer("mask", torch.full((2,), -math.inf))  # a frozen mask may have it
     engine = _engine(model, Precision(dtype, loss_scale=StaticLossScale(1.0)))
     before = engine.full_weights()
     weights = {one: weight.float() for one, weight in before.items()}

@@ -64,7 +64,7 @@ def _build(model: TinyModel, optimizer, precision: Precision) -> ShardedEngine:
 
 
 def _trained(examined: bool, dtype: torch.dtype, grad_dtype: torch.dtype, recompute: bool) -> list[Tensor]:
-    """Everything that four steps leave and say, one of them an overflow."""
+    """Return the state and the results of four steps, one of them an overflow."""
     model = make_model(recompute=recompute)
     optimizer = AdamW(lr=0.01, groups=(ParamGroup(pattern="*.down.*", lr_factor=0.5),))
     engine = _build(model, optimizer, Precision(dtype, grad_dtype, DynamicLossScale(2.0**8, growth_interval=2)))
@@ -126,7 +126,7 @@ def test_each_micro_batch_s_gradient_is_seen_before_it_is_added() -> None:
             grad.view(-1)[: 5 + now] = float("inf")
         if name.startswith("blocks.1"):
             grad.view(-1)[-1] = float("nan")
-        # Uses of a shared parameter may come one by one: what counts is their sum.
+        # A shared parameter's uses may come one by one; only their sum counts.
         seen[now, name] = seen.get((now, name), 0) + grad
         return grad
 

@@ -1,4 +1,4 @@
-"""Every parameter has one aligned place, every element one owner, on borders that kernels and statistics rely on."""
+"""Every parameter has one aligned place and every element one owner, on borders that kernels and statistics rely on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
         ends = [0, *(slot.end for slot in bucket.slots)]
         assert all(end <= slot.start for end, slot in zip(ends, bucket.slots, strict=False))
         assert ends[-1] <= bucket.padded_numel
-        # Runs tile the bucket, one per group, and hold that group's parameters.
+        # Spans tile the bucket, one per group, and hold that group's parameters.
         assert [span.start for span in bucket.spans] == [0, *(span.end for span in bucket.spans[:-1])]
         assert bucket.spans[-1].end == bucket.padded_numel
         assert len({span.group for span in bucket.spans}) == len(bucket.spans)
@@ -40,8 +40,8 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
             (span,) = [span for span in bucket.spans if span.start <= slot.start < span.end]
             assert span.group == slot.spec.group
             assert slot.end <= span.end
-        # The ranks' pieces tile their shards and, put end to end, give every element the last parameter that starts
-        # at or before it.
+        # The ranks' pieces tile their shards. Put end to end, they give every element the last parameter that starts at
+        # or before it.
         for rank in range(bucket.num_shards):
             shard_numel = bucket.shard_numel
             pieces = bucket.shard_pieces(rank)
@@ -55,7 +55,7 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
                 (slot,) = [slot for slot in bucket.slots if slot.spec.name == piece.spec.name]
                 real = [slot.start <= rank * shard_numel + e < slot.end for e in range(piece.start, piece.end)]
                 assert real == [True] * piece.numel + [False] * (piece.end - piece.start - piece.numel)
-        # The ranks' runs, put end to end, are the bucket's elements in order, with their groups.
+        # The ranks' spans, put end to end, are the bucket's elements in order, with their groups.
         shard_numel = bucket.shard_numel
         owned = [0] * bucket.padded_numel
         for rank in range(bucket.num_shards):
@@ -88,7 +88,7 @@ def test_parameters_of_a_group_stand_together() -> None:
         (8_000_000, 2, 2_000_000),  # four buckets
         (124_000_000, 1, 31_000_000),
         (10**9, 1, 40_000_000),
-        (10**9, 100, 100_000_000),  # a million for each owner
+        (10**9, 100, 100_000_000),  # a million elements for each owner
     ],
 )
 def test_default_bucket_size(numel: int, dp_size: int, want: int) -> None:
@@ -99,7 +99,7 @@ def test_buckets_stand_in_the_order_of_backward_whoever_owns_them_and_what_more_
     def spec(name: str, axis: int) -> ParamSpec:
         return replace(ParamSpec.whole(name=name, shape=(64,), group=0), axis=axis)
 
-    # Data-parallel ranks 4; experts have 2 owners; norms 8, a tied table 16.
+    # There are 4 data-parallel ranks; experts have 2 owners, norms 8, a tied table 16.
     specs = [spec("table", 3), spec("norm0", 2), spec("dense0", 0), spec("experts0", 1)]
     specs += [spec("norm1", 2), spec("dense1", 0), spec("experts1", 1)]
 
@@ -110,7 +110,7 @@ def test_buckets_stand_in_the_order_of_backward_whoever_owns_them_and_what_more_
 
     shared = [["norm1"], ["norm0"], ["table"]]
     assert order(1) == [["experts1"], ["dense1"], ["experts0"], ["dense0"], *shared]
-    # A bucket of two is full with its last parameter.
+    # A bucket of two parameters is full when its last one is.
     assert order(128) == [["experts1", "experts0"], ["dense1", "dense0"], ["norm1", "norm0"], ["table"]]
 
 

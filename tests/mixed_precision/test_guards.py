@@ -1,5 +1,5 @@
-"""Wrong kinds, and changes of the module that training would not see, are refused with what to do instead; an average
-and a loss in half are told.
+"""Arguments of a wrong kind, and changes of the module that training would not notice, are refused with a fix; an
+average of weights and a loss in half are logged.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_the_ways_out_of_batch_norm_train(precision: Precision, settings: dict[s
 
 
 def _wrapped() -> list[str]:
-    """What the engine says of a model that torch has sharded or replicated, and of one inside a larger model."""
+    """Return the engine's error for a model that torch has sharded or replicated, and for one inside a larger model."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     mesh = init_device_mesh("cpu", (2,))
@@ -189,7 +189,7 @@ def test_fp32_inputs_are_named_when_the_module_cannot_take_them() -> None:
     assert engine(torch.ones(2, 4).bfloat16(), mask=torch.ones(2, 4)).dtype == torch.bfloat16  # a mask may be FP32
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
         engine(torch.ones(2, 5).bfloat16(), mask=torch.ones(2, 4))
-    assert not hasattr(error.value, "__notes__")  # the mask is not why
+    assert not hasattr(error.value, "__notes__")  # the mask is not the cause
 
 
 ATTEMPTS: list[tuple[Callable[[ShardedEngine], object], str]] = [
@@ -228,7 +228,7 @@ def _ema_in_half(caplog, precision: Precision) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="megamix"):
         AveragedModel(engine.module, avg_fn=get_ema_avg_fn(0.999))
-        copy.deepcopy(engine.module)  # said once
+        copy.deepcopy(engine.module)  # logged once
     return [record.getMessage() for record in caplog.records]
 
 
@@ -256,7 +256,7 @@ def test_an_average_copied_in_half_is_told_and_what_the_words_say_works(caplog) 
     lost = [
         not torch.allclose(v.double(), want[n], rtol=2.0**-21, atol=1e-9) for n, v in half.module.named_parameters()
     ]
-    assert any(lost)  # which is why
+    assert any(lost)  # the reason for the log line
 
 
 def test_a_copy_trains_under_an_engine_of_its_own() -> None:
@@ -454,7 +454,7 @@ def test_a_gradient_left_by_a_backward_that_failed_is_in_no_step() -> None:
                 fails.clear()
                 raise ValueError("planted")
 
-        weight.register_post_accumulate_grad_hook(user_hook)  # in front of the engine's
+        weight.register_post_accumulate_grad_hook(user_hook)  # runs before the engine's hook
         engine = _engine(model)
         if fail:
             with pytest.raises(ValueError, match="planted"):
@@ -503,7 +503,7 @@ def test_a_parameter_outside_the_module_is_told_by_shape_and_by_what_reads_it(ca
     model = make_model(tied=False)
     model.blocks[0].requires_grad_(False)
     scale, table = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.ones(29, 4))
-    leaf = torch.ones((), requires_grad=True)  # as an input whose gradient somebody wants
+    leaf = torch.ones((), requires_grad=True)  # e.g. an input whose gradient is wanted
     tokens = make_batch(0, 0, 0)
 
     def loss() -> Tensor:

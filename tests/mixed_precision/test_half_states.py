@@ -1,4 +1,4 @@
-"""Moments in BF16: rounded by chance they are right on average, where to nearest they would stay for ever; no bit
+"""Moments in BF16 are right on average when rounded by chance, where rounding to nearest would never move them; no bit
 depends on ranks, buckets or pieces; `megamix verify` passes with them, compiled.
 """
 
@@ -31,7 +31,8 @@ def test_the_average_of_what_chance_gives_is_the_moment() -> None:
     total = sum((_rounded(moment, update, update).double() for update in range(rounds)), torch.zeros(1000).double())
     low = moment.to(BF16).float()
     unit = torch.maximum(low * 2.0**-7, torch.tensor(2.0**-133)).double()
-    # Of a coin's mean over n throws, sqrt(p (1 - p) / n) <= 1 / (2 sqrt(n)); five of these for the worst of a thousand.
+    # The mean of n throws of a coin has standard deviation sqrt(p (1 - p) / n) <= 1 / (2 sqrt(n)). The bound is five of
+    # these, for the worst of a thousand.
     assert ((total / rounds - moment.double()).abs() <= 5 * unit / (2 * math.sqrt(rounds))).all()
 
 
@@ -40,7 +41,7 @@ def test_only_the_two_neighbours_are_given_and_what_bf16_has_stays() -> None:
     given = _rounded(moment, 7)
     assert torch.equal(given, given.to(BF16).float())
     assert ((given - moment).abs() < moment.abs() * 2.0**-7).all()
-    assert (given != moment.to(BF16).float()).any()  # not always the nearer one
+    assert (given != moment.to(BF16).float()).any()  # not always to the nearer one
     kept = torch.tensor([0.0, -0.0, 1.0, -2.5, 2.0**-126, math.inf, -math.inf])
     assert torch.equal(_rounded(kept, 3), kept)
     assert _rounded(torch.tensor([math.nan]), 3).isnan().all()
@@ -48,7 +49,7 @@ def test_only_the_two_neighbours_are_given_and_what_bf16_has_stays() -> None:
 
 
 def _decayed(beta2: float, steps: int) -> Tensor:
-    """A second moment of 1 after so many updates without a gradient."""
+    """Return a second moment that starts at 1, after `steps` updates without a gradient."""
     optimizer = AdamW(lr=0.0, betas=(0.9, beta2), state_dtype=BF16)
     master = torch.randn(4096, generator=torch.Generator().manual_seed(3))
     states = {"exp_avg": torch.zeros(4096, dtype=BF16), "exp_avg_sq": torch.ones(4096, dtype=BF16)}
@@ -61,11 +62,12 @@ def _decayed(beta2: float, steps: int) -> Tensor:
 
 def test_a_second_moment_decays_as_beta2_says() -> None:
     steps = 1000
-    # Each update adds at most one unit's coin to an element, 2^-7 of it: a walk of `steps` of them, over 4096 elements.
+    # Each update changes an element by at most a coin's unit, 2^-7 of it: a random walk of `steps` steps, over 4096
+    # elements.
     bound = 5 * 2.0**-7 * math.sqrt(steps) / math.sqrt(4096)
     assert abs(float(_decayed(0.999, steps).mean()) / 0.999**steps - 1) < bound
     with mock.patch("megamix.mixed_precision.adamw.needs_chance", lambda beta: False):
-        assert (_decayed(0.999, 10) == 1).all()  # to nearest it stays
+        assert (_decayed(0.999, 10) == 1).all()  # rounded to nearest it stays
     assert [needs_chance(beta) for beta in (0.9, 0.95, 0.98, 0.99, 0.999)] == [False, False, False, True, True]
 
 

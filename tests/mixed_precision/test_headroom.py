@@ -1,5 +1,5 @@
-"""The headroom scale keeps its margin, learns from overflow, forgets; a probe sets the scale and nothing else; all
-ranks choose one.
+"""The headroom scale keeps its margin, learns from overflow and forgets; a probe sets the scale and nothing else; all
+ranks choose one scale.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NAN = float("nan")
 
 
 def _step_(scale: HeadroomLossScale, peak: float) -> float:
-    """One step whose largest gradient, without the scale, is `peak` (NaN: a batch that no scale cures); the new
-    scale.
+    """Take one step whose largest gradient, without the scale, is `peak` (NaN: a batch that no scale cures); return the
+    new scale.
     """
     max_abs = torch.tensor(peak * float(scale.loss_scale), dtype=torch.float64)
     found_inf = ~(max_abs <= FP16_MAX)
@@ -34,18 +34,19 @@ def _after(scale: HeadroomLossScale, peaks: list[float]) -> list[float]:
 
 ONE = FP16_MAX / 2**10  # the largest gradient for which 2**10 leaves no room: with margin 4 it calls for 2**8
 
-# First scale 1, margin 4, window 3, floor 1, ceiling 2**20: peaks in units of ONE, exponents of the scale after each.
+# First scale 1, margin 4, window 3, floor 1, ceiling 2**20. Peaks in units of ONE, and the exponent of the scale after
+# each.
 STORIES = [
     ([1], [8]),
     ([1.01], [7]),  # rounded down to a power of two, so that the margin is never less than 4
     ([1, 2, 4, 8], [8, 7, 6, 5]),
-    ([1, 2**-9, 2**-9, 2**-9], [8, 8, 8, 17]),  # what has left the window is forgotten, up by any power of two
+    ([1, 2**-9, 2**-9, 2**-9], [8, 8, 8, 17]),  # a peak outside the window is forgotten; up by any power of two
     ([1, 1, 3.9], [8, 8, 6]),  # within the margin: down in the same step
     ([1, 5, 1, 1, 1], [8, 7, 7, 7, 8]),  # beyond it: an overflow halves, for as long as the window
     ([1, 30, 30, 30, 30], [8, 7, 6, 5, 3]),  # ... and again, until the gradient is seen
     ([1, NAN, 1, 1, 1, NAN, 1, 1, 1], [8, 7, 7, 7, 8, 7, 7, 7, 8]),  # rare NaNs do not add up
     ([1, *[NAN] * 10, 1, 1, 1], [8, 7, 6, 5, 4, 3, 2, 1, 0, 0, 0, 0, 0, 8]),  # the floor, and back in one window
-    ([0, 0, 1], [1, 2, 8]),  # nothing known: have all gradients vanished?
+    ([0, 0, 1], [1, 2, 8]),  # nothing known: all gradients may have vanished
     ([1, 0, 0, 1], [8, 8, 8, 8]),
     ([1, 0, 0, 0, 0, 1], [8, 8, 8, 9, 10, 8]),
     ([2**-30, 2**-30], [20, 20]),  # the ceiling
@@ -120,8 +121,8 @@ def _backward(engine: ShardedEngine, step: int, times: float = 1.0) -> None:
 
 
 def _probed_against_not_probed() -> tuple[float, float, list[float], bool]:
-    """(margin that the first step has, norm's difference, scales, masters equal) of two engines, of which only one
-    begins with a probe; its first step takes the same batch.
+    """Return (margin of the first step, difference of norms, scales, masters equal) for two engines, of which only one
+    begins with a probe. That engine's first step takes the same batch.
     """
     probed = _engine(HeadroomLossScale(), grad_accum_steps=2)
     assert probed.loss_scale.wants_probe

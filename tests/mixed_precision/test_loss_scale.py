@@ -1,5 +1,5 @@
-"""The loss scale follows its table and stays a power of two; the step divides by the scale that backward used; a
-skipped step advances nothing.
+"""The loss scale follows its table and stays a power of two; a step divides by the scale that backward used; a skipped
+step advances nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, StaticLos
 
 
 def _after(scale: DynamicLossScale, events: str) -> list[float]:
-    """The scale after each event: x = overflow, . = clean step."""
+    """Return the scale after each event: x is an overflow, . a clean step."""
     scales = []
     for event in events:
         scale.update_(torch.tensor(event == "x"), torch.tensor(1.0), scale.loss_scale)
@@ -102,7 +102,7 @@ def test_a_growing_step_is_unscaled_with_the_scale_that_backward_used() -> None:
         scales.append(float(result.loss_scale))
     assert scales == [8, 8, 16, 16, 32]
     assert norms == [3.0] * 5
-    # exp_avg, too, must have seen 3 at every step: 3 * (1 - 0.9**5).
+    # exp_avg must also have seen 3 at every step: 3 * (1 - 0.9**5).
     exp_avg = float(engine.buckets[0].states[0]["exp_avg"][0])
     assert exp_avg == pytest.approx(3 * (1 - 0.9**5), rel=1e-6)
 
@@ -116,7 +116,7 @@ def test_a_scale_changed_between_backward_and_step_does_not_reach_this_step() ->
 
 def test_a_rule_without_a_floor_does_not_turn_weights_into_nan() -> None:
     engine, model = _linear_engine(TorchLossScale())
-    engine.loss_scale.loss_scale.zero_()  # where torch's rule ends after enough overflows
+    engine.loss_scale.loss_scale.zero_()  # torch's rule ends there after enough overflows
     engine.backward(3.0 * model(torch.ones(1, 1, dtype=torch.float16)))
     result = engine.step()
     assert (float(result.loss_scale), float(result.grad_norm)) == (2.0**-126, 0.0)

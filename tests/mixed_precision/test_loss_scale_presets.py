@@ -1,4 +1,4 @@
-"""torch's, Megatron-LM's and DeepSpeed's loss scale rules, event for event, each with its source.
+"""The loss scale rules of torch, Megatron-LM and DeepSpeed hold event for event, each with its source.
 
 x is a step that overflowed, . a clean one.
 """
@@ -16,7 +16,7 @@ from megamix import DeepSpeedLossScale, DynamicLossScale, MegatronLossScale, Tor
 
 
 def _after(scale: DynamicLossScale, events: str) -> list[float]:
-    """The scale after each event."""
+    """Return the scale after each event."""
     scales = []
     for event in events:
         scale.update_(torch.tensor(event == "x"), torch.tensor(1.0), scale.loss_scale)
@@ -25,7 +25,7 @@ def _after(scale: DynamicLossScale, events: str) -> list[float]:
 
 
 def _random_run(rng: random.Random, events: int) -> tuple[dict[str, Any], str]:
-    """A GradScaler's settings, and what its run meets: mostly clean steps, a mixture, or an overflow each step."""
+    """Return a GradScaler's settings and random events: mostly clean steps, a mixture, or an overflow in each step."""
     settings = {
         "init_scale": 2.0 ** rng.randint(-140, 127),
         "growth_factor": rng.choice([2.0, 4.0]),
@@ -54,7 +54,7 @@ def test_torch_s_rule_is_torch_s_own_over_10_000_random_events() -> None:
         want = _torch_after(settings, events)
         assert _after(TorchLossScale(**settings), events) == want, (settings, events)
         seen.update(want)
-    assert {0.0, 2.0**-149, 2.0**127} <= seen  # where FP32 ends: decay to nothing, and growth refused at inf
+    assert {0.0, 2.0**-149, 2.0**127} <= seen  # the ends of FP32: decay to nothing, and growth refused at inf
 
 
 def test_torch_s_defaults_are_the_grad_scaler_s() -> None:

@@ -1,5 +1,5 @@
-"""A step that overflows, a probe and a step that is discarded leave no trace in buffers that forwards move, as running
-statistics and their counts, whatever wrote them; what user code writes between steps stays.
+"""An overflowing step, a probe and a discarded step leave no trace in buffers that forwards change, such as running
+statistics and their counts, whatever wrote them; writes of user code between steps stay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FP16 = Precision(torch.float16, loss_scale=StaticLossScale(8.0))
 
 
 class Replaced(nn.Module):
-    """Moves one buffer in place by a function that torch counts, and puts another tensor in the place of a second."""
+    """Changes one buffer in place by a function that torch counts, and replaces a second one by another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.norms = nn.Sequential(nn.BatchNorm1d(4, affine=False), Replaced())
-        self.track = nn.InstanceNorm1d(4, track_running_stats=True)  # which no count goes with
+        self.track = nn.InstanceNorm1d(4, track_running_stats=True)  # its statistics have no count
         self.last = nn.Linear(4, 1)
         self.recompute = recompute
 
@@ -67,7 +67,7 @@ def _forward(engine: ShardedEngine, step: int, times: float = 1.0) -> Tensor:
 
 
 def _step(engine: ShardedEngine, step: int, overflows: bool = False) -> None:
-    """Overflow, if at all, on one rank alone."""
+    """Take a step; if it overflows, on one rank alone."""
     alone = not dist.is_initialized() or dist.get_rank() == 1
     for _ in range(engine.grad_accum_steps):
         engine.backward(_forward(engine, step) * (float("inf") if overflows and alone else 1.0))
@@ -83,7 +83,7 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def _kept_over_overflows(shard: Shard, recompute: bool, micro_batches: int) -> list[bool]:
-    """Return whether each step moved what it should: an overflow in the first one, too."""
+    """Return whether each step changed the right buffers, with an overflow also in the first step."""
     engine = _engine(shard, recompute, grad_accum_steps=micro_batches)
     told = []
     for step, overflows in enumerate([True, False, True, False]):
@@ -177,7 +177,7 @@ def test_what_user_code_writes_between_steps_is_not_put_back() -> None:
         _step(engine, number, overflows=True)
         assert _equal(before, _buffers(engine)) == [*before]
     nan = _forward(engine, 4) * float("nan")
-    model.norms[1].total.fill_(7.0)  # what the next forward finds is what stays
+    model.norms[1].total.fill_(7.0)  # the value that the next forward finds stays
     engine.backward(nan + _forward(engine, 5))
     model.norms[1].average.fill_(2.0)
     engine.step()
@@ -191,7 +191,7 @@ def test_evaluation_and_a_norm_that_is_thawed_later() -> None:
     model.norms[0].eval()
     _step(engine, 0)
     model.norms[0].train()
-    _step(engine, 1)  # learned in this one
+    _step(engine, 1)  # the engine learns in this step
     model.eval()
     with torch.no_grad():
         _forward(engine, 2)
@@ -215,7 +215,7 @@ def test_statistics_of_compiled_blocks_are_put_back() -> None:
 
 
 class _Operands(TorchDispatchMode):
-    """Notes the id of each tensor that an operation is given."""
+    """Notes the id of each tensor that an operation receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_buffers_of_any_kind_are_left_alone_if_nothing_moves_them() -> None:
     for name, buffer in kinds.items():
         model[0].register_buffer(name, buffer, persistent=False)
     engine = ShardedEngine(model, AdamW(lr=0.01), FP16, compile_update=False)
-    _step(engine, 0, overflows=True)  # in its first forward it learns which ones move
+    _step(engine, 0, overflows=True)  # the engine learns in this step's first forward
     with _Operands() as operands:
         _step(engine, 1)
         _step(engine, 2, overflows=True)

@@ -1,5 +1,5 @@
-"""Muon's own rule: it is torch.optim.Muon but for roundings, its iteration is the polynomial of singular values, and
-which parameters are matrices follows from shape, module and name; settings of another kind are told.
+"""Muon is torch.optim.Muon except for roundings, its iteration is the polynomial of singular values, and shape, module
+and name decide which parameters are matrices; settings of a wrong kind are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _matrix(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def _torch_muon(rows: int, columns: int, lr: float) -> tuple[Tensor, Tensor]:
-    """The weight and momentum of torch.optim.Muon after some given gradients."""
+    """Return the weight and momentum of torch.optim.Muon after the given gradients."""
     weight = nn.Parameter(_matrix(rows, columns, 0))
     optimizer = torch.optim.Muon([weight], lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(STEPS):
@@ -38,7 +38,7 @@ def _torch_muon(rows: int, columns: int, lr: float) -> tuple[Tensor, Tensor]:
 
 
 def _engine(rows: int, columns: int, optimizer: Muon) -> ShardedEngine:
-    """After the same: the loss is linear in the weight, so that its gradients are given."""
+    """Return an engine after the same gradients: the loss is linear in the weight, so that its gradients are given."""
     model = nn.Linear(columns, rows, bias=False)
     model.weight.data = _matrix(rows, columns, 0)
     engine = ShardedEngine(model, optimizer, Precision(torch.float32), compile_update=False)
@@ -50,8 +50,10 @@ def _engine(rows: int, columns: int, optimizer: Muon) -> ShardedEngine:
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (40, 24), (32, 32)])
 def test_it_is_torch_s_but_for_roundings(rows: int, columns: int) -> None:
-    """With one iteration, in FP32. Both decays round the weight up to 2 times, both steps the direction up to 3 times
-    and the weight once: in each step u of FP32 times 6 of the largest weight and 6 of the largest step.
+    """Compare one iteration in FP32.
+
+    Both decays round the weight up to 2 times, both steps the direction up to 3 times and the weight once. So each step
+    may add FP32's u times 6 of the largest weight and 6 of the largest step.
     """
     own = Muon(lr=0.02, ns_dtype=torch.float32)
     with mock.patch.object(_muon, "_zeropower_via_newtonschulz", lambda grad, *_: orthogonalised(grad, own)):
@@ -66,8 +68,8 @@ def test_it_is_torch_s_but_for_roundings(rows: int, columns: int) -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (40, 24)])
 def test_what_torch_s_own_iteration_differs_by_is_the_norm_in_bf16(rows: int, columns: int) -> None:
-    """torch divides the BF16 matrix by a norm that is rounded to BF16; the engine's norm is FP32. From there on the
-    bits are the same.
+    """Show that the norm in BF16 is the whole difference. torch divides the BF16 matrix by a norm rounded to BF16; the
+    engine's norm is FP32. After that the bits are the same.
     """
     own, matrix = Muon(lr=0.02), _matrix(rows, columns, 9)
     theirs = _muon._zeropower_via_newtonschulz(matrix, own.ns_coefficients, own.ns_steps, 1e-7)
@@ -76,14 +78,16 @@ def test_what_torch_s_own_iteration_differs_by_is_the_norm_in_bf16(rows: int, co
     same = iterated(divided if rows <= columns else divided.T.contiguous(), own)
     assert torch.equal(same, theirs)
     gap = (orthogonalised(matrix.bfloat16(), own) - theirs).float().abs().max()
-    assert 0 < gap < 0.05  # of directions whose elements are about 0.15
+    assert 0 < gap < 0.05  # directions have elements of about 0.15
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (40, 24)])
 def test_the_iteration_is_its_polynomial_of_the_singular_values(rows: int, columns: int) -> None:
-    """In FP64, by the singular values themselves. Each of a turn's three products of n numbers rounds by about
-    sqrt(n) u of what is at most some units, 3 sqrt(n) 10 u in all, and a turn makes an error at most 3.4445 times as
-    large: that of 5 turns adds up to 3.4445^5 * 1.41 times one turn's.
+    """Compare in FP64 with the singular values themselves.
+
+    Each of an iteration's three products of n numbers rounds by about sqrt(n) u of results of at most some units, 3
+    sqrt(n) 10 u in all. An iteration makes an error at most 3.4445 times as large. So 5 iterations add up to 3.4445^5 *
+    1.41 times the error of one.
     """
     own, matrix = Muon(lr=0.02, ns_dtype=torch.float32), _matrix(rows, columns, 5)
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -108,7 +112,7 @@ def test_zeros_stay_zeros_and_nan_is_everywhere() -> None:
 
 
 def test_batched_matrices_have_nearly_the_directions_of_single_ones() -> None:
-    """Other roundings of BF16 alone: of directions whose elements are about 0.15."""
+    """Allow other roundings of BF16 alone; directions have elements of about 0.15."""
     own = Muon(lr=0.02)
     matrices = torch.stack([_matrix(24, 40, seed) for seed in range(3)]).bfloat16()
     single = torch.stack([orthogonalised(matrix, own) for matrix in matrices])
@@ -169,7 +173,7 @@ def test_wrong_settings_are_named(setting: dict[str, object], named: str) -> Non
 
 
 class _Odd(nn.Module):
-    """Parameters whose names say nothing, or the wrong thing; `tied` is a map whose weight is a table's."""
+    """Parameters whose names say nothing, or the wrong thing; `tied` is a map that shares a table's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +182,7 @@ class _Odd(nn.Module):
         )
         self.tied, self.plain = nn.Linear(8, 16, bias=False), nn.Linear(8, 8)
         self.tied.weight = self.parts[0].weight
-        self.first = nn.Linear(8, 12, bias=False)  # has its name before the table that has its weight
+        self.first = nn.Linear(8, 12, bias=False)  # its name comes before the table that shares its weight
         self.rows = nn.Embedding(12, 8)
         self.rows.weight = self.first.weight
         self.experts = nn.Parameter(torch.zeros(3, 8, 4))
@@ -192,7 +196,9 @@ def _matrices_of(model: nn.Module, **settings: object) -> list[str]:
 
 
 def test_modules_types_say_what_no_matrix_is(caplog) -> None:
-    """Embeddings, convolutions and norms have none, whatever they are called; what only looks like one is told."""
+    """Find no matrices in embeddings, convolutions and norms, whatever they are called; log other parameters that only
+    look like matrices.
+    """
     attention = [f"layers.{layer}.{name}" for layer in (0, 1) for name in ("in_proj_weight", "out_proj.weight")]
     assert _matrices_of(_Odd()) == sorted(["experts", "plain.weight", *attention])
     doubts = [record.getMessage().partition(". ")[0] for record in caplog.records]
@@ -218,7 +224,7 @@ class _Stacked(nn.Module):
 
 
 def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(caplog) -> None:
-    """And no others: biases beside them are no matrices."""
+    """Warn of no others: biases beside fused matrices are no matrices."""
     _matrices_of(_Stacked(), adamw=["*.rooter.*"], fused={"qkv.weight": (8, 8, 8)})
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
         "adamw of Muon has the pattern '*", "Muon makes query_key_value",
@@ -226,7 +232,7 @@ def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(
 
 
 def test_tables_of_the_user_that_match_nothing_are_named(caplog) -> None:
-    """And not the usual names, of which no model has all, nor what for_model adds."""
+    """Name neither the usual names, which no model has all of, nor the names that for_model adds."""
     _matrices_of(_Odd())
     caplog.clear()
     settings = {"matrix": ["experts"], "adamw": ["*.in_proj_weight"]}
@@ -255,7 +261,7 @@ def test_tables_of_the_user_that_match_nothing_are_named(caplog) -> None:
     ],
 )  # fmt: skip
 def test_settings_of_another_kind_are_told_with_what_to_write(make, setting, said: str) -> None:
-    """Without this, "no" would be taken for true, and a number in quotes fail in the first step."""
+    """Refuse wrong kinds: otherwise "no" would count as true, and a quoted number would fail in the first step."""
     with pytest.raises(TypeError, match=re.escape(said)):
         make(lr=0.02, **setting)
 
@@ -304,7 +310,9 @@ def test_rows_that_do_not_add_up_are_named() -> None:
 
 
 def test_ranks_whose_blocks_hold_whole_matrices_know_of_those_that_are_cut() -> None:
-    """Queries of two blocks, keys and values of one: the ranks with these have them whole, and must take part."""
+    """Divide queries into two blocks, and keep keys and values in one. The ranks with keys and values have whole
+    matrices, and must still take part.
+    """
     specs = [
         ParamSpec(name="qkv", shape=(16, 8), full_shape=(64, 8), group=0, offset=(start, 0), matrices=(32, 16, 16))
         for start in range(0, 64, 16)
@@ -314,7 +322,7 @@ def test_ranks_whose_blocks_hold_whole_matrices_know_of_those_that_are_cut() -> 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 16, 64])
 def test_pieces_tile_every_matrix_and_have_a_home(num_shards: int) -> None:
-    """72 rows on 16 ranks, too, and matrices of a fused parameter that end amid a row of 64 elements."""
+    """Check 72 rows on 16 ranks, too, and matrices of a fused parameter that end within a row of 64 elements."""
     rows = {"a": (72,), "b": (5, 7, 13), "c": (3, 3, 3, 3)}
     shapes = {"a": (72, 20), "b": (25, 7), "c": (4, 3, 30)}
     specs = [
@@ -337,16 +345,16 @@ def test_pieces_tile_every_matrix_and_have_a_home(num_shards: int) -> None:
 
 
 def test_homes_share_the_work() -> None:
-    """One rank holds the most of each matrix; the others take theirs of the work."""
+    """Give one rank the most of each matrix: the others still take their share of the work."""
     homes = choose_homes([100] * 8, [[60, 20, 10, 10]] * 8, 4)
     assert [homes.count(rank) for rank in range(4)] == [2, 2, 2, 2]
-    assert choose_homes([100] * 3, [[60, 0]] * 3, 2) == [0, 0, 0]  # whole ones stay, whoever has them
+    assert choose_homes([100] * 3, [[60, 0]] * 3, 2) == [0, 0, 0]  # whole matrices stay with their owner
     assert choose_homes([100] * 4, [[0, 60, 40], [50, 50, 0], [10, 20, 70], [30, 40, 30]], 3)[0] == 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Still(Muon):
-    """Moves nothing that AdamW moves."""
+    """An optimizer that does not move the parameters that AdamW moves."""
 
     def equation(self, grad, master, states, at):
         return (master, states) if "exp_avg" in states else super().equation(grad, master, states, at)

@@ -1,5 +1,5 @@
-"""Each form of NAG, with both weight decays and without momentum, is its library's rule within FP32 rounding; the
-forms differ by what the page says.
+"""Each form of NAG, with both weight decays and without momentum, is its library's rule within FP32 rounding; the forms
+differ as the page says.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ U = 2.0**-24  # half a unit in the last place of FP32, relative
 
 
 class Rounded:
-    """A number that the engine holds in FP32: its value without any rounding (FP64), and how far off it may be.
+    """A number that the engine holds in FP32: its value without any rounding (FP64), and a bound of its error.
 
-    Running error analysis (Higham 2002, section 3.3): a result is off by what its operands' errors make of it, and by
-    its own rounding. FP64's is left out: 2^-29 of FP32's.
+    Running error analysis (Higham 2002, section 3.3): a result's error is what its operands' errors make of it, plus
+    its own rounding. FP64's rounding is left out: it is 2^-29 of FP32's.
     """
 
     def __init__(self, value: Tensor | float, off: Tensor | float = 0.0):
@@ -34,7 +34,7 @@ class Rounded:
 
     @staticmethod
     def cast(value: float) -> Rounded:
-        """A setting, rounded to FP32."""
+        """Return a setting, rounded to FP32."""
         return Rounded(value, U * value)
 
     def _rounded(self, value: Tensor, passed_on: Tensor) -> Rounded:
@@ -55,7 +55,7 @@ Rule = Callable[..., tuple[Rounded, Rounded]]
 
 
 def mxnet_nag(w: Rounded, m: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded) -> tuple[Rounded, Rounded]:
-    """MXNet's mp_nag_mom_update (src/operator/optimizer_op-inl.h): weight and momentum in FP32."""
+    """Compute MXNet's mp_nag_mom_update (src/operator/optimizer_op-inl.h): weight and momentum in FP32."""
     g = g + wd * w
     m = mu * m - lr * g
     w = w + mu * m - lr * g
@@ -63,7 +63,7 @@ def mxnet_nag(w: Rounded, m: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: 
 
 
 def torch_nag(w: Rounded, b: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded) -> tuple[Rounded, Rounded]:
-    """torch.optim.SGD(nesterov=True), from its documentation."""
+    """Compute torch.optim.SGD(nesterov=True), from its documentation."""
     g = g + wd * w
     b = mu * b + g
     w = w - lr * (g + mu * b)
@@ -71,7 +71,7 @@ def torch_nag(w: Rounded, b: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: 
 
 
 def decoupled(rule: Rule) -> Rule:
-    """The rule without weight decay, on weights that shrink as AdamW's do."""
+    """Compute the rule without weight decay on weights that shrink as AdamW's do."""
 
     def with_decay(
         w: Rounded, m: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded
@@ -84,7 +84,7 @@ def decoupled(rule: Rule) -> Rule:
 FP16 = Precision(torch.float16, loss_scale=StaticLossScale(2.0**6))
 BF16, FP32 = Precision(torch.bfloat16), Precision(torch.float32)
 STEPS = 200
-# Step -> what one element of its gradient is. In BF16 and FP32 3e38 is finite, and too large to square.
+# Step -> one element of its gradient. In BF16 and FP32 3e38 is finite, and too large to square.
 SKIPPED = {0: math.inf, 7: math.nan, 8: -math.inf, 100: 3e38, 101: math.inf, 204: math.nan}
 LR = [0.1 * (1 - update / STEPS) for update in range(STEPS)]
 FORMS = {
@@ -106,7 +106,7 @@ FORMS = {
 
 
 class Fed(nn.Module):
-    """One weight matrix; the gradient of the output is what it was fed."""
+    """A module of one weight matrix whose output gets the given gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,13 +117,13 @@ class Fed(nn.Module):
 
 
 def _grad(step: int, dtype: torch.dtype) -> Tensor:
-    """A gradient with a direction that stays and noise: (48, 64)."""
+    """Return a gradient with a constant direction and noise: (48, 64)."""
     noise = torch.randn(48, 64, generator=torch.Generator().manual_seed(step))
     return (noise + torch.linspace(-1, 1, 64)).to(dtype)
 
 
 def _own(engine: ShardedEngine) -> list[Tensor]:
-    """The engine's master and states (one rank, one parameter without padding)."""
+    """Return the engine's master and states (one rank, one parameter without padding)."""
     return [tensor.view(48, 64) for tensor in (engine.buckets[0].master, *engine.buckets[0].states[0].values())]
 
 
@@ -155,7 +155,7 @@ def test_each_form_is_its_librarys_rule_within_fp32_rounding_and_a_skipped_step_
         assert int(engine.applied_updates) == applied
     assert applied == STEPS
     moved = (reference[0].value - Fed().weight.detach()).abs().max()
-    assert reference[0].off.max() < 4e-5 * moved  # else the bound would bound nothing
+    assert reference[0].off.max() < 4e-5 * moved  # otherwise the bound would bound nothing
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
@@ -182,7 +182,7 @@ def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_ever
     start = torch.randn(1 + len(names), numel, generator=generator)
 
     def run(borders: list[int], found_inf: bool) -> Tensor:
-        """Master and states after one update in parts."""
+        """Return master and states after one update in parts."""
         step = StepScalars(torch.tensor(1 / 3), torch.tensor(found_inf), torch.tensor(0.01), torch.tensor(1.0), ())
         after, half = start.clone(), start[0].half()
         for first, last in zip(borders, borders[1:], strict=False):
@@ -199,7 +199,7 @@ def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_ever
     assert torch.equal(run([0, numel], found_inf=True), start)
 
 
-# The share of the peak learning rate, where a share of the run is over; under the names of the page.
+# The share of the peak learning rate after a share of the run, by the names of the page.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda over: 1.0,
     "linear to 0": lambda over: 1 - over,
@@ -207,13 +207,15 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "warm-up over the first tenth": lambda over: min(1.0, 10 * over),
 }
 PAGE = (Path(__file__).parents[2] / "docs/numerics.md").read_text(encoding="utf-8")
-# Schedule, updates, per cent of the way that the forms end apart, the loss that each leaves.
+# Columns: schedule, updates, the forms' final distance in per cent of the way, the loss of each form.
 ROWS = re.findall(r"^\| (.+) \| (20|200) \| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
 CURVATURES = torch.logspace(-2, 0, 16, dtype=torch.float64)
 
 
 def _descend(form: str, schedule: str, updates: int) -> Tensor:
-    """The weights that the engine's own equation reaches in FP64, from 1, on a quadratic with these curvatures."""
+    """Return the weights that the engine's own equation reaches in FP64, from 1, on a quadratic with these
+    curvatures.
+    """
     optimizer = NAG(lr=0.01, momentum_form=form)
     weights = torch.ones_like(CURVATURES)
     states = {name: torch.zeros_like(weights) for name in optimizer.states("weight", (16,))}

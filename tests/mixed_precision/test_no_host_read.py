@@ -1,4 +1,6 @@
-"""`step()` reads nothing from the device: twenty steps, one with an overflow, under a mode that refuses every read."""
+"""`step()` reads nothing from the device: twenty steps, one with an overflow, pass in a mode that refuses
+every read.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ class _RefuseReads(TorchDispatchMode):
         if name.startswith("index") and any(
             t.dtype == torch.bool for t in tree_iter(args[1:]) if isinstance(t, Tensor)
         ):
-            raise HostRead(f"{name} by a mask")  # its kernel calls nonzero where no mode sees it
+            raise HostRead(f"{name} by a mask")  # its kernel calls nonzero, which no mode sees
         result = func(*args, **(kwargs or {}))
         devices = {leaf.device for leaf in tree_iter((args, kwargs, result)) if isinstance(leaf, Tensor)}
         if len(devices) > 1:

@@ -1,4 +1,4 @@
-"""`megamix.schedules` has the rates of jobs; after a resume they go on where they were, skipped steps left out."""
+"""`megamix.schedules` gives the rates of jobs; after a resume they go on from there, without skipped steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _engine(lr: list[float]) -> ShardedEngine:
 
 
 def _train(engine: ShardedEngine, steps: range) -> list[float]:
-    """Return the learning rates; step 2 overflows."""
+    """Return the learning rates of a run whose step 2 overflows."""
     rates = []
     for step in steps:
         engine.backward(loss_of(engine.module, make_batch(step, 0, 0)) * (float("inf") if step == 2 else 1.0))

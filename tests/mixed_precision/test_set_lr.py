@@ -1,5 +1,5 @@
-"""A learning rate set at run time: numbers and tables, from the next update on, the first rank's for all, without a
-host read.
+"""A learning rate can be set at run time: a number or a table, from the next update on, the first rank's for all ranks,
+without a host read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_a_table_is_indexed_by_applied_updates() -> None:
     with no_host_read():
         engine.set_lr([0.1, 0.2, 0.3])
     seen += [_step(engine, 2, overflow=True), _step(engine, 3), _step(engine, 4), _step(engine, 5)]
-    assert seen == pytest.approx([0.5, 0.5, 0.2, 0.2, 0.3, 0.3])  # past its end the last one holds
+    assert seen == pytest.approx([0.5, 0.5, 0.2, 0.2, 0.3, 0.3])  # past the table's end its last entry holds
 
 
 def test_a_rate_set_between_backward_and_step_is_this_steps() -> None:
@@ -82,7 +82,9 @@ def test_a_torch_scheduler_drives_it_through_a_stand_in() -> None:
 
 
 def _ranks_that_differ() -> tuple[list[float], bool]:
-    """Rank 1 asks for other rates, or for none; (the rates of each step, whether the weights are as by the first's)."""
+    """Let rank 1 ask for other rates, or none; return (the rates of each step, whether the weights are as by the first
+    rank's).
+    """
     engine, alike = _engine(0.5), _engine(0.5)
     seen = []
     for step, lr in enumerate(RATES):

@@ -1,5 +1,5 @@
-"""Two Parameters that share elements, as a head with the data of an embedding, are refused by both names, where the
-engine would untie them; slices of one vector, of one file and of one matrix, and what has no values, are not.
+"""Two Parameters that share elements, such as a head with the data of an embedding, are refused by both names if the
+engine would untie them; slices of one vector, one file or one matrix, and expanded tensors, are accepted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A write to a half parameter that moves no version counter, as through `.data`, is refused by the parameter's name on
 every rank in the same call: in the first two steps, each 64th, examined ones and inside `whole_parameters()` two steps
-later; at once before weights are given or saved. What the engine itself writes is never taken for one.
+later; at once before weights are given or saved. The engine's own writes are never refused.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_weights_are_not_given_away_after_a_write(read, steps_later: int, tmp_pa
 
 
 def _found_in(shard: Shard, written_in: int, examined: bool) -> int | None:
-    """Return the step that refuses what a hook writes in the forward of another, the first being 0."""
+    """Return the step that refuses a write which a hook makes in the forward of another step, counted from 0."""
     engine = _engine(shard)
     param, under_way = engine.module.get_parameter(NAME), [0]
 
@@ -154,7 +154,7 @@ def test_a_write_inside_whole_parameters_is_told_two_steps_later_and_before_weig
 
 
 def _one_rank_writes(shard: Shard) -> list[str]:
-    """Return what each call of a rank raises, if the last rank alone writes what it owns a share of."""
+    """Return the error of each call on each rank, if the last rank alone writes elements of its share."""
     engine, told = _engine(shard), list[str]()
 
     def call(function: Callable[[], object]) -> None:
@@ -190,7 +190,7 @@ def _one_rank_writes(shard: Shard) -> list[str]:
 
 
 def _one_rank_differs() -> list[float]:
-    """Take steps behind what one rank alone may do, whose finding the others must not wait for."""
+    """Take steps after a call that one rank may make alone; the other ranks must not wait for its finding."""
     engine = _engine("parameters")
     try:
         with engine.whole_parameters():
@@ -263,7 +263,9 @@ RIGHT = [
 
 
 def _trains(case: Right) -> int:
-    """Train with every step checked, and with all calls that write masters between the steps. Returns the updates."""
+    """Train with every step checked, with all calls that write masters between the steps. Return the number
+    of updates.
+    """
     unseen_writes._EVERY = 1
     model = make_model()
     units = [*model.blocks]
@@ -276,12 +278,12 @@ def _trains(case: Right) -> int:
     state = engine.state_dict()
 
     def rest(number: int) -> None:
-        if number == 2 and not case.large:  # which load_weights refuses
+        if number == 2 and not case.large:  # load_weights refuses such values
             engine.load_weights(engine.full_weights())
         elif number == 4:
             engine.load_state_dict(state)
         elif number == 6:
-            loss_of(model, make_batch(0, 0, 0))  # its last unit stays
+            loss_of(model, make_batch(0, 0, 0))  # its last unit keeps memory
             for owned in engine.owned_ranges():
                 owned.tensors["master"].mul_(0.5)
             engine.publish_masters()

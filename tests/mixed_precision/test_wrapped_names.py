@@ -1,5 +1,5 @@
-"""What torch.compile and activation checkpointing put into names gets nowhere: groups, units, weights and checkpoints
-have the plain model's, whichever of two models is wrapped; a compile of the whole model is told once.
+"""Parts that torch.compile and activation checkpointing add to names appear nowhere: groups, units, weights and
+checkpoints have the plain model's names, whichever of two models is wrapped; compiling the whole model is logged once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUPS = (ParamGroup(pattern="blocks.0.up.weight", lr_factor=0.0), ParamGroup(pa
 
 
 def _wrapped() -> TinyModel:
-    """Return a model with each wrapper at the end of a path and in the middle of one, and buffers in them."""
+    """Return a model with each wrapper at the end and in the middle of a path, and buffers in them."""
     model = _plain()
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
     model.blocks[1].up = checkpoint_wrapper(model.blocks[1].up)
