@@ -1,11 +1,11 @@
-"""Where is every number of a training step kept, and what is lost of it?
+"""Audit of a training step: the dtype in which every number is kept, and the digits that it loses.
 
-facts      what is known of each parameter; the ranks' parts put together
-watch      what a step computes, sends and makes of each gradient, seen operation by operation
-updates    what an update changes: of a torch optimizer, or of a `ShardedEngine`
-holders    who holds the truth, and what wrappers say of dtypes
+facts      facts on each parameter; the ranks' parts put together
+watch      dtypes that a step computes and sends with, and its gradients, seen operation by operation
+updates    changes by an update: of a torch optimizer, or of a `ShardedEngine`
+holders    holders of a parameter's truth, and dtypes that wrappers tell
 report     rows by pattern, and the page
-judgement  which facts do harm, and what to do
+judgement  facts that do harm, and their remedies
 audit      the conductor: `megamix.audit`
 command    the verb
 """

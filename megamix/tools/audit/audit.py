@@ -1,4 +1,4 @@
-"""`megamix.audit`: watches one step, and changes nothing of it."""
+"""`megamix.audit`, which watches one step and changes nothing of it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) ->
             optimizer.step()
         print(report)
 
-    `model`, `optimizer`: as your loop calls them, wrapped or not; or our engine as the second. What the step computes
-    stays the same, bit for bit. Afterwards the report has `rows`, `warnings` and `to_json()`, the same on every rank.
-    Every rank must do it. Copies of the weights are held until the step is over.
-    Raises: TypeError for what is no module, or another kind of optimizer; RuntimeError if there was no step, or several
-    of an engine.
+    `model`, `optimizer`: as your loop calls them, wrapped or not; or our engine as the second. The step computes the
+    same, bit for bit. Afterwards the report has `rows`, `warnings` and `to_json()`, the same on every rank. Every rank
+    must do it. Copies of the weights are held until the step is over.
+    Raises: TypeError for a model that is no module, or another kind of optimizer; RuntimeError if there was no step, or
+    several of an engine.
     """
     report, watch = AuditReport(), Watch()
     model = optimizer.module if isinstance(optimizer, ShardedEngine) else model
@@ -59,7 +59,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) ->
 
 
 def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: Watch) -> Iterator[RemovableHandle]:
-    """Watch parameters, what FSDP2 gathers in their place, and when the model's forward begins and ends."""
+    """Watch parameters, the tensors that FSDP2 gathers in their place, and the begin and end of the model's forward."""
     sharded = list(fully_sharded(model, facts))
     for param in facts.keys() - {param.sharded_param for _, gathered in sharded for _, param, _ in gathered}:
         watch.follow(facts[param], param)
@@ -73,7 +73,7 @@ def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
 
 
 def _settle_compute(facts: Iterable[ParamFacts], watch: Watch, compiled: bool) -> None:
-    """Say in which dtypes each parameter was computed with: what was seen, else what a policy has told."""
+    """Note the dtypes that each parameter was computed with: those seen, else those that a policy has told."""
     for one in facts:
         if seen := watch.computed[one.name]:
             one.dtypes["compute"] = "/".join(sorted(map(dtype_name, seen)))

@@ -1,4 +1,4 @@
-"""What is known of each parameter: in which dtype each of its numbers is kept, and counts of one step."""
+"""Facts on each parameter: the dtype in which each of its numbers is kept, and counts of one step."""
 
 from __future__ import annotations
 
@@ -15,41 +15,44 @@ from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
 from megamix.tools.verify.core.tape import plain_name
 
-# In the order in which a step meets them. `sum`: over micro-batches and ranks; `master`: what the optimizer updates.
+# Columns in the order in which a step meets them. `sum`: over micro-batches and ranks. `master`: the tensor that the
+# optimizer updates.
 COLUMNS = ("storage", "compute", "gradient", "wire", "sum", "master", "moments", "checkpoint")
-NOWHERE, UNKNOWN = "-", "?"  # what is not known is never guessed: behind the mark stands why
+NOWHERE, UNKNOWN = "-", "?"  # marks; the unknown is never guessed, and its reason follows the mark
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 HALVES = ("fp16", "bf16")
-EXACT, ESTIMATED = "zeroed", "perhaps_zeroed"  # counts of gradient elements; of `looked_at` ones
+EXACT, ESTIMATED = "zeroed", "perhaps_zeroed"  # counts of gradient elements among `looked_at` ones
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return it as the table has it: fp32, bf16, or torch's own name."""
+    """Return a dtype's name in the table: fp32, bf16, or torch's own name."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of what several ranks hold together; else the tensor itself."""
+    """Return this rank's part of a tensor that several ranks hold together; else the tensor itself."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 @dataclass(slots=True)
 class ParamFacts:
-    """One parameter, or several that are kept alike: then `name` is their pattern. `dtypes`: by column; of a moment by
-    its name. `counts` add up over ranks and parameters, of `largest` the maximum counts.
+    """Facts on one parameter, or on several that are kept alike: then `name` is their pattern.
+
+    `dtypes`: by column. `moments`: by the moment's name. `counts` add up over ranks and parameters; `largest` takes the
+    maximum.
     """
 
     name: str
-    kind: str  # the class of its module, and its name there
+    kind: str  # the module's class, and the parameter's name there
     dims: int
     trains: bool
     dtypes: dict[str, str]
     parameters: list[str]
     moments: dict[str, str] = field(default_factory=dict)
-    direction: str = NOWHERE  # the dtype in which our Muon multiplies matrices, and sends them between ranks
+    direction: str = NOWHERE  # dtype in which our Muon multiplies matrices, and sends them between ranks
     counts: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
 
@@ -66,7 +69,7 @@ class ParamFacts:
         self.largest |= {name: max(self.largest.get(name, 0.0), float(value)) for name, value in values.items()}
 
     def share(self, part: str, of: str) -> float | None:
-        """Return one count as a share of another; None where nothing was counted."""
+        """Return one count as a share of another; None if nothing was counted."""
         return self.counts.get(part, 0.0) / self.counts[of] if self.counts.get(of) else None
 
     @property
@@ -76,7 +79,7 @@ class ParamFacts:
 
     @property
     def stuck(self) -> float:
-        """Return the share of a half moment's elements that an update left as they were; of several the largest."""
+        """Return the largest share, over half moments, of elements that an update left as they were."""
         return max((self.share(f"stuck {name}", f"due {name}") or 0.0 for name in self.moments), default=0.0)
 
     @property
@@ -90,14 +93,14 @@ class ParamFacts:
 
     @property
     def headroom(self) -> float | None:
-        """Return how many times the largest gradient element could double before its dtype, or the sum's, ends."""
+        """Return how often the largest gradient element could double before its dtype, or the sum's, ends."""
         kinds = {part for column in ("gradient", "wire", "sum") for part in self.dtypes[column].split("/")}
         ends, largest = [torch.finfo(DTYPES[kind]).max for kind in kinds & {*DTYPES}], self.largest.get("gradient", 0.0)
         return math.log2(min(ends) / largest) if ends and 0 < largest < math.inf else None
 
     @property
     def update_to_weight(self) -> float | None:
-        """Return the largest rms of an update over rms of its weight, of parameters that are not all zero."""
+        """Return the largest rms of an update over rms of its weight, for parameters that are not all zero."""
         return self.largest.get("update_to_weight")
 
     @property
@@ -106,8 +109,11 @@ class ParamFacts:
 
 
 def describe(model: nn.Module) -> dict[nn.Parameter, ParamFacts]:
-    """Return what a model says by itself, under names without what wrappers add. A shared parameter has its first."""
-    state = model.state_dict(keep_vars=True)  # else the values of those that are not there would be asked for
+    """Return the facts that a model tells by itself, under names without wrappers' additions.
+
+    A shared parameter has its first name.
+    """
+    state = model.state_dict(keep_vars=True)  # True: values of absent parameters are not asked for
     saved = {plain_name(name): dtype_name(tensor.dtype) for name, tensor in state.items()}
     modules, facts = dict(model.named_modules()), {}
     for full_name, param in model.named_parameters():
@@ -143,6 +149,6 @@ def gather_facts(facts: Iterable[ParamFacts]) -> dict[str, ParamFacts]:
 
 
 def joined(*cells: str) -> str:
-    """Return all dtypes of these cells in one; where none is known, why."""
+    """Return all dtypes of these cells in one cell; if none is known, the reason."""
     known = {part for cell in cells if cell[0] not in NOWHERE + UNKNOWN for part in cell.split("/")}
     return "/".join(sorted(known)) or max(cells)

@@ -1,4 +1,4 @@
-"""Who holds the truth of a parameter, and what wrappers say of the dtypes on the way."""
+"""Holders of a parameter's truth, and the dtypes that wrappers tell of the way there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOOKS = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloa
 def innermost(optimizer: object) -> torch.optim.Optimizer:
     """Return the optimizer whose step updates, inside `ZeroRedundancyOptimizer`, accelerate's and others' wrappers.
 
-    Raises: TypeError for what is none.
+    Raises: TypeError for an object that is no optimizer.
     """
     inner = (getattr(optimizer, name, None) for name in _INSIDE)
     if (found := next((one for one in inner if isinstance(one, torch.optim.Optimizer)), None)) is not None:
@@ -35,7 +35,7 @@ def innermost(optimizer: object) -> torch.optim.Optimizer:
 
 
 def find_truths(optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParamFacts]) -> dict[Tensor, ParamFacts]:
-    """Return whose truth each tensor of the optimizer is: the parameter itself, or a copy that rounds to it."""
+    """Return the facts of each tensor that the optimizer updates, which is a parameter or a copy that rounds to it."""
     held = [param for group in innermost(optimizer).param_groups for param in group["params"]]
     truths: dict[Tensor, ParamFacts] = {param: facts[param] for param in held if param in facts}
     missing = {param: one for param, one in facts.items() if one.trains and param not in truths}
@@ -58,10 +58,11 @@ def find_truths(optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, P
 def fully_sharded(
     model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts]
 ) -> Iterator[tuple[nn.Module, list[tuple[ParamFacts, Any, Any]]]]:
-    """Yield each module that `fully_shard` was called on, with the parameters it gathers: what is known of each, where
-    its whole value comes to be (as `_unsharded_param`), and the policy.
+    """Yield each module that `fully_shard` was called on, with the parameters that it gathers.
+
+    Each parameter has its facts, the FSDP parameter (whose `_unsharded_param` gets the whole value), and the policy.
     """
-    if "torch.distributed.fsdp" not in sys.modules:  # to import it takes a second
+    if "torch.distributed.fsdp" not in sys.modules:  # the import takes a second
         return
     from torch.distributed.fsdp import FSDPModule
 
@@ -82,8 +83,10 @@ def is_compiled(module: nn.Module) -> bool:
 def wires_told(
     model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], reduced: Collection[torch.dtype]
 ) -> Iterator[None]:
-    """Note what DDP and FSDP2 say that they compute with and send; behind the step, what no wrapper has told: as seen,
-    where that can be one thing only. `reduced`: the dtypes that the ranks were seen to sum.
+    """Note the dtypes in which DDP and FSDP2 say that they compute and send.
+
+    After the step, a wire that no wrapper has told gets the dtype that was seen, if only one was. `reduced`: the dtypes
+    that the ranks were seen to sum.
     """
     for ddp in model.modules():
         if isinstance(ddp, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""What of the facts does harm, or may: each with how much, and what to do. The texts stand in warnings.toml."""
+"""Facts that do harm, or may: each with its amount and its remedy. The texts are in warnings.toml."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megamix.tools.audit.facts import DTYPES, HALVES, NOWHERE, ParamFacts
 
 _TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("warnings.toml").read_text())
 
-# Shares from which on something is said. Of FP32 masters some elements always stay: where an embedding's row had no
+# Shares above which a warning is given. Some elements of FP32 masters always stay: for an embedding's row without a
 # gradient, lr times weight decay may be less than 2^-24.
 MOST_LOST = 0.5
 MOST_ZEROED = 0.05
-MOST_STUCK = 0.25  # of a half moment's elements
-LEAST_HEADROOM = 2.0  # powers of two: what a loss that is four times larger takes
+MOST_STUCK = 0.25  # share of a half moment's elements
+LEAST_HEADROOM = 2.0  # powers of two: a loss that is four times larger takes as many
 MOST_MOVED = 0.1  # rms of an update over rms of its weight
-MOST_ERROR = 2.0**-4  # of a sum of n terms, n times the rounding of one
+MOST_ERROR = 2.0**-4  # error of a sum of n terms: n times the rounding of one
 
 
 @dataclass(frozen=True, slots=True)
 class AuditWarning:
-    """One thing that is wrong (`harms`), or that may be meant so."""
+    """One fact that is wrong (`harms`), or that may be meant so."""
 
     where: str
     what: str
@@ -46,8 +46,9 @@ def _warning(rule: str, where: str, more: str = "", **words: object) -> AuditWar
 def warnings_of(
     facts: Mapping[str, ParamFacts], rows: Sequence[ParamFacts], ranks: int, scaled: bool, skipped: bool
 ) -> list[AuditWarning]:
-    """Return what there is to say, what does harm first; of several rows the worst is told. `ranks`: that summed;
-    `scaled`: whether the loss is.
+    """Return all warnings, harmful ones first. Of several rows with one warning, the worst is named.
+
+    `ranks`: number of ranks that sum. `scaled`: whether the loss is.
     """
     rows = [row for row in rows if row.trains]
     trained = [facts[name] for row in rows for name in row.parameters]
@@ -72,7 +73,7 @@ def warnings_of(
 
 
 def _rules(row: ParamFacts, ranks: int, scaled: bool) -> Iterator[tuple[str, float]]:
-    """Yield what is wrong with a row, and how bad it is."""
+    """Yield the rules that a row breaks, and how badly."""
     if row.lost is not None and row.dtypes["master"] in HALVES:
         yield "no master", row.lost
     elif row.lost is not None and row.lost > MOST_LOST:
@@ -84,8 +85,8 @@ def _rules(row: ParamFacts, ranks: int, scaled: bool) -> Iterator[tuple[str, flo
     if row.dims > 1 and row.update_to_weight is not None and row.update_to_weight > MOST_MOVED:
         yield "large update", row.update_to_weight
     if half := [name for name, dtype in row.moments.items() if dtype in HALVES]:
-        # Where 1 - beta is less than a rounding it will stay: a second one with beta 0.999 in BF16 moves in its first
-        # steps and then no more; a first one with 0.9 goes on.
+        # A moment stays once 1 - beta is less than a rounding: a second moment with beta 0.999 in BF16 moves in its
+        # first steps and then no more. A first moment with beta 0.9 goes on.
         stays = any(1 - row.largest.get(f"beta {name}", 0.0) < _rounding(row.moments[name]) for name in half)
         lost = not row.counts.get("by_chance") and (stays or row.stuck > MOST_STUCK)
         yield "moments that stay" if lost else "half moments", row.stuck
@@ -103,7 +104,7 @@ def _rounding(dtype: str) -> float:
 
 
 def _odd_ones(facts: Sequence[ParamFacts]) -> Iterator[AuditWarning]:
-    """Name those that are kept otherwise than most of their kind, where others of their pattern are not."""
+    """Yield parameters that are kept otherwise than most of their kind, unless all of their pattern are."""
     columns = ("storage", "compute", "master", "moments")
     alike: defaultdict[tuple[str, str], list[tuple[str, tuple[str, ...]]]] = defaultdict(list)
     votes: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)

@@ -1,4 +1,4 @@
-"""The page: a row for each pattern of parameters whose numbers are kept alike, and what is wrong."""
+"""Page of an audit: a row for each pattern of parameters whose numbers are kept alike, and the warnings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megamix.tools.audit.judgement import AuditWarning, warnings_of
 
 WIDTH = 120
 _NUMBERS = ("lost", "zeroed", "zeroed_is_exact", "headroom", "update_to_weight", "lr")
-_TOLD = ("name", "dtypes", *_NUMBERS, "parameters", "moments", "direction")  # of a row, in JSON
+_TOLD = ("name", "dtypes", *_NUMBERS, "parameters", "moments", "direction")  # fields of a row in JSON
 _HEADS = ("store", "compute", "grad", "wire", "sum", "master", "moments", "saved", "lost", "zeroed", "room", "upd/w")
 _LEGEND = (
     "lost: share of the updates that leave the stored value as it was; zeroed: share of the gradient's elements that\n"
@@ -25,7 +25,7 @@ _TOO_EARLY = "audit: nothing is known, no step is over; read the report behind t
 
 
 def make_rows(facts: Collection[ParamFacts]) -> list[ParamFacts]:
-    """Return one for each pattern of parameters that are alike in every dtype, in the order of their first ones."""
+    """Return a row for each pattern of parameters that are alike in every dtype, in the order of their first ones."""
     groups: defaultdict[tuple[str, ...], list[ParamFacts]] = defaultdict(list)
     for one in facts:
         groups[one.pattern, one.kind, *one.dtypes.values(), *one.moments, *one.moments.values()].append(one)
@@ -52,7 +52,7 @@ def _cells(row: ParamFacts) -> list[str]:
 
 @dataclass(slots=True)
 class AuditReport:
-    """What `megamix.audit` found, once its block is left. `print(report)` shows the page."""
+    """Result of `megamix.audit`, filled once its block is left. `print(report)` shows the page."""
 
     rows: list[ParamFacts] = field(default_factory=list)
     warnings: list[AuditWarning] = field(default_factory=list)
@@ -62,14 +62,14 @@ class AuditReport:
     def harms(self) -> bool:
         """Return whether something was found that loses numbers, and not only what may be meant so.
 
-        Raises: RuntimeError within the block: what is not known yet is not harmless.
+        Raises: RuntimeError within the block, where nothing is known yet.
         """
         if not (self.rows or self.warnings):
             raise RuntimeError(_TOO_EARLY)
         return any(one.harms for one in self.warnings)
 
     def fill(self, facts: Mapping[str, ParamFacts], loss_scale: float | None, *, skipped: bool) -> None:
-        """Take what all ranks know of one step."""
+        """Take the facts of all ranks on one step."""
         self.rows, self.loss_scale = make_rows(facts.values()), None if loss_scale == 1 else loss_scale
         ranks, scaled = Topology.current().world.size, self.loss_scale is not None
         self.warnings = warnings_of(facts, self.rows, ranks, scaled, skipped)

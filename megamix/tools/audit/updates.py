@@ -1,4 +1,4 @@
-"""What one update changes of the truth, before and after, and what its dtype has lost of it."""
+"""Changes of the truth by one update, and what its dtype has lost of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megamix.mixed_precision.update_slice import MASTER
 from megamix.tools.audit.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
 from megamix.tools.audit.watch import Watch
 
-# The states whose next value moves a weight though the gradient is zero. Others only divide.
+# States whose next value moves a weight even if the gradient is zero. Other states only divide.
 _MOVES = ("exp_avg", "momentum_buffer", "velocity", "momentum")
 _TRAINED = 3  # updates after which no master is as it was loaded, whatever the warm-up began with
-_FEWEST = 64  # elements: fewer may all be round by chance
+_FEWEST = 64  # elements; fewer may all be round by chance
 
 
 class Update:
-    """Copies of a truth and its states, taken before an update. `updates`: made before it."""
+    """Copies of a truth and its states, taken before an update. `updates`: number of updates made before."""
 
     def __init__(
         self, facts: ParamFacts, truth: Tensor, states: Mapping[str, Tensor], updates: int, lr: float,
@@ -31,15 +31,17 @@ class Update:
     ):  # fmt: skip
         self.facts, self._truth, self._lr, self._decays = facts, truth, lr, decays
         self._before = truth.detach().clone()
-        # An FP32 state moves whenever it should; a copy of it would be memory for nothing.
+        # An FP32 state moves whenever it should, so no copy of it is needed.
         self._half_states = {name: state.clone() for name, state in states.items() if dtype_name(state.dtype) in HALVES}
         facts.note_largest(lr=lr, **dict(zip(("beta exp_avg", "beta exp_avg_sq"), betas, strict=False)))
         if truth.dtype == torch.float32 and updates >= _TRAINED and lr and truth.numel() >= _FEWEST:
             facts.count(round_masters=only_half_values(truth))
 
     def after(self, grad: Tensor, states: Mapping[str, Tensor], direction: Tensor | None = None) -> None:
-        """Count what has become of it. `grad`: as the update used it, up to a factor; `direction`: what moves the truth
-        in its place, and in that of a state.
+        """Count the changes since.
+
+        `grad`: as the update used it, up to a factor. `direction`: moves the truth in place of the gradient and the
+        states.
         """
         facts, before, truth = self.facts, self._before, self._truth.detach()
         moments = {name: state for name, state in states.items() if state.shape == truth.shape}
@@ -61,7 +63,7 @@ class Update:
 
 
 def only_half_values(values: Tensor) -> bool:
-    """Return whether an FP32 tensor has nothing that BF16, or FP16, would not hold, though it is not one number."""
+    """Return whether an FP32 tensor holds only values of BF16, or only of FP16, and is not one number throughout."""
     whole = any(torch.equal(values.to(half).float(), values) for half in (torch.bfloat16, torch.float16))
     return whole and bool((values != values.flatten()[0]).any())
 
@@ -70,8 +72,9 @@ def only_half_values(values: Tensor) -> bool:
 def optimizer_updates(
     optimizer: torch.optim.Optimizer, truths: Mapping[Tensor, ParamFacts], watch: Watch
 ) -> Iterator[None]:
-    """Count what a torch optimizer changes, between the hooks of its step. `truths`: by what it holds, whose truth that
-    is.
+    """Count the changes that a torch optimizer makes between the hooks of its step.
+
+    `truths`: maps each tensor that the optimizer holds to its parameter's facts.
     """
     under_way: dict[Tensor, Update] = {}
 
@@ -107,8 +110,10 @@ def optimizer_updates(
 
 
 def _states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the states of each parameter of a group that have its numbers, in its shape. Some Muons keep one tensor
-    for parameters of one shape, under the first of them or in the group: each has a row of it.
+    """Return the states of each parameter of a group that have its number of elements, in its shape.
+
+    Some Muons keep one tensor for parameters of one shape, under the first of them or in the group: each parameter has
+    a row of it.
     """
     params = group["params"]
     found: dict[Tensor, dict[str, Tensor]] = {param: {} for param in params}
@@ -125,7 +130,7 @@ def _states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[
 
 
 class _Used(StepObserver):
-    """Keeps what a step's update uses of each parameter."""
+    """Observer that keeps the values that a step's update uses of each parameter."""
 
     def __init__(self, facts: Mapping[str, ParamFacts]):
         self._facts = facts
@@ -135,7 +140,7 @@ class _Used(StepObserver):
     def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
         for piece in (one for one in bucket.pieces if one.numel):
             if what == GRADIENT:
-                self.gradients[piece.spec.name] = values[piece.elements].clone()  # a step may free its sums
+                self.gradients[piece.spec.name] = values[piece.elements].clone()  # a copy, for a step may free its sums
             elif not piece.spec.matrices:
                 continue
             elif what == DIRECTION:
@@ -146,9 +151,9 @@ class _Used(StepObserver):
 
 @contextmanager
 def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch: Watch) -> Iterator[None]:
-    """Count what one `step()` of an engine changes of what this rank owns.
+    """Count the changes that one `step()` of an engine makes to the elements that this rank owns.
 
-    Raises: RuntimeError if there were several, for the first one's sums are gone.
+    Raises: RuntimeError if there were several steps, for the first one's sums are gone.
     """
     applied, skipped = int(engine.applied_updates), int(engine.skipped_steps)
     watch.loss_scale = float(engine.loss_scale.loss_scale)
@@ -165,7 +170,7 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
         total = dtype_name(bucket.grad_sum.dtype)
         for one in (facts[name] for name in bucket.named_params):
             one.count(held=1)
-            one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # of the masters
+            one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # masters are saved
     used = _Used(facts)
     with engine.observe(used):
         yield

@@ -1,4 +1,4 @@
-"""What a step computes, sends and makes of each gradient: seen operation by operation, below autocast."""
+"""Dtypes and losses of one step's computation, traffic and gradients, seen operation by operation below autocast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megamix.tools.audit.facts import DTYPES, ESTIMATED, EXACT, ParamFacts, dtyp
 from megamix.tools.verify.core.tape import tensors_in
 
 _COPIES = {"_to_copy", "clone"}
-# What a parameter passes through without being computed with: views are told by torch.
+# Operations that a parameter passes through without being computed with. torch itself tells which are views.
 _NOT_COMPUTED = {
     "detach", "alias", "empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "copy_", "set_",
     "resize_", "_foreach_copy_", "record_stream", "split_with_sizes_copy", "cat", "isfinite", "equal",
@@ -30,31 +30,34 @@ _Weak: Any = StorageWeakRef  # torch has no types for it
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Notes, while it is entered, in which dtypes the parameters given to `follow` are computed with, what becomes of
-    their gradients, what ranks sum, and what a GradScaler finds. Every operation runs as it is; what is compiled runs
-    compiled, unseen.
+    """Watch over all operations while it is entered.
+
+    Every operation runs as it is; compiled code runs compiled, unseen. The watch notes in which dtypes the parameters
+    given to `follow` are computed with, what becomes of their gradients, which dtypes ranks sum, and what a GradScaler
+    finds.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # no types
         self.computed: defaultdict[str, set[torch.dtype]] = defaultdict(set)
-        self.reduced: set[torch.dtype] = set()  # of what ranks summed behind the forward
+        self.reduced: set[torch.dtype] = set()  # dtypes that ranks summed behind the forward
         self.loss_scale: float | None = None
         self.steps, self.overflowed = 0, False
-        self.inside_forward = False  # of the whole model
+        self.inside_forward = False  # forward of the whole model
         self.handles: list[RemovableHandle] = []
         self._followed: set[Tensor] = set()
         self._places: dict[int, tuple[_Weak, list[tuple[int, str]]]] = {}  # by storage: starts and names
-        # Of casts in backward: from which dtype, and how many elements became zero.
+        # Casts in backward: the dtype before, and how many elements became zero.
         self._sources: dict[int, tuple[_Weak, tuple[torch.dtype, Tensor | None]]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else torch would run eagerly what is compiled, and round otherwise
+        return True  # False would run compiled code eagerly, which rounds otherwise
 
     def follow(self, facts: ParamFacts, param: nn.Parameter) -> None:
-        """Watch for the use of this parameter, its views and its casts, and look at each gradient that backward makes
-        for it, before it is added to anything.
+        """Watch for uses of this parameter, its views and its casts, and look at each gradient that backward makes.
+
+        A gradient is seen before it is added to anything.
         """
         if param not in self._followed and param.requires_grad:
             self.handles.append(param.register_hook(lambda grad: self._look(facts, grad)))  # type: ignore[no-untyped-call]  # no types
@@ -67,13 +70,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
             handle.remove()
 
     def follow_gathered(self, gathered: Sequence[tuple[ParamFacts, Any, Any]], *_: object) -> None:
-        """Watch what FSDP2 has gathered in place of parameters, as `fully_sharded` yields them: a forward's hook."""
+        """Watch the tensors that FSDP2 has gathered in place of parameters, from a forward's hook.
+
+        `gathered`: as `fully_sharded` yields it.
+        """
         for facts, param, _policy in gathered:
             if hasattr(param, "_unsharded_param"):
                 self.follow(facts, param._unsharded_param)
 
     def _place(self, name: str, tensor: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # where it lies may be asked though its memory comes and goes
+        with torch._C.DisableTorchFunctionSubclass():  # asks for the place of a tensor whose memory comes and goes
             storage, place = tensor.untyped_storage(), (_start(tensor), name)
         starts = _alive(self._places, storage._cdata)
         if starts is None:
@@ -85,7 +91,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         room, _, name = func._schema.name.partition("::")
-        if name == _UNSCALE and (scale := 1 / float(args[2])) != 1:  # 1: of an optimizer that unscales by itself
+        if name == _UNSCALE and (scale := 1 / float(args[2])) != 1:  # 1: the optimizer unscales by itself
             self.loss_scale = scale
         out = func(*args, **(kwargs or {}))
         if name == _UNSCALE:
@@ -93,12 +99,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         elif room in _TRAFFIC:
             if "reduce" in name or "to_all" in name or "toall" in name:
                 floats = [one for one in tensors_in(args[:1]) if one.is_floating_point() and not self.inside_forward]
-                self.reduced.update(one.dtype for one in floats if one.numel() > 1)  # 1: a loss, or a norm
+                self.reduced.update(one.dtype for one in floats if one.numel() > 1)  # one number: a loss or a norm
         elif name in _COPIES and torch._C._current_graph_task_id() != -1:  # in backward
             storage = local(out).untyped_storage()
             self._sources[storage._cdata] = (_Weak(storage), (args[0].dtype, flushed(local(args[0]), out.dtype)))
         elif not func.is_view and name not in _NOT_COMPUTED and (self.inside_forward or torch.is_grad_enabled()):
-            for tensor in map(local, tensors_in(args)):  # else an update, or an average of the weights
+            for tensor in map(local, tensors_in(args)):  # otherwise an update, or an average of the weights
                 param = self._name_of(tensor)
                 if param is not None and name in _COPIES:
                     self._place(param, local(out))
@@ -117,7 +123,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         grad = local(grad)
         if grad.layout != torch.strided or not grad.numel():
             return
-        # Before the cast with which autocast's backward ends.
+        # Values from before the cast with which autocast's backward ends.
         made, lost = _alive(self._sources, grad.untyped_storage()._cdata) or (grad.dtype, None)
         kept = DTYPES.get(facts.dtypes["wire"]) or DTYPES.get(facts.dtypes["sum"]) or grad.dtype
         lost = flushed(grad, kept) if lost is None else lost
@@ -136,10 +142,10 @@ def flushed(values: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def zeros_among_subnormals(grad: Tensor, made: torch.dtype) -> int:
-    """Return how many elements look as if they had underflowed: zeros in rows and columns that are not all zero, where
-    the tensor reaches down to the subnormal numbers of the dtype it was made in. Others are zero for another reason,
-    such as a token that did not occur.
+    """Return how many elements look as if they had underflowed.
 
+    They are zeros in rows and columns that are not all zero, if the tensor has subnormal numbers of the dtype it was
+    made in. Other zeros have other reasons, such as a token that did not occur.
     Shapes: grad (rows, ...).
     """
     there = grad != 0
@@ -154,6 +160,6 @@ def _start(tensor: Tensor) -> int:
 
 
 def _alive(by_storage: Mapping[int, tuple[_Weak, T]], storage: int) -> T | None:
-    """Return what is known of a storage. While a weak reference lives its address is nobody else's."""
+    """Return the entry of a storage, or None. While a weak reference lives, no other storage has its address."""
     ref, known = by_storage.get(storage, (None, None))
     return None if ref is None or ref.expired() else known
