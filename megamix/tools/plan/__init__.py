@@ -1,1 +1,1 @@
-"""The memory of a job, counted before anything is launched, and compared with what it takes."""
+"""Memory of a job, counted before anything is launched, and compared with measured memory."""

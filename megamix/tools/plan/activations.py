@@ -1,8 +1,8 @@
-"""The memory of forward and backward beside parameters and gradients, counted without any: the model's own code runs
-on tensors that have a shape and a dtype and no memory.
+"""Memory of forward and backward beside parameters and gradients, counted without using any.
 
-No formula to fall behind the code: what an operation keeps, what recompute drops, and every tensor that lives in
-between is seen as it happens. Of each kind of block one and two are run, since all of a kind are alike.
+The model's own code runs on tensors that have a shape and a dtype and no memory. So no formula can fall behind the
+code: every tensor that an operation keeps, that recompute drops, or that lives in between is seen as it happens. One
+and two blocks of each kind are run, since all blocks of a kind are alike.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Machine = Literal["cpu", "gpu"]
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of a step's forward and backward on one rank, beside what it holds between steps."""
+    """Bytes of a step's forward and backward on one rank, beside the bytes that it holds between steps."""
 
-    blocks: int  # at the peak: what all blocks keep from forward to backward
-    others: int  # likewise the rest: embedding, norm, head and loss, and the batch
-    forward: int  # the most that lives at once until the loss is there
-    backward: int  # and after it, until backward has left the blocks
-    end: int  # and after that
-    moved: int  # of buffers that a forward writes
+    blocks: int  # bytes that all blocks keep from forward to backward, at the peak
+    others: int  # bytes kept by embedding, norm, head and loss, and the batch, at the peak
+    forward: int  # the most that lives at once until the loss is computed
+    backward: int  # the most from then until backward has left the blocks
+    end: int  # the most after that
+    moved: int  # bytes of buffers that a forward writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedWork:
-    """All that decides what forward and backward of a micro-batch take in one stage, or in the whole model."""
+    """Settings that decide the memory of a micro-batch's forward and backward, in one stage or in the whole model."""
 
     model: DecoderConfig
     batch: tuple[int, int]  # (B, T) of a micro-batch
@@ -56,22 +56,23 @@ class TracedWork:
     packed: bool = False
     tp_size: int = 1
     sequence_parallel: bool = False
-    in_halves: bool = False  # each backward, but the first stage's
+    in_halves: bool = False  # each backward is in halves, except the first stage's
 
     @property
     def hidden(self) -> tuple[int, int, int]:
-        """Return the shape of what passes between stages, in `dtype`, while activations are kept."""
+        """Return the shape of the tensor that passes between stages, in `dtype`, while activations are kept."""
         parts = self.tp_size if self.sequence_parallel else 1
         return self.batch[0], self.batch[1] // parts, self.model.hidden_size
 
     @property
     def batch_bytes(self) -> int:
-        """Return those of a micro-batch: tokens, targets and positions."""
+        """Return the bytes of a micro-batch: tokens, targets and positions."""
         return (2 + self.packed) * torch.int64.itemsize * math.prod(self.batch)
 
     def build(self, like: Sequence[int]) -> Decoder:
-        """Build a rank's part of a model of such layers' blocks with both ends, on the meta device; nothing needs to be
-        connected.
+        """Build a rank's part of a model with blocks like these layers' and with both ends, on the meta device.
+
+        It needs no connection to other ranks.
         """
         part = family_of(self.model).on_meta(self.model, like)
         take_blocks(part, self.tp_size)
@@ -83,20 +84,22 @@ class TracedWork:
 
 @dataclass(slots=True, kw_only=True)
 class StageMemory:
-    """Bytes of one micro-batch in one stage, beside parameters, flat gradients, its batch, and the buffers in which its
-    input and its gradient arrive. The most of each pass has in it what is kept for it.
+    """Bytes of one micro-batch in one stage.
+
+    They leave out parameters, flat gradients, the micro-batch, and the buffers in which the stage's input and its
+    gradient arrive. The maximum of each pass includes the bytes kept for that pass.
     """
 
     blocks: int = 0  # kept by the blocks from forward to backward
-    kept: int = 0  # by all, with the output
+    kept: int = 0  # kept by the whole stage, its output included
     forward: int = 0
     backward_blocks: int = 0
-    backward_end: int = 0  # the rest of it, when nothing of the blocks is kept any more
-    # Of a backward in two halves: the most of each, and what is kept between them.
+    backward_end: int = 0  # the rest of backward, after the blocks' activations are freed
+    # A backward in two halves: the maximum of each half, and the bytes kept between them.
     input: int = 0
     between: int = 0
     weight: int = 0
-    moved: int = 0  # of buffers that a forward writes
+    moved: int = 0  # bytes of buffers that a forward writes
 
     @property
     def backward(self) -> int:
@@ -104,16 +107,17 @@ class StageMemory:
 
 
 def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_last: bool = True) -> StageMemory:
-    """Trace one micro-batch in a stage of these blocks; one that is first and last is the whole model.
+    """Return the memory of one micro-batch in a stage of these blocks. A first and last stage is the whole model.
 
-    On a CPU compiled blocks are counted as if they were not: an upper bound, unless halves are computed wide, of which
-    a compiled block keeps FP32 copies. So are blocks of a kind that end before those of another begin.
+    On a CPU, compiled blocks are counted as if they were not compiled. That is an upper bound, unless halves are
+    computed wide: a compiled block keeps FP32 copies of those. Blocks of a kind that end before those of another kind
+    begin are counted with an upper bound, too.
     """
     alike = family_of(work.model).alike(work.model)
     counts = Counter(alike[layer] for layer in reversed(layers))
-    kinds = [*reversed(counts)]  # in the order of the last block of each
+    kinds = [*reversed(counts)]  # in the order of each kind's last block
     one = _trace(work, tuple(kinds), is_first, is_last)
-    # What a second block of a kind adds in front of all others, each further one does at most.
+    # The bytes that a second block of a kind adds in front of all others bound those of each further block.
     twice = {kind: _trace(work, (kind, *kinds), is_first, is_last) for kind in kinds}
     found = dataclasses.replace(one)
     for kind, count in counts.items():
@@ -124,15 +128,15 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
     return found
 
 
-@cache  # most of the time of a plan; advice plans the same work for many ranks
+@cache  # tracing takes most of a plan's time, and advice plans the same work for many ranks
 def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: bool) -> StageMemory:
     found = StageMemory()
     with without_memory(on_gpu=work.machine == "gpu") as device, few_slices():
-        model = work.build((*like[: not is_first], *like, *like[: not is_last]))  # the ends are those of other blocks
+        model = work.build((*like[: not is_first], *like, *like[: not is_last]))  # missing ends get blocks of their own
         place(model, work.dtype, device)
         kernels = CompiledGpuShapes() if work.model.compile else GpuShapes()
         for module in model.modules() if work.machine == "gpu" else ():
-            # Not where a divided layer has operations of its own (parallel/tensor_parallel.py): no kernel fuses those.
+            # A divided layer has operations of its own (parallel/tensor_parallel.py), which no kernel fuses.
             if type(getattr(module, "ops", None)) is Ops:
                 module.ops = kernels  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
         stage = Stage(model, range(not is_first, len(like) + (not is_first)))
@@ -141,11 +145,12 @@ def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: boo
         x = targets.clone() if is_first else x.requires_grad_()
         with LiveStorage(counts_meta=True) as tracker:
             for tensor in (*model.parameters(), *model.buffers(), targets, x, came_back):
-                tensor.detach()  # counted as soon as touched
+                tensor.detach()  # a tensor is counted once it is touched
             meter = Meter(tracker)
             grads = None if is_last else [came_back]
-            halves = work.in_halves and not is_first  # the first stage's second half is all of it
-            # Most batches have few documents. On a CPU each is computed alone, in less memory than without packing.
+            halves = work.in_halves and not is_first  # the first stage's second half is its whole backward
+            # Most batches have few documents. On a CPU each document is computed alone, in less memory than without
+            # packing.
             packed = (torch.zeros_like(targets), 1) if work.packed and work.machine == "gpu" else ()
             run = partial(stage, x, targets, *packed)
             if halves:
@@ -170,26 +175,27 @@ def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: boo
 
 
 class Meter:
-    """Reads a tracker from where it stood."""
+    """Reader of a tracker's bytes above those of its start."""
 
     def __init__(self, tracker: LiveStorage):
         self._tracker, self._base = tracker, tracker.live_bytes
         self.peak()
 
     def live(self) -> int:
-        """Bytes."""
+        """Return the bytes that live now."""
         return self._tracker.live_bytes - self._base
 
     def peak(self) -> int:
-        """Return the most bytes since it was asked for last."""
+        """Return the most bytes since the last call."""
         highest, self._tracker.peak_bytes = self._tracker.peak_bytes, self._tracker.live_bytes
         return highest - self._base
 
 
 def watch_backward(part: nn.Module, first_block: nn.Module, blocks_are_done: Callable[[], None]) -> Callable[[], None]:
-    """Hear when a backward has left the blocks, and drop gradients, as the engine does once they are in its buffers.
+    """Call `blocks_are_done` once a backward has left the blocks, and drop gradients, as the engine does.
 
-    Returns what ends the watching; call it when the forward is done.
+    The engine drops them once they are in its buffers. Returns a function that ends the watching, to be called after
+    the forward.
     """
 
     def watch(block: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -206,7 +212,7 @@ def watch_backward(part: nn.Module, first_block: nn.Module, blocks_are_done: Cal
 def _trace_halves(
     stage: Stage, run: Callable[[], Tensor], x: Tensor, grads: list[Tensor] | None, meter: Meter, found: StageMemory
 ) -> None:
-    """A backward in halves, by what torch's stages call."""
+    """Trace a backward in halves, by the functions that torch's stages call."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     out = run()
@@ -214,7 +220,7 @@ def _trace_halves(
     passed, groups = stage_backward_input([out], grads, [x], stage.parameters())
     found.input = meter.peak()
     del passed
-    x.grad = None  # counted with what is sent
+    x.grad = None  # the gradient is counted with the transfers
     found.between = meter.live()
     stage_backward_weight(stage.parameters(), groups)
     found.weight = meter.peak()
@@ -228,7 +234,7 @@ def place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     for module in part.modules():
         for name, param in module._parameters.items():
             if param is not None and param not in placed:
-                # Tensors made here and not moved here: nn.Module.to() cannot swap those that a tracker refers to.
+                # The tensors are made here: nn.Module.to() cannot swap tensors to which a tracker refers.
                 placed[param] = nn.Parameter(torch.empty(param.shape, dtype=dtype, device=device), param.requires_grad)
             module._parameters[name] = None if param is None else placed[param]
         for name, buffer in module._buffers.items():

@@ -1,4 +1,4 @@
-"""What to change where a job does not fit, each change with the peak that it leads to."""
+"""Changes for a job that does not fit, each with the peak that it leads to."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megamix.mixed_precision.settings import Shard
 from megamix.tools.plan.limits import MOST_RANKS
 from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
 
-MOST_TP = 8  # more would cross machines of 8 GPUs in every layer
+MOST_TP = 8  # ranks; more would cross machines of 8 GPUs in every layer
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change, in the words of the configuration, and what becomes of the peak."""
+    """Change in the words of the configuration, and the peak that follows."""
 
     change: str
     peak: int  # bytes
 
 
 def by_shard(config: Config, plan: MemoryPlan) -> Iterator[tuple[Shard, int | str]]:
-    """Yield the peak with each `parallelism.shard`, in bytes, or why it cannot be."""
+    """Yield the peak with each `parallelism.shard`, in bytes, or why the job cannot have it."""
     for shard in get_args(Shard):
         changed = _with(config, "parallelism", dp_size=plan.dp_size, shard=shard)
         problems = check_config(changed)
@@ -32,8 +32,9 @@ def by_shard(config: Config, plan: MemoryPlan) -> Iterator[tuple[Shard, int | st
 
 
 def advise(config: Config, plan: MemoryPlan, memory: int) -> list[Advice]:
-    """Return the smallest change of each kind that fits, or the largest where none does: `shard` first, which changes
-    no bit; then the others, the smallest peak last.
+    """Return the smallest change of each kind that fits, or the largest if none fits.
+
+    `shard` comes first, for it changes no bit. The others follow, the smallest peak last.
     """
     config = _with(config, "parallelism", dp_size=plan.dp_size)
     shards = _least(_shards(config), plan, memory)
@@ -45,7 +46,7 @@ Changes = Iterator[tuple[str, Config]]
 
 
 def _least(changes: Changes, plan: MemoryPlan, memory: int) -> list[Advice]:
-    """The first of them that fits, or the one with the smallest peak, if that is smaller than the plan's."""
+    """Return the first change that fits, or the one with the smallest peak, if that is smaller than the plan's."""
     best: list[Advice] = []
     for words, changed in changes:
         if not _can_be(changed, changed.parallelism.dp_size or 1):
@@ -111,7 +112,7 @@ def _ranks(config: Config) -> Changes:
 
 
 def _meshes(config: Config, sizes: list[tuple[int, int]]) -> Changes:
-    """Yield the same ranks, with these for `tp_size` and `pp_size`."""
+    """Yield the same ranks, with these sizes for `tp_size` and `pp_size`."""
     before = config.parallelism
     world = (before.dp_size or 1) * before.tp_size * before.pp_size
     for tp_size, pp_size in sizes:

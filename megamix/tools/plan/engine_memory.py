@@ -1,4 +1,4 @@
-"""Bytes that an engine holds and that each stage needs on top, added up from its buckets: before there is any.
+"""Bytes that an engine holds and that each stage needs on top, added up from its buckets before any engine exists.
 
 The numbers are those of the stages' own buffers. A few scalars (counters, loss scale, learning rate of the step) are
 left out.
@@ -22,27 +22,31 @@ FP32 = torch.float32.itemsize
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Bytes of what comes and goes, while backward fills one bucket."""
+    """Bytes of temporary buffers while backward fills one bucket."""
 
     bucket: BucketPlan
-    params: int  # half: the root's, those of the unit that computes, and of the next one that backward comes to
-    grads: int  # from the first one of a bucket to its sum: the bucket before this one travels meanwhile
-    waiting: int  # small gradients, until this bucket is complete
-    sums: int  # with the scratch in which parts of these arrive
+    params: int  # half parameters of the root, of the unit that computes, and of the next unit in backward
+    grads: int  # from a bucket's first gradient to its sum; the bucket before this one travels meanwhile
+    waiting: int  # small gradients until this bucket is complete
+    sums: int  # sums, with the scratch in which other ranks' parts arrive
 
 
 class EngineMemory:
-    """Counts the bytes of one rank, the one with the most pieces: all ranks hold the same, but for the tables and for
-    states that not all parameters have.
+    """Bytes of one rank, the one with the most pieces.
+
+    All ranks hold the same, but for the tables and for states that not all parameters have.
     """
 
     def __init__(
         self, buckets: Sequence[BucketBytes], precision: Precision, groups: Sequence[UpdateGroup],
         grad_accum_steps: int, *, num_updates: int, on_gpu: bool, compiled: bool,
     ):  # fmt: skip
-        """`num_updates`: entries of the learning rate's table; `compiled`: the update is."""
+        """Prepare the count.
+
+        `num_updates`: entries of the learning rate's table. `compiled`: whether the update is compiled.
+        """
         self.buckets = buckets
-        self.passing = [bucket.passing() for bucket in buckets]  # what comes and goes of each
+        self.passing = [bucket.passing() for bucket in buckets]  # temporary buffers of each bucket
         self.largest_shard = max(bucket.plan.shard_numel for bucket in buckets)  # elements
         self.on_gpu = on_gpu
         self.compiled = compiled
@@ -50,13 +54,13 @@ class EngineMemory:
         self._groups = groups
         self._num_updates = num_updates
         self._owner_adds = buckets[0].total > 0
-        self._grads_stay = grad_accum_steps > 1 and not self._owner_adds  # until the last micro-batch; else their sums
+        self._grads_stay = grad_accum_steps > 1 and not self._owner_adds  # until the last micro-batch; else sums stay
         self._sum_dtype = precision.sum_dtype(max(bucket.plan.num_shards for bucket in buckets))
 
-    # Between steps.
+    # Memory between steps.
 
     def held(self) -> dict[str, int]:
-        """Return them by category."""
+        """Return the bytes held between steps, by category."""
         storage = self.buckets[0].storage
         return {
             "half parameters": 0 if storage.params_pass else sum(bucket.params for bucket in self.buckets),
@@ -67,14 +71,14 @@ class EngineMemory:
         }
 
     def tables(self) -> int:
-        """Return those of borders and places of the pieces, and of learning rates."""
+        """Return the bytes of the tables of the pieces' borders and places, and of learning rates."""
         pieces = most_pieces([bucket.plan for bucket in self.buckets])
         return torch.int64.itemsize * (pieces + len(self.buckets)) + FP32 * (pieces + self._num_updates)
 
-    # Memory that comes and goes.
+    # Temporary memory.
 
     def fillings(self) -> list[Filling]:
-        """Return it for each bucket, in the order in which backward fills them."""
+        """Return the temporary bytes of each bucket, in the order in which backward fills the buckets."""
         units = {0: 0}
         for bucket in self.passing:
             units[bucket.plan.unit] = units.get(bucket.plan.unit, 0) + bucket.params
@@ -95,20 +99,22 @@ class EngineMemory:
         return found
 
     def accumulated(self) -> int:
-        """Return what micro-batches before the last one leave: gradients, or their sums and scratch."""
+        """Return the bytes that earlier micro-batches leave for the last one: gradients, or their sums and scratch."""
         if self._owner_adds:
             return sum(bucket.total for bucket in self.passing) + self._scratch(self.buckets)
         return sum(bucket.grads for bucket in self.passing) if self._grads_stay else 0
 
     def sums(self) -> int:
-        """Return those of sums, and scratch: there until a step ends."""
+        """Return the bytes of sums and scratch, which last until a step ends."""
         return self._scratch(self.buckets) + sum(bucket.total or bucket.rank_sum for bucket in self.passing)
 
-    # Memory of a stage, beside that.
+    # Memory of a stage, beside the above.
 
     def building(self) -> int:
-        """Return the most while the engine is built, beside what it has by then: a trial run of the compiled update, or
-        of the largest bucket its weights, as they come with the casts of a rank's own, or its gradients.
+        """Return the maximum while the engine is built, beside the bytes that it holds by then.
+
+        It is that of a trial run of the compiled update, of the largest bucket's weights with the casts of a rank's own
+        masters, or of its gradients.
         """
         half = self._precision.dtype.itemsize
         grad = FP32 if self._owner_adds else self._sum_dtype.itemsize
@@ -119,13 +125,14 @@ class EngineMemory:
         return max(trial, weights + casts, *(bucket.grads for bucket in self.passing))
 
     def reduce(self) -> int:
-        """Return those of a sum in FP32 that is rounded."""
+        """Return the bytes of an FP32 sum that is rounded."""
         is_rounded = self._scratch(self.buckets) and self._sum_dtype != torch.float32
         return FP32 * min(tuned.SUM_PIECE, self.largest_shard) if is_rounded else 0
 
     def statistics(self) -> int:
-        """Return the most while the last bucket's sum ends, and while sums are read or, where half parameters come and
-        go, these are compared with the masters.
+        """Return the maximum while the last bucket's sum ends, and while sums are read.
+
+        With temporary half parameters it includes their comparison with the masters.
         """
         last = self.passing[-1]
         of_root = [bucket for bucket in self.passing if bucket.plan.unit == 0]
@@ -141,29 +148,31 @@ class EngineMemory:
         return self.sums() + rows + max(landing, compared, *(self._squares(bucket.plan) for bucket in self.buckets))
 
     def update(self) -> int:
-        """Return those of an update that is not compiled: of a piece its gradient and its half states, in FP32."""
+        """Return the bytes of an update that is not compiled: FP32 copies of one piece's gradient and half states."""
         if self.compiled:
             return 0
         halves = [sum(dtype != torch.float32 for _, dtype in group.states) for group in self._groups]
         return (1 + max(halves)) * FP32 * tuned.piece(tuned.UPDATE_PIECE, self.largest_shard, on_gpu=self.on_gpu)
 
-    # Parts of these.
+    # Parts of the above.
 
     def _waiting(self, bucket: BucketPlan) -> int:
         numels = [slot.spec.numel for slot in bucket.slots]
         return self._precision.dtype.itemsize * sum(numel for numel in numels if numel < tuned.SMALL_GRAD)
 
     def _compared(self, shard_numel: int) -> int:
-        """Return those of a comparison of half parameters and masters, in a few steps: of a piece the masters' casts,
-        and two bytes an element for the bits that differ.
+        """Return the bytes of a comparison of half parameters and masters, piece by piece.
+
+        A piece takes the masters' casts, and two bytes per element for the bits that differ.
         """
         half = self._precision.dtype.itemsize
         piece = min(tuned.HASH_PIECE_GPU if self.on_gpu else tuned.HASH_PIECE, shard_numel)
         return piece * (2 + (half if half < FP32 else 0))
 
     def _scratch(self, buckets: Sequence[BucketBytes]) -> int:
-        """Return those in which parts of sums arrive: as much as the largest bucket of each set of owners that
-        exchanges anything.
+        """Return the bytes of the scratch in which parts of sums arrive.
+
+        Each set of owners that exchanges anything takes as much as its largest bucket.
         """
         if self.on_gpu and self._sum_dtype == self._precision.own_grad_dtype:
             return 0
@@ -174,15 +183,16 @@ class EngineMemory:
         return (2 if self.on_gpu else 1) * sum(largest.values())
 
     def _squares(self, bucket: BucketPlan) -> int:
-        """Return those of statistics that are not compiled: of a piece its FP32 copy, which becomes its squares."""
+        """Return the bytes of statistics that are not compiled: one piece's FP32 copy, which becomes its squares."""
         if self.compiled:
             return 0
         return FP32 * tuned.piece(tuned.STATS_PIECE, bucket.shard_numel, on_gpu=self.on_gpu)
 
 
 def most_pieces(buckets: Sequence[BucketPlan]) -> int:
-    """Return how many parts of parameters the rank with the most of them owns: all that differs between the memory of
-    ranks with equal layouts.
+    """Return how many parts of parameters the rank with the most parts owns.
+
+    Ranks with equal layouts differ in nothing else of their memory.
     """
     counts = [0] * max(bucket.num_shards for bucket in buckets)
     for bucket in buckets:

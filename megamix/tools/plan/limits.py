@@ -1,4 +1,4 @@
-"""Limits that flags give: `--memory` in bytes, and the most ranks that are planned."""
+"""Limits from flags: `--memory` in bytes, and the most ranks that are planned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_RANKS = 16384
 
 
 def bytes_of(memory: str, problems: list[str]) -> int | None:
-    """Return a size, as "80GiB", in bytes; None for no size, which is added to `problems`."""
+    """Return a size such as "80GiB" in bytes; None for a text that is no size, with a line added to `problems`."""
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) *([kMGT]i?)B?", memory)
     if match is not None:
         return int(float(match[1]) * UNITS[match[2]])
@@ -20,9 +20,9 @@ def bytes_of(memory: str, problems: list[str]) -> int | None:
 
 
 def memory_of_check(memory: str, *, checks: bool) -> int:
-    """Return what `train --check --memory` lets a rank hold, in bytes. `checks`: whether --check is there.
+    """Return the bytes that `train --check --memory` lets a rank hold. `checks`: whether --check was given.
 
-    Raises: ConfigError for no size, or without --check.
+    Raises: ConfigError for a text that is no size, or without --check.
     """
     problems = list[str]()
     limit = bytes_of(memory, problems)

@@ -1,4 +1,4 @@
-"""What the update of whole matrices takes beside what is held, and what of them travels, counted without ranks."""
+"""Memory and traffic of the update of whole matrices, beside the bytes held, counted without ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.tools.plan.engine_memory import FP32, EngineMemory
 from megamix.tools.plan.stand_ins import without_memory
 
-_OF_EQUATION = 3  # FP32 tensors at the most while Muon's runs on torch's own kernels
+_OF_EQUATION = 3  # FP32 tensors, at the most, of Muon's equation on torch's own kernels
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
-    """How matrices reach the ranks that compute with them, and the most bytes of their update on any rank."""
+    """Ways by which matrices reach the ranks that compute with them, and the largest update of any rank in bytes."""
 
     update: int
-    count: int  # of this stage
-    travelling: int  # of these, all or in part
-    sent: float  # bytes an element of a matrix that go to another rank in a step, there and back
-    of_each: int  # bytes that a rank sends of them in a step, in the mean
-    padding: float  # of all parameters, a share
-    whole_from: int | None  # bucket_size with which each would be whole in one rank's shard, if not too large
+    count: int  # matrices of this stage
+    travelling: int  # matrices that are sent, whole or in part
+    sent: float  # bytes per element of a matrix sent to other ranks in a step, there and back
+    of_each: int  # bytes of matrices that a rank sends in a step, on average
+    padding: float  # padding, as a share of all parameters
+    whole_from: int | None  # bucket_size with which each matrix is whole in one rank's shard, if not too large
 
     def __str__(self) -> str:
         if not self.travelling:
@@ -48,7 +48,7 @@ def plan_matrices(
     layout: FlatLayout, specs: Sequence[ParamSpec], axis_sizes: Sequence[int], optimizer: Muon, topology: Topology,
     engine: EngineMemory,
 ) -> MatrixPlan:  # fmt: skip
-    """Count for a rank of this stage. `specs` and `axis_sizes`: what the layout was built for."""
+    """Return the plan of this stage's matrices. `specs` and `axis_sizes`: those that the layout was built for."""
     blocks = [Place(dp, tp) for dp in range(topology.dp.size) for tp in range(topology.tp.size)]
     found = list[BucketMatrices]()
     for axis, numbers in buckets_with_matrices(layout).items():
@@ -62,7 +62,7 @@ def plan_matrices(
     most = engine.update() + max(bucket.params for bucket in engine.passing)
     for rank in range(max((len(homes.parts) for homes in found), default=0)):
         updates = [_update_of(bucket, homes, rank, optimizer, engine) for bucket, homes in of_buckets]
-        most = max(most, _most_under_way(updates[::-1]))  # about the order in which forward needs them
+        most = max(most, _most_under_way(updates[::-1]))  # about the order in which forward needs the buckets
     travelling = sum(len({part.matrix for part in homes.sent}) for homes in found)
     return MatrixPlan(
         most, len(numels), travelling, moved / max(sum(numels), 1), moved // len(blocks),
@@ -71,11 +71,11 @@ def plan_matrices(
 
 
 def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | None:
-    """Return a bucket_size that gives each matrix to one rank, with at least four buckets; None: none is known."""
+    """Return a bucket_size that gives each matrix to one rank, with at least four buckets; None if none is known."""
     size = axis_sizes[0] * max(spec.numel for spec in specs if spec.matrices)
     buckets = build_layout(specs, axis_sizes, size).buckets
     placed = [(slot, bucket.shard_numel) for bucket in buckets for slot in bucket.slots if slot.spec.matrices]
-    is_divided = any(slot.spec.shape != slot.spec.full_shape for slot, _ in placed)  # by other ranks than its owners
+    is_divided = any(slot.spec.shape != slot.spec.full_shape for slot, _ in placed)  # by ranks other than its owners
     is_across = any(slot.start // shard != (slot.end - 1) // shard for slot, shard in placed)
     return None if is_divided or is_across or 4 * size > sum(spec.numel for spec in specs) else size
 
@@ -84,9 +84,9 @@ def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | 
 class _Update:
     """Bytes of one bucket's update."""
 
-    stages: deque[int]  # the most in each that has not begun
-    between: int = 0  # what one leaves for the next
-    left: int = 0  # of that, now
+    stages: deque[int]  # maximum of each stage that has not begun
+    between: int = 0  # bytes that one stage leaves for the next
+    left: int = 0  # bytes that are left now
 
 
 def _update_of(
@@ -109,14 +109,14 @@ def _update_of(
     direction = FP32 * shard + max(of_span, sent + FP32 * max(pieces, default=0) * (size < FP32))
     if not homes.sent:
         return _Update(deque([max(momentum, sent + turn, direction)]))
-    both = sent + arrived  # until an exchange has ended
+    both = sent + arrived  # both live until an exchange has ended
     stages = deque([max(momentum, both), max(both, arrived + turn), max(both, direction)])
     return _Update(stages, both)
 
 
 @cache
 def _turn(count: int, rows: int, columns: int, dtype: torch.dtype, on_gpu: bool) -> int:
-    """Trace the bytes while matrices of one shape are made orthogonal."""
+    """Return the peak bytes while matrices of one shape are made orthogonal."""
     with without_memory(on_gpu=on_gpu) as device, LiveStorage(counts_meta=True) as tracker:
         matrices = torch.empty(count, rows, columns, dtype=dtype, device=device)
         orthogonalised(matrices if count > 1 else matrices[0], Muon(lr=0.0, ns_dtype=dtype))
@@ -125,9 +125,9 @@ def _turn(count: int, rows: int, columns: int, dtype: torch.dtype, on_gpu: bool)
 
 
 def _most_under_way(updates: Sequence[_Update]) -> int:
-    """Return the most bytes where each bucket's next stage begins with the next bucket, the newest one first."""
+    """Return the peak bytes if each bucket's next stage begins with the next bucket, the newest bucket first."""
     most, under_way = 0, deque[_Update]()
-    for newest in (*updates, None, None):  # the last one has two more stages
+    for newest in (*updates, None, None):  # the last bucket has two more stages
         if newest is not None:
             under_way.append(newest)
         for update in reversed(under_way):

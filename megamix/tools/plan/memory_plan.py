@@ -1,4 +1,4 @@
-"""The memory that a rank of a job will need, before anything is launched: what it holds, and the most of each phase."""
+"""Memory that a rank of a job will need, before anything is launched: bytes held, and the peak of each phase."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from megamix.tools.plan.engine_memory import FP32, EngineMemory
 from megamix.tools.plan.matrix_memory import MatrixPlan, plan_matrices
 from megamix.tools.plan.pipeline_memory import PipelineRank
 
-# Batches that the loader has ready, and the one being read (data/loader.py).
+# Batches that the loader has ready, and the one that it reads (data/loader.py).
 LOADED_BATCHES = 5
-PIPELINE, EVALUATION = LATER = ("buffers of the pipeline", "buffers of an evaluation")  # not there when a job is built
+PIPELINE, EVALUATION = LATER = ("buffers of the pipeline", "buffers of an evaluation")  # absent when a job is built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes of the rank that needs the most: of its device, and of its host beside it.
 
-    Ranks of one pipeline stage hold alike, but for some bytes of tables; those of the one with the most are planned.
-    Peaks are of tensors. What libraries take for themselves (a GPU's context, cuBLAS, NCCL; the interpreter) and
-    what an allocator cannot use come on top.
+    Ranks of one pipeline stage hold the same, but for some bytes of tables; the rank with the most is planned. Peaks
+    are of tensors. Memory that libraries take for themselves (a GPU's context, cuBLAS, NCCL; the interpreter) and
+    memory that an allocator cannot use come on top.
     """
 
     machine: Machine
     dp_size: int
     tp_size: int
     pp_size: int
-    pp_rank: int  # the one that needs the most
+    pp_rank: int  # pipeline rank that needs the most
     micro_batch_size: int
     grad_accum_steps: int
     parameters: int  # elements that this rank trains, without padding
     buckets: int
-    matrices: MatrixPlan | None  # where the optimizer takes any whole
-    held: dict[str, int]  # from the first step on, by category
-    in_step: dict[str, int]  # what the peak of forward and backward has beside that, by category
-    phases: dict[str, int]  # the most that lives at once in each, what is held included
+    matrices: MatrixPlan | None  # None if the optimizer takes no matrix whole
+    held: dict[str, int]  # bytes held from the first step on, by category
+    in_step: dict[str, int]  # bytes beside those at the peak of forward and backward, by category
+    phases: dict[str, int]  # peak bytes of each phase, held bytes included
     host: dict[str, int]
 
     @property
@@ -70,7 +70,7 @@ class MemoryPlan:
 
 
 def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
-    """Plan the job that `config` describes on `dp_size` ranks for each part of the model.
+    """Return the plan of the job that `config` describes, on `dp_size` ranks for each part of the model.
 
     Raises: ValueError if the global batch does not divide.
     """
@@ -82,7 +82,7 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
 def plan_rank(
     config: Config, dp_size: int, pp_rank: int, machine: Machine, stages: list[StagePlan] | None = None
 ) -> MemoryPlan:
-    """Plan this one of a pipeline's ranks; see `plan_memory`. `stages`: of all ranks, where they are known."""
+    """Return the plan of one of a pipeline's ranks; see `plan_memory`. `stages`: of all ranks, if they are known."""
     section = config.parallelism
     stages = plan_pipeline(config) if stages is None else stages
     part = _plan_part(config, dp_size, pp_rank * dp_size * section.tp_size, machine, stages)
@@ -112,15 +112,16 @@ def plan_rank(
 
 
 def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tuple[dict[str, int], dict[str, int]]:
-    """Return `held` and `host` of one rank of any mesh, before an evaluation; forward and backward are not looked at.
-    Nothing is asked of other ranks: one alone may call it while they train.
+    """Return `held` and `host` of one rank of any mesh, before an evaluation; forward and backward are left out.
+
+    It asks nothing of other ranks: one rank alone may call it while the others train.
     """
     part = _plan_part(config, dp_size, rank, machine, plan_pipeline(config), own_states=True)
     return part.held, _host(config, part)
 
 
 class _RankPart(NamedTuple):
-    """A rank's part of the model, and the engine that will train it."""
+    """Part of the model on one rank, and the engine that will train it."""
 
     engine: EngineMemory
     matrices: MatrixPlan | None
@@ -187,11 +188,11 @@ def _activations(part: _RankPart) -> Activations:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Bytes at the most of forward, of backward through the blocks, or of the rest of it."""
+    """Peak bytes of forward, of backward through the blocks, or of the rest of backward."""
 
-    blocks: int  # what they keep for backward
+    blocks: int  # bytes that blocks keep for backward
     work: int  # other activations
-    params: int  # halves that come and go
+    params: int  # temporary half parameters
     grads: int
 
     def all(self) -> int:
@@ -207,11 +208,12 @@ def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
     for filling, own in zip(fillings, blocks, strict=True):
         grads = max(accumulated, filling.grads + filling.waiting + filling.sums)
         behind.append(_Pass(0, activations.end, filling.params, grads))
-        # What the blocks kept behind its first one is gone by now. A pipeline has other micro-batches' meanwhile.
+        # Blocks behind the bucket's first block have freed their activations. A pipeline keeps those of other
+        # micro-batches.
         gone = min(map(order.index, own)) / len(order) if own and part.pipeline is None else 0
         kept = int((1 - gone) * activations.blocks)
         backward.append(_Pass(kept, activations.backward - activations.blocks, filling.params, grads))
-    two_units = max(filling.params for filling in fillings)  # have memory in forward, too
+    two_units = max(filling.params for filling in fillings)  # bytes of two units, which forward needs, too
     return {
         "forward": _Pass(activations.blocks, activations.forward - activations.blocks, two_units, accumulated),
         "backward": max(backward[:end], key=_Pass.all),
@@ -220,7 +222,7 @@ def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
 
 
 def _blocks(bucket: BucketPlan) -> list[str]:
-    """Return the numbers of the blocks of which it has parameters."""
+    """Return the numbers of the blocks whose parameters the bucket holds."""
     names = [slot.spec.name.split(".") for slot in bucket.slots]
     return [name[1] for name in names if name[0] == "blocks"]
 
@@ -252,7 +254,7 @@ def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
 
 
 def _host(config: Config, part: _RankPart) -> dict[str, int]:
-    """Beside the device; where that is a CPU, in the same memory."""
+    """Return bytes beside the device's; if the device is a CPU, they are in the same memory."""
     saves = config.checkpoint.async_save and 0 < config.checkpoint.save_interval < config.training.steps
     states = part.held["FP32 masters"] + part.held["optimizer states"]
     snapshot = sum(pinned_sizes(states)) if part.work.machine == "gpu" else states
@@ -264,29 +266,29 @@ def _host(config: Config, part: _RankPart) -> dict[str, int]:
 
 
 def amount(size: int) -> str:
-    """Return the bytes in the unit that leaves them readable."""
+    """Return a number of bytes in the unit that leaves it readable."""
     return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"
 
 
-TOLERANCE = 0.10  # from here on the log line warns
+TOLERANCE = 0.10  # share from which on the log line warns
 
 
 def memory_line(config: Config, engine: ShardedEngine) -> str:
     """Return a line for the log, between two steps: planned beside measured memory.
 
-    On a GPU the peak so far is compared, as its allocator counts it. torch keeps no such count for a CPU: there all
-    tensors that the interpreter knows are counted, and compared with what was planned to be held between steps.
+    On a GPU the peak so far is compared, as its allocator counts it. torch keeps no such count for a CPU. There all
+    tensors that the interpreter knows are counted, and compared with the bytes planned to be held between steps.
     """
     topology, on_gpu, spare = engine.topology, engine.device.type == "cuda", 0
     if on_gpu:
         plan = plan_rank(config, topology.dp.size, topology.pp.rank, "gpu")
-        planned = plan.peak - plan.held.get(EVALUATION, 0)  # none has been yet
+        planned = plan.peak - plan.held.get(EVALUATION, 0)  # no evaluation has been yet
         what, measured = f"peak ({plan.peak_phase})", torch.cuda.max_memory_allocated()
     else:
         held, host = held_memory(config, topology.dp.size, topology.world.rank, "cpu")
         what, planned = "held between steps", sum(held.values())
         measured = _live_bytes()
-        spare = host["batches read ahead"]  # as many as there are by now
+        spare = host["batches read ahead"]  # the loader may have read fewer batches by now
     off = measured - planned
     line = f"memory | {what}: planned {amount(planned)}, measured {amount(measured)} ({off / planned:+.1%})"
     if abs(off) > TOLERANCE * planned + spare:
@@ -295,11 +297,11 @@ def memory_line(config: Config, engine: ShardedEngine) -> str:
 
 
 def _live_bytes() -> int:
-    """Return the bytes of the storages that some tensor on the host refers to."""
+    """Return the bytes of the storages to which some tensor on the host refers."""
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        # By its type and not isinstance(), which asks objects of other libraries what they pretend to be; and no
-        # subclass, for a compiler leaves tensors that have no memory, some of sizes that are symbols.
+        # type(), because isinstance() asks objects of other libraries what they pretend to be. No subclass counts: a
+        # compiler leaves tensors that have no memory, some of which have symbols for sizes.
         if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided and thing.device.type == "cpu":
             storage = thing.untyped_storage()
             if isinstance(size := storage.nbytes(), int):

@@ -1,4 +1,4 @@
-"""What `plan` prints: a table of what a rank will hold, whether it fits, and what to change if it does not."""
+"""Output of `plan`: a table of the bytes that a rank will hold, whether they fit, and changes if they do not."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from megamix.tools.plan.activations import Machine
 from megamix.tools.plan.advice import Advice, advise, by_shard
 from megamix.tools.plan.memory_plan import MemoryPlan, amount, plan_memory
 
-# Of a GPU's memory, for its context, the workspaces of cuBLAS and cuDNN, and NCCL. Not measured.
+# Part of a GPU's memory for its context, the workspaces of cuBLAS and cuDNN, and NCCL. Not measured.
 RESERVED = 2 * 2**30
 
 
 def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | None, as_json: bool) -> Iterator[str]:
-    """Yield what to print. `limit`: bytes that tensors may take; None: what this machine's GPU has, if it has one."""
+    """Yield the lines to print.
+
+    `limit`: bytes that tensors may take; None: the memory of this machine's GPU, if it has one.
+    """
     if limit is None and machine == "gpu" and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory - RESERVED
     plan = plan_memory(config, dp_size, machine)
     if not as_json:
-        yield from _table(plan)  # before the changes, which take longer to count
+        yield from _table(plan)  # printed before the changes, which take longer to count
     shards = dict(by_shard(config, plan))
     if not as_json:
         yield from _shard_rows(config, plan, shards, limit)
@@ -40,9 +43,10 @@ def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | No
 
 
 def require_fit(config: Config, dp_size: int, limit: int) -> str:
-    """Return what a rank will need, beside `limit` bytes that it may hold on this kind of machine.
+    """Return a line with the memory that a rank will need on this kind of machine, and the `limit` bytes that it may
+    hold.
 
-    Raises: ConfigError with the first setting of `parallelism.shard` that fits, or another change, if it is more.
+    Raises: ConfigError with the first setting of `parallelism.shard` that fits, or another change, if the need is more.
     """
     plan = plan_memory(config, dp_size, "gpu" if has_gpu() else "cpu")
     peak = f"a rank needs {amount(plan.peak)} at its peak ({plan.peak_phase})"

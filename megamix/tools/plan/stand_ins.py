@@ -1,6 +1,4 @@
-"""What stands for a model's own operations where memory alone is of interest: tensors without any, kernels of a GPU,
-few slices for many.
-"""
+"""Stand-ins for a model's operations where only memory counts: tensors without memory, a GPU's kernels, few slices."""
 
 from __future__ import annotations
 
@@ -20,8 +18,10 @@ from megamix.model.wide import apply
 
 @contextlib.contextmanager
 def few_slices() -> Iterator[None]:
-    """Let loops over slices take the first two and the last alone: those between hold what the second one does, and
-    nobody reads what they write. On a CPU the loss of 8,192 tokens has 60,000.
+    """Let loops over slices take only the first two slices and the last.
+
+    Slices in between hold as much as the second, and nobody reads what they write. On a CPU the loss of 8,192 tokens
+    has 60,000 slices.
     """
     all_slices = wide.row_slices
 
@@ -38,22 +38,24 @@ def few_slices() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_memory(*, on_gpu: bool) -> Iterator[torch.device]:
-    """Yield a device whose tensors have a shape and a dtype alone: "meta" for a GPU's; or a CPU, where they say that
-    they lie, as some operations ask.
+    """Yield a device whose tensors have only a shape and a dtype.
+
+    It is "meta" in place of a GPU. In place of a CPU the tensors claim to be on the CPU, for some operations ask.
     """
     if on_gpu:
         yield torch.device("meta")
         return
-    from torch._subclasses.fake_tensor import FakeTensorMode  # a second or more
+    from torch._subclasses.fake_tensor import FakeTensorMode  # the import takes a second or more
 
     with FakeTensorMode():
         yield torch.device("cpu")
 
 
 class GpuShapes(Ops):
-    """The fused kernels that torch calls on a GPU, as far as memory goes: what they keep and what scratch they take.
+    """Fused kernels that torch calls on a GPU, with their memory only: kept tensors and scratch.
 
-    On the meta device torch would take these operations apart. What it keeps of the others is the same anywhere.
+    On the meta device torch would divide these operations into smaller ones. Other operations keep the same on any
+    device.
     """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,15 +65,15 @@ class GpuShapes(Ops):
         if query.dtype == torch.float32:  # as Ops does
             group = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd): the query's gradient is summed in FP32, that of
-        # documents with 128 rows between two of them (mha_varlen_bwd).
+        # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd) sums the query's gradient in FP32; with documents it
+        # puts 128 rows between two of them (mha_varlen_bwd).
         between = 0 if documents is None or documents.borders is None else 128 * len(documents.borders)
         scratch = 4 * (query.numel() + between * query.shape[1] * query.shape[3])
         return apply(_Kernel, query.shape[:-1], scratch, query, key, value)
 
 
 class CompiledGpuShapes(GpuShapes):
-    """What torch.compile fuses as well: elementwise operations keep their inputs and nothing in between."""
+    """Kernels that torch.compile fuses on top: elementwise operations keep their inputs and nothing in between."""
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         return apply(_Kernel, (0,), 0, gate, up)
@@ -84,7 +86,7 @@ class CompiledGpuShapes(GpuShapes):
 
 
 class _Turned(torch.autograd.Function):
-    """Rotary positions in one kernel: the way back needs the tables alone."""
+    """Rotary positions in one kernel, whose backward needs the tables only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ class _Turned(torch.autograd.Function):
 
 
 class _Kernel(torch.autograd.Function):
-    """A fused kernel: keeps inputs, output and an FP32 statistic, makes a gradient like each input."""
+    """Fused kernel that keeps inputs, output and an FP32 statistic, and makes a gradient like each input."""
 
     @staticmethod
     def forward(ctx: Any, statistic: tuple[int, ...], scratch_bytes: int, *inputs: Tensor) -> Tensor:
