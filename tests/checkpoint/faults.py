@@ -26,8 +26,8 @@ CALLS = (
 
 
 class FaultyFiles(Files):
-    """`calls`: the names of all calls so far. `fault(name, arguments)` is called just before call number `at`, and
-    may raise or kill.
+    """A `Files` with a fault. `calls`: the names of all calls so far. `fault(name, arguments)` is called just before
+    call number `at`, and may raise or kill.
     """
 
     begun_each = 1 << 12  # files of tests are small

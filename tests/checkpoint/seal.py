@@ -29,7 +29,7 @@ def seal(path: Path, body: bytes) -> None:
 
 
 def body_of(path: Path) -> bytes:
-    """All of a manifest but its checksum."""
+    """Return all of a manifest but its checksum."""
     text = (path / MANIFEST).read_bytes()
     return text[: text.rindex(b',\n"crc32"')]
 
@@ -45,7 +45,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def write_sealed(path: Path, content: bytes, params: Sequence[ParamRecord]) -> None:
-    """A checkpoint of weights alone, of one file."""
+    """Write a checkpoint of weights alone, in one file."""
     (path / SHARD).write_bytes(content)
     manifest = Manifest(
         applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(), states=(UNTRAINED,), params=tuple(params),

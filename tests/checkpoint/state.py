@@ -43,7 +43,7 @@ def alone() -> Together:
 
 
 def make_saver(folder: Path, together: Together, files: Files | None = None) -> Saver:
-    """Keeps two checkpoints; a save that fails raises here, in whichever thread."""
+    """Return a saver that keeps two checkpoints. A failed save raises in the thread that wrote it."""
 
     def failed(error: Exception) -> None:
         raise error
@@ -71,7 +71,7 @@ def fill(engine: ShardedEngine, step: int) -> None:
 
 
 def differences(engine: ShardedEngine, step: int) -> list[str]:
-    """What of the engine is not bitwise the state of that step."""
+    """Return the parts of the engine's state that are not bitwise those of that step."""
     shapes = _shapes(engine)
     wrong = []
     for part in owned_parts(engine):
@@ -96,7 +96,7 @@ def _shapes(engine: ShardedEngine) -> dict[str, tuple[int, ...]]:
 def save_steps(
     folder: Path, steps: Sequence[int], bucket_size: int | None = 1111, keep: int = 2, shard: Shard = "states"
 ) -> list[str]:
-    """Save the state of each step, on every rank; the names."""
+    """Save the state of each step, on every rank. Return the names."""
     engine = make_engine(bucket_size, shard=shard)
     names = []
     for step in steps:
@@ -111,7 +111,7 @@ def save_steps(
 
 
 def resume(folder: Path, bucket_size: int | None = 1111) -> tuple[int | None, list[str]]:
-    """Load the newest good checkpoint, on every rank: its step, and what of the state is wrong."""
+    """Load the newest good checkpoint, on every rank. Return its step, and the wrong parts of the state."""
     (answer,) = resume_each([folder], bucket_size)
     return answer
 
@@ -119,7 +119,7 @@ def resume(folder: Path, bucket_size: int | None = 1111) -> tuple[int | None, li
 def resume_each(
     folders: Sequence[Path], bucket_size: int | None = 1111, shard: Shard = "states"
 ) -> list[tuple[int | None, list[str]]]:
-    """The same for several folders, one after the other into one engine."""
+    """Do the same for several folders, one after the other into one engine."""
     engine = make_engine(bucket_size, shard=shard)
     together = together_of(engine)
     answers: list[tuple[int | None, list[str]]] = []

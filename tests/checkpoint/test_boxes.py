@@ -16,7 +16,7 @@ CASES = 20_000 if FULL else 1_000
 
 
 def _random_block(rng: random.Random) -> tuple[tuple[int, ...], Box]:
-    """A shape of 0 to 4 dims and a part of it that is not empty."""
+    """Return a shape of 0 to 4 dims, and a part of it that is not empty."""
     shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
     offset = tuple(rng.randrange(length) for length in shape)
     size = tuple(rng.randint(1, length - start) for length, start in zip(shape, offset, strict=True))
@@ -24,7 +24,7 @@ def _random_block(rng: random.Random) -> tuple[tuple[int, ...], Box]:
 
 
 def _elements(shape: tuple[int, ...], box: Box) -> np.ndarray:
-    """The numbers of the box's elements in the full parameter, in the box's own order."""
+    """Return the numbers of the box's elements in the full parameter, in the box's own order."""
     return np.arange(math.prod(shape)).reshape(shape)[box.slices_in(Box.whole(shape))].reshape(-1)
 
 

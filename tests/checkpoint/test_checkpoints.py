@@ -123,7 +123,7 @@ def test_a_newer_checkpoint_that_was_not_loaded_stops_a_save(tmp_path: Path) -> 
     later = _at(6, tmp_path)
     later.save({"new": 6})
     fill(later._engine, 1)
-    later.save({"back": 1})  # what it saved itself stops nothing
+    later.save({"back": 1})  # its own checkpoints are no obstacle
 
 
 def _told(folder: Path) -> list[str]:

@@ -23,7 +23,7 @@ FILES = ("manifest.json", "rank_00000.safetensors", "rank_00001.safetensors")
 
 @pytest.fixture(scope="module")
 def ready(run_ranks, tmp_path_factory) -> Path:
-    """A run with two checkpoints of two ranks."""
+    """Save a run with two checkpoints of two ranks."""
     run = tmp_path_factory.mktemp("ready")
     run_ranks(save_steps, 2, run / "checkpoints", [1, 2])
     return run
@@ -31,7 +31,7 @@ def ready(run_ranks, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(ready: Path, tmp_path: Path) -> Path:
-    """A copy to hurt."""
+    """Return a copy of the run, to be damaged."""
     return Path(shutil.copytree(ready, tmp_path / "run"))
 
 

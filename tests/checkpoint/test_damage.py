@@ -32,14 +32,14 @@ FILES = ("manifest.json", "rank_00000.safetensors", "rank_00001.safetensors")
 
 @pytest.fixture(scope="module")
 def ready(run_ranks, tmp_path_factory) -> Path:
-    """Two checkpoints of two ranks."""
+    """Save two checkpoints of two ranks."""
     folder = tmp_path_factory.mktemp("ready") / "checkpoints"
     run_ranks(save_steps, 2, folder, [1, 2])
     return folder
 
 
 def refuses(ready: Path, folder: Path, hurt: Callable[[Path], None], named: str, caplog) -> None:
-    """Hurt the newer checkpoint of a copy: it is refused in one line that names the file, and the older one loads."""
+    """Damage the newer checkpoint of a copy: it is refused in one line that names the file, and the older one loads."""
     shutil.copytree(ready, folder)
     hurt(folder / NEWER)
     caplog.clear()
@@ -110,7 +110,7 @@ def test_a_good_checkpoint_is_never_refused(ready: Path) -> None:
 
 
 def _newest_loads_as(folder: Path, engine: ShardedEngine, hurt: Callable[[Path], None]) -> str | None:
-    """Hurt the newest after its headers were found good; the name of what is loaded."""
+    """Damage the newest checkpoint after its headers were found good. Return the name of the one that is loaded."""
     checkpoint = newest_checkpoint(folder, alone())
     assert checkpoint is not None
     hurt(checkpoint.path)

@@ -31,7 +31,7 @@ def _saved(
     engine: ShardedEngine | None = None,
     config: str = CONFIG,
 ) -> Path:
-    """The state of step 3, after something was done to it."""
+    """Save the state of step 3 after a change."""
     engine = engine or make_engine()
     fill(engine, 3)
     hurt(engine)

@@ -25,7 +25,7 @@ from tests.checkpoint.faults import FaultyFiles, listing
 from tests.checkpoint.state import alone, fill, make_engine, resume, save_steps, together_of
 from tests.conftest import FULL
 
-PLACES = 5 if FULL else 2  # of each kind and rank
+PLACES = 5 if FULL else 2  # faults of each kind on each rank
 
 
 def _full(name: str, arguments: tuple[Any, ...]) -> None:
@@ -44,7 +44,7 @@ KINDS = (_full, _read_only, _gone)
 
 
 def _save_step_3(folder: Path, faults: list[tuple[int, int, Callable[..., None]]]) -> list[tuple[str, list[str]]]:
-    """Try once per fault, (rank, call, what happens): what was raised, and what then lies in the folder."""
+    """Try a save once per fault, (rank, call, what happens). Return each error, and the folder's content after it."""
     engine = make_engine()
     fill(engine, 3)
     together = together_of(engine)
@@ -59,7 +59,7 @@ def _save_step_3(folder: Path, faults: list[tuple[int, int, Callable[..., None]]
 
 
 def _calls(folder: Path) -> list[str]:
-    """The calls of a save that works."""
+    """Return the calls of a save that works."""
     engine = make_engine()
     fill(engine, 3)
     files = FaultyFiles()
@@ -81,7 +81,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_costs_nothing(run_ranks,
         for at in rng.sample(before_commit[rank], PLACES)
     ]
     answers = run_ranks(_save_step_3, 2, folder, faults)
-    # What is left over is the first rank's to remove, and only it knows when it has.
+    # The first rank removes leftovers, and only it knows when that is done.
     for (rank, at, kind), (told, left), (elsewhere, _) in zip(faults, *answers, strict=True):
         where = f"{kind.__name__} on rank {rank} before call {at} ({calls[rank][at]})"
         assert told == elsewhere, where

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 
 @pytest.fixture(scope="module")
 def ready(run_ranks, tmp_path_factory) -> Path:
-    """The checkpoint of step 3 by two ranks."""
+    """Save the checkpoint of step 3 by two ranks."""
     folder = tmp_path_factory.mktemp("ready") / "checkpoints"
     run_ranks(save_steps, 2, folder, [3])
     return folder / "step_00000003"
@@ -44,7 +44,7 @@ def test_torch_loads_model_and_optimizer_as_they_were_saved(
 ) -> None:
     monkeypatch.setattr(boxes, "_LARGEST_PIECE", 100)  # so that a parameter is several chunks
     output = tmp_path / "new" / "out"
-    run = ready.parents[1]  # of a run its newest
+    run = ready.parents[1]  # a run stands for its newest checkpoint
     assert main(["checkpoint", "export", str(run), "--to", "dcp", str(output)]) == 0
     assert capsys.readouterr().out.startswith(f"{output}: step 3, ")
     assert listing(output.parent) == ["out"]

@@ -106,7 +106,7 @@ def test_frozen_values_are_saved_once_and_loaded_back(tmp_path: Path) -> None:
     assert Checkpoints(other, tmp_path, frozen=True).load() == {"step": 1}
     assert torch.equal(_table(other), _table(engine))
     assert int(other.module.index) == 0
-    second = _engine(seed=2)  # of which the folder keeps the values beside
+    second = _engine(seed=2)  # other values than the folder keeps
     with pytest.raises(ValueError, match="embedding.weight"):
         Checkpoints(second, tmp_path).load()
     going_on = Checkpoints(second, tmp_path, frozen=True)
@@ -140,7 +140,7 @@ def test_another_dtype_is_told_and_loaded_by_values(tmp_path: Path, caplog) -> N
 
 
 def _of_one_rank(folder: Path) -> list[str]:
-    """The second rank's own values are others than the first one's, which count: a build gives all ranks these."""
+    """Build with other values on the second rank. The first rank's values count: a build gives them to all ranks."""
     rank = torch.distributed.get_rank()
     Checkpoints(_engine(), folder, frozen=True).save({})
     answers = []
@@ -166,7 +166,7 @@ def test_a_teacher_that_moves_past_torch_s_counters_is_saved_as_it_is(tmp_path: 
     for number in range(5):
         engine.module.embedding.weight.data.mul_(0.5)
         saving.save({"number": number})
-    assert len([*tmp_path.glob("frozen_*")]) == 3  # of the checkpoints that were there when the last one came, and its
+    assert len([*tmp_path.glob("frozen_*")]) == 3  # those of the older checkpoints, and of the last
     other = _engine(seed=1)
     assert Checkpoints(other, tmp_path, frozen=True).load() == {"number": 4}
     assert torch.equal(_table(other), _table(engine))

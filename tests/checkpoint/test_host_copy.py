@@ -26,7 +26,7 @@ class OnGpu(torch.Tensor):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What the host asks of the GPUs: sizes of pinned memory, and the device on which each wait was made."""
+    """Record what the host asks of the GPUs: sizes of pinned memory, and the device of each wait."""
     asked = {"pinned": [], "waited on": []}
     current, empty = threading.local(), torch.empty
 
@@ -39,7 +39,7 @@ def gpu(monkeypatch):
             pass
 
         def synchronize(self) -> None:
-            asked["waited on"].append(getattr(current, "device", 0))  # where a thread begins
+            asked["waited on"].append(getattr(current, "device", 0))  # a new thread has device 0
 
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)

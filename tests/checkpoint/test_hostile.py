@@ -39,7 +39,7 @@ def _fields(**values: Any) -> Make:
 
 
 def _named(name: str) -> Make:
-    """The file under another name, a copy of it lying where the name leads."""
+    """Give the file another name, and put a copy where that name leads."""
 
     def make(path: Path) -> None:
         shutil.copy(path / SHARD, path.parent / "outside.safetensors")
@@ -58,7 +58,7 @@ def _replaced(old: bytes, new: bytes) -> Make:
 
 
 def _content(content: bytes) -> Make:
-    """A file of tensors that is something else."""
+    """Put another content into a file of tensors."""
 
     def make(path: Path) -> None:
         (path / SHARD).write_bytes(content)
@@ -98,7 +98,7 @@ def _pipe(path: Path) -> None:
 
 
 def _out_of_step(path: Path) -> None:
-    """Two more blanks in the header, so that no element begins at a multiple of 4."""
+    """Add two blanks to the header, so that no element begins at a multiple of 4."""
     content = (path / SHARD).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = content[8 : 8 + length]
@@ -116,7 +116,7 @@ def _twice(held: dict[str, torch.Tensor]) -> None:
 
 HUGE = 2**52
 PICKLE = pickle.dumps(_Bomb())
-HOSTILE: dict[str, tuple[Make, str]] = {  # what it is: (how it is made, what is told)
+HOSTILE: dict[str, tuple[Make, str]] = {  # kind of harm: (function that makes it, message)
     "a pickle as tensors": (_content(PICKLE), f"{SHARD}: .*header"),
     "torch's own pickle": (lambda path: (torch.save(_Bomb(), path / SHARD), _fields()(path)), f"{SHARD}: .*header"),
     "a pickle as manifest": (lambda path: (path / MANIFEST).write_bytes(PICKLE), f"{MANIFEST}: .*checksum"),

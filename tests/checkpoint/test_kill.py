@@ -48,7 +48,9 @@ def _resume_and_save_step_4(folder: Path) -> tuple[int | None, list[str]]:
 
 
 def _points(calls: dict[Shard, list[list[str]]]) -> list[tuple[Shard, int, int, bool, bool]]:
-    """(setting, rank, number of the call, inside it, beside training): before every call, and inside every write."""
+    """Return the points of a kill, (setting, rank, number of the call, inside it, beside training): before every call,
+    and inside every write.
+    """
     points = [
         (shard, rank, at, midway, beside)
         for shard, by_rank in calls.items()

@@ -1,5 +1,5 @@
-"""What any ranks, bucket size, setting of shard or blocks saved, any others load, bit for bit; a resumed run is the run
-that went on; a loss scale goes on by its rule and the settings of now; a misfit is told by its kinds and changes
+"""A checkpoint of any ranks, bucket size, setting of shard or blocks loads on any others, bit for bit; a resumed run is
+the run that went on; a loss scale goes on by its rule and the current settings; a misfit is told by kind and changes
 nothing.
 """
 
@@ -105,7 +105,7 @@ def _train(engine: ShardedEngine, steps: range) -> list[float]:
 
 
 def _loaded_and_uninterrupted(folder: Path, shard: Shard) -> tuple[list[float], list[float], list[str]]:
-    """The losses of a resumed run and of one that went on, and what differs at their ends."""
+    """Return the losses of a resumed run and of one that went on, and the differences at their ends."""
     source = make_engine(shard=shard)
     _train(source, range(3))
     save(folder, take_snapshot(source, RunRecord()), together_of(source))
@@ -140,7 +140,7 @@ STATES = ("master", "exp_avg")
 
 
 def _ranks_of(dp_size: int, tp_size: int, pp_size: int) -> list[list[Part]]:
-    """The parts of every rank of a dp x tp x pp layout, their memory NaN."""
+    """Return the parts of every rank of a dp x tp x pp layout, filled with NaN."""
     ranks = []
     rng = random.Random(100 * dp_size + 10 * tp_size + pp_size)
     for pp_rank, tp_rank in itertools.product(range(pp_size), range(tp_size)):
@@ -204,7 +204,7 @@ def test_blocks_of_tensor_and_pipeline_ranks_load_into_each_other(
             assert all(torch.equal(part.tensor, _want(part)) for part in parts), layout
 
 
-# What does not fit is refused, all of it told, and nothing changed.
+# A misfit is refused, all of it is told, and nothing is changed.
 
 
 def _other_model() -> torch.nn.Module:
@@ -266,7 +266,7 @@ def test_another_optimizer_keeps_masters_counters_and_common_states(
     _train(target, range(3, 5))  # states of its own, which must go
     load(checkpoint, target, together_of(target), anew=True)
     anew = 0
-    was = {owned.spec.name: owned for owned in source.owned_ranges()}  # of one rank: each parameter in one range
+    was = {owned.spec.name: owned for owned in source.owned_ranges()}  # a single rank: each parameter is one range
     for after in target.owned_ranges():
         before = was[after.spec.name]
         assert torch.equal(before.tensors[MASTER], after.tensors[MASTER])
@@ -335,7 +335,7 @@ def _scaled(scale: StaticLossScale | None) -> ShardedEngine:
 
 
 def _resumed_scale(folder: Path, saved: StaticLossScale, own: StaticLossScale | None) -> list[float]:
-    """Return its states after three overflows with `saved` and a load."""
+    """Return the loss scale's states after three overflows with `saved`, and a load."""
     source, target = _scaled(saved), _scaled(own)
     for _ in range(3):
         saved.update_(torch.tensor(True), torch.tensor(0.0), saved.loss_scale.clone())
@@ -353,7 +353,7 @@ RESUMED_SCALES = [
     (DynamicLossScale(2.0**9), DynamicLossScale(16.0, max_scale=32.0), [32.0, 0, 1], "goes on at 32, as the"),
     (DynamicLossScale(2.0**4), DynamicLossScale(16.0, min_scale=8.0), [8.0, 0, 1], "the checkpoint has 2"),
     (DynamicLossScale(2.0**9), DynamicLossScale(2.0**20), [2.0**6, 0, 1], ""),
-    # After three overflows at 8, 4 and 2: what calls for 4, 2 and 1; the newest first.
+    # The overflows at 8, 4 and 2 call for 4, 2 and 1; the newest comes first.
     (HeadroomLossScale(8.0, window=3), HeadroomLossScale(window=2), [1.0, 16376.0, 8188.0], ""),
     (HeadroomLossScale(8.0, window=3), HeadroomLossScale(window=4), [1.0, 16376.0, 8188.0, 4094.0, 0.0], ""),
 ]

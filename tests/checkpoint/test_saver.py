@@ -28,7 +28,7 @@ def _record(step: int) -> RunRecord:
 
 
 def _changed_right_after(folder: Path) -> list[list[str]]:
-    """What differs, save by save, from the state that was to be saved."""
+    """Return for each save the differences from the state that was to be saved."""
     engine, target = make_engine(), make_engine()
     together = together_of(engine)
     saver = make_saver(folder, together)
@@ -53,7 +53,7 @@ def test_what_changes_right_after_the_start_is_not_saved(run_ranks, tmp_path: Pa
 
 
 class _Impatient(Saver):
-    """Says when its caller begins to wait."""
+    """A saver that says when its caller begins to wait."""
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -126,7 +126,7 @@ def _named(folder: Path, name: str) -> Checkpoint:
 
 
 def _fails_on_rank_1(folder: Path, beside: bool) -> list[str]:
-    """What was told of a save that fails and of the one after it."""
+    """Return the outcomes of a save that fails and of the save after it."""
     engine = make_engine()
     together = Together.apart(engine.topology.world, timeout_s=60.0)
     told: list[str] = []
@@ -158,7 +158,7 @@ def test_a_failure_is_told_alike_on_all_ranks_and_the_next_save_is_tried(run_ran
 
 
 def _uses_both_groups(folder: Path) -> list[float]:
-    """Collectives of training while a save's own are under way: each pair finds its like."""
+    """Run collectives of training while a save's own are under way: each matches its own kind."""
     engine = make_engine()
     saver = make_saver(folder, Together.apart(engine.topology.world, timeout_s=60.0), Files())
     sums = []

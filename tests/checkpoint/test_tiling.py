@@ -28,7 +28,7 @@ from tests.conftest import FULL
 
 CASES = 20_000 if FULL else 300
 MANY = 95_000 if FULL else 5_000  # boxes; of 95,000 the names alone take 8 MB, and 5,000 in pairs half a minute
-LONGEST_S = 5.0  # of this process's own time
+LONGEST_S = 5.0  # CPU seconds of this process
 
 
 @pytest.mark.uncounted
@@ -49,7 +49,7 @@ def test_a_tiling_is_accepted_whatever_cut_it() -> None:
 
 
 def _grid(shape: tuple[int, ...], rng: random.Random) -> list[Box]:
-    """The parameter cut along one dim, as tensor parallelism does it."""
+    """Cut the parameter along one dim, as tensor parallelism does."""
     if not shape:
         return [Box.whole(shape)]
     dim = rng.randrange(len(shape))
@@ -96,7 +96,7 @@ def test_the_fault_that_is_named_is_there() -> None:
 
 
 def _cut(box: Box, rng: random.Random) -> Iterator[Box]:
-    """A box, cut across some dim again and again."""
+    """Cut a box across some dim again and again."""
     dim = rng.randrange(len(box.size)) if box.size else 0
     if not box.size or box.size[dim] == 1 or rng.random() < 0.25:
         yield box
@@ -147,7 +147,7 @@ def test_a_parameter_without_elements_needs_no_box() -> None:
 
 
 def _families(n: int) -> dict[str, tuple[list[Box], tuple[int, ...], str | None]]:
-    """Boxes, shape, and what is told; of about n boxes each."""
+    """Yield cases of about n boxes each: boxes, shape, and the problem to be told."""
     rng = random.Random(4)
     side, rank = math.isqrt(n), n.bit_length() - 1
     steps = [Box((0, i), (i + 1, 1)) for i in range(n // 2)]

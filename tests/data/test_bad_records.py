@@ -60,7 +60,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(path: Path, piece_bytes: int = 2**20) -> tuple[list[str], list[dict[str, Any]], int]:
-    """(documents, bad records, number of empty ones)."""
+    """Return (documents, bad records, number of empty ones)."""
     texts: list[str] = []
     bad: list[dict[str, Any]] = []
     num_empty = 0
@@ -207,7 +207,7 @@ def test_a_bad_file_of_text_is_listed_by_its_path(
 
 
 def _write_table(path: Path, rows: list[bytes | None], **options: Any) -> None:
-    """A column of strings, whatever bytes they are."""
+    """Write a column of strings, of any bytes."""
     import pyarrow
 
     column = pyarrow.array(rows, pyarrow.binary())

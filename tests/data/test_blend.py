@@ -13,8 +13,8 @@ from tests.conftest import FULL
 
 
 def worst_deviation(order: NDArray[np.int32], weights: list[int]) -> float:
-    """The largest distance of a source's count from its exact share over all prefixes, in samples; exact until the
-    last division.
+    """Return the largest distance of a source's count from its exact share over all prefixes, in samples. It is exact
+    until the last division.
     """
     period, counts = sum(weights), np.zeros((len(order), len(weights)), dtype=np.int64)
     counts[np.arange(len(order)), order] = 1
@@ -23,7 +23,7 @@ def worst_deviation(order: NDArray[np.int32], weights: list[int]) -> float:
 
 
 def random_weights(draw: random.Random) -> list[int]:
-    """A few or many, alike or of very different sizes."""
+    """Return a few or many weights, alike or of very different sizes."""
     largest = draw.choice([1, 3, 100, 2000])
     return [draw.choice([1, draw.randint(1, largest)]) for _ in range(draw.choice([1, 2, 3, 5, 20, 80]))]
 

@@ -1,4 +1,4 @@
-"""Which files are read, in which order: each once, and what is not there is refused by flag, value and fix."""
+"""A corpus's files are read in a fixed order, each once; a missing one is refused by flag, value and fix."""
 
 import gzip
 import json
@@ -45,7 +45,7 @@ def test_what_lies_beside_tables_is_passed_over_with_a_line(
 ) -> None:
     others = ("README.md", "infos.json.zst", "a.csv", "x.jsonl", *(f"{n}.py" for n in range(7)))
     write_files(tmp_path, "data/x.parquet", *others)
-    monkeypatch.setitem(sys.modules, "zstandard", None)  # which what is passed over does not need
+    monkeypatch.setitem(sys.modules, "zstandard", None)  # files passed over do not need it
     size = sum((tmp_path / name).stat().st_size for name in others)
     assert names(tmp_path) == ["data/x.parquet"]
     assert [record.getMessage() for record in caplog.records] == [

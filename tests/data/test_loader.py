@@ -170,7 +170,7 @@ def test_an_exception_of_the_thread_surfaces_in_the_get_of_its_batch_and_only_th
     loader.prefetch(range(4, 6))
     source.wait_for_read()
     source.wait_for_read()  # the read of the second has begun, so the first has failed
-    source.failing = None  # what the thread met is told even if it would not be met again
+    source.failing = None  # the thread's error is raised even if a new read would not meet it
     assert loader.get(range(4, 6)).tokens[0, 0] == 40
     with pytest.raises(OSError, match=r"cannot read range\(2, 4\)"):
         loader.get(range(2, 4))

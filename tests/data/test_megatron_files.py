@@ -58,7 +58,7 @@ def test_megatron_core_itself_reads_ours_and_writes_what_we_read(tmp_path: Path,
 
 
 def _fuzzed(pick: random.Random, index: bytes) -> bytes:
-    """The index with a few of its fields replaced, by values near what they were or at the ends of their ranges."""
+    """Return the index with a few fields replaced, by values near the old ones or at the ends of their ranges."""
     content = bytearray(index)
     for _ in range(pick.randint(1, 3)):
         kind = pick.randrange(6)

@@ -16,7 +16,7 @@ SEQ_LEN = 6
 
 
 def mixture(folder: Path) -> BlendedSource:
-    """Two packed files and a chain, in two stages, with several epochs of each."""
+    """Return a mixture of two packed files and a chain, in two stages, with several epochs of each."""
     rng, sources = np.random.default_rng(0), []
     for name in ("a", "b"):
         with TokenFileWriter(folder / name, 1000) as writer:
@@ -29,7 +29,7 @@ def mixture(folder: Path) -> BlendedSource:
 
 
 def read_batch(source: BlendedSource, batch: tuple[range, ...], dp_size: int) -> list[list[int]]:
-    """The rows of a batch as its ranks read them, rank after rank."""
+    """Return the rows of a batch as its ranks read them, rank after rank."""
     return [
         row
         for dp_rank in range(dp_size)
@@ -40,8 +40,8 @@ def read_batch(source: BlendedSource, batch: tuple[range, ...], dp_size: int) ->
 
 
 def run(source: BlendedSource, draw: random.Random, resumes: int, num_samples: int) -> list[list[int]]:
-    """The rows of all applied updates, in order: of one that is interrupted, each time at some update, and goes on
-    from its checkpoint with other ranks and another batch size.
+    """Return the rows of all applied updates, in order. The run is interrupted at some updates, and continues from its
+    checkpoint with other ranks and another batch size.
     """
     rows: list[list[int]] = []
     state: PlanState | None = None

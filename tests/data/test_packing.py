@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def write(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:
-    """Documents of these lengths; the tokens are first, first + 1, ...: a token is its place in the stream."""
+    """Write documents of these lengths. Tokens are first, first + 1, ...: a token is its place in the stream."""
     with TokenFileWriter(prefix, first + sum(lengths)) as writer:
         for length in lengths:
             writer.add(np.arange(first, first + length))
@@ -60,7 +60,7 @@ def test_every_token_is_read_once_an_epoch_and_all_but_the_first_of_a_document_a
             # All but the very last token stand in front of something, or of nothing, once.
             read = np.bincount(batch.tokens.ravel().numpy(), minlength=file.num_tokens)
             padding = batch.tokens.numel() - (file.num_tokens - 1)
-            assert read[0] in (1, 1 + padding, padding)  # what the last window lacks is token 0
+            assert read[0] in (1, 1 + padding, padding)  # missing tokens of the last window are token 0
             assert read[1:-1].tolist() == [1] * (file.num_tokens - 2)
 
 

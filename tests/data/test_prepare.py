@@ -212,7 +212,7 @@ def test_a_document_longer_than_half_of_validation_stays_in_training(text_dir: P
     prepare(text_dir, tmp_path / "a")
     chosen = documents(tmp_path / "a" / "valid", Tokenizer.load(tmp_path / "a" / "tokenizer.json"))[0]
     path = next(path for path in text_dir.iterdir() if path.read_text() == chosen)
-    for times, validates in ((4, True), (12, False)):  # of 40 documents a quarter validates
+    for times, validates in ((4, True), (12, False)):  # a quarter of 40 documents validates
         path.write_text(chosen * times)
         prepare(text_dir, tmp_path / f"{times}")
         valid = documents(tmp_path / f"{times}" / "valid", Tokenizer.load(tmp_path / f"{times}" / "tokenizer.json"))

@@ -28,7 +28,7 @@ KILLS = 50 if FULL else 3
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 400 KB in files of every way to be cut, bad records among them."""
+    """Write about 400 KB in files of every way to be cut, with bad records among them."""
     folder = tmp_path_factory.mktemp("source")
     pick = random.Random(5)
     words = ["alpha", "beta", "gamma", "delta", "omega\n", "naïve", "  ", "42"]
@@ -62,7 +62,7 @@ def start(*arguments: object) -> "subprocess.Popen[str]":
 
 @pytest.fixture(scope="module")
 def calls(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, float]:
-    """Calls to the disk of a run that nobody kills, and its seconds."""
+    """Return the calls to the disk of a run that nobody kills, and its seconds."""
     process = start(source, tmp_path_factory.mktemp("calls") / "out", 1)
     since = time.perf_counter()
     last, _ = process.communicate()
@@ -180,7 +180,7 @@ def test_a_worker_that_dies_is_named_and_what_is_finished_is_kept(
     def killing_take(self: workers._Worker) -> object:
         report = take(self)
         if self.number >= 0:  # it encodes, and would go on
-            assert _is_locked(tmp_path / "out.partial" / workers._LOCK_NAME)  # where the next prepare waits for it
+            assert _is_locked(tmp_path / "out.partial" / workers._LOCK_NAME)  # the next prepare waits at this lock
             self._process.kill()
         return report
 

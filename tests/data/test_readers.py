@@ -20,7 +20,7 @@ TEXTS = [f"document {number} " + "wörter " * (number % 40) for number in range(
 
 
 def write(folder: Path, kind: str) -> str:
-    """The texts as one file or dataset; what to give as --input."""
+    """Write the texts as one file or dataset. Return the value of --input."""
     lines = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(TEXTS)).encode()
     path = folder / f"x.{kind}"
     if kind in ("jsonl", "lines.json"):
@@ -150,7 +150,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, kind: str) -> None
         peaks.append(int(done.stdout) * 1024)
     small, large = peaks
     assert large < 500e6
-    # Of 12 MB more text; or of a thousand, whose index is looked at in stretches of up to a million documents.
+    # The corpus is 12 MB larger; or 1,000 MB, and its index is read in stretches of up to a million documents.
     assert large < small + (24 if FULL else 6) * 2**20
 
 

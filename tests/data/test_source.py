@@ -56,7 +56,7 @@ def test_a_file_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_id_outside_the_vocabulary_is_found_where_it_is_read(tmp_path: Path) -> None:
-    # Of a large file a start looks at a part only.
+    # The start of a run reads only a part of a large file.
     source_of(tmp_path, 1000)
     file = TokenFile(tmp_path / "t")
     source = TokenFileSource([TokenSpan.whole(file)], seq_len=8, vocab_size=900, seed=1)

@@ -62,7 +62,7 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
 
 
 def random_model(family: str, shape: dict[str, Any]) -> Any:
-    """A model of transformers, no weight of which is zero or one, so that each of them shows in the logits."""
+    """Return a model of transformers. No weight of it is zero or one, so that each shows in the logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).eval().requires_grad_(False)
@@ -73,7 +73,7 @@ def random_model(family: str, shape: dict[str, Any]) -> Any:
 
 
 def job_from(imported: Path, data: Path, folder: Path, **overrides: Any) -> Config:
-    """A job on data as tests.train.jobs writes it, that begins from an imported model by its model.toml."""
+    """Return a job on data as tests.train.jobs writes them, which begins from an imported model by its model.toml."""
     path = folder.with_suffix(".toml")
     path.write_text(
         f'base = "{imported / "model.toml"}"\n[data]\ntrain = "{data / "train"}"\n[checkpoint]\nfolder = "{folder}"\n'
@@ -98,7 +98,7 @@ class InMemory:
 
 
 def own_model(config: ModelConfig) -> Transformer:
-    """Weights like those of random_model."""
+    """Return a model of our own with weights like those of random_model."""
     torch.manual_seed(0)
     model = Transformer(config)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def own_model(config: ModelConfig) -> Transformer:
 
 
 def write_hugging_face(config: ModelConfig, folder: Path, **settings: Any) -> Transformer:
-    """A Hugging Face folder, without transformers; its model."""
+    """Write a Hugging Face folder without transformers. Return its model."""
     model = own_model(config)
     export_model(Source(folder, config, InMemory(model), "fp32", None), folder, "fp32", **settings)
     return model

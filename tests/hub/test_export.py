@@ -110,7 +110,7 @@ def test_a_run_s_export_brings_its_tokenizer_and_the_token_that_ends_a_text(tmp_
 
 
 def _exported(tmp_path: Path, tokenizer: Path) -> dict[str, Any]:
-    """What `export --tokenizer` makes of tmp_path/hf: the files beside the weights, text or JSON."""
+    """Export tmp_path/hf with `--tokenizer`. Return the files beside the weights, as text or JSON."""
     assert (
         main(["export", str(tmp_path / "hf"), "--to", "hf", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]) == 0
     )

@@ -42,7 +42,7 @@ def _opened(path: Path) -> Transformer:
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference, relative to the largest logit."""
+    """Return the largest difference, relative to the largest logit."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
@@ -109,7 +109,7 @@ def test_what_is_imported_exports_to_the_same_weights_and_configuration(family: 
     before, after = theirs.state_dict(), exported.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    # What the file does not say, and n_inner, which GPT-2's may leave out.
+    # Keys that the file lacks, and n_inner, which GPT-2's file may leave out.
     told = {
         "n_inner",
         "dtype",

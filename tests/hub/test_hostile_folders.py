@@ -44,7 +44,7 @@ def _peak_bytes() -> int:
 
 
 def _refused(folder: Path, within: int = SLACK) -> str:
-    """What is said of a folder that neither can be imported nor opened, in one line."""
+    """Return the one line about a folder that can neither be imported nor opened."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
     before = _peak_bytes()
     with pytest.raises(ValueError, match=str(folder)) as error:
@@ -65,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _with(folder: Path, target: Path, **keys: Any) -> Path:
-    """The folder's weights beside a config.json with other values."""
+    """Put the folder's weights beside a config.json with other values."""
     target.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text()) | keys
     (target / "config.json").write_text(json.dumps(config))
@@ -233,7 +233,7 @@ def test_unknown_tensors_beyond_counting_are_told_in_one_line(folders, tmp_path:
 
 
 def _mutated(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
-    """One to three keys of a config.json that are of another value or kind, or are not there."""
+    """Change one to three keys of a config.json to another value or kind, or remove them."""
     values = (*NOT_SIZES, None, "", [], {}, 2**31, 2**53 + 1, 1e-300, "silu", [0] * 1000, {"rope_type": "llama3"})
     mutated = dict(config)
     known = (*config, "rope_parameters", "layer_types", "partial_rotary_factor", "use_sliding_window", "mlp_bias")
@@ -315,16 +315,14 @@ def test_weights_that_are_not_finite_are_told_by_tensor_and_refused_unless_asked
     said = capsys.readouterr()
     assert "nan nats a token" in said.out
     assert "the model's logits are not finite" in said.err
-    assert (
-        main(["evaluate", str(out), "--data", str(tmp_path / "data/train")]) == 2
-    )  # what was imported is told as well
+    assert main(["evaluate", str(out), "--data", str(tmp_path / "data/train")]) == 2  # an imported folder is told, too
     assert "3, the first nan at blocks.1.feed_forward.up.weight [3, 5]" in capsys.readouterr().err
 
 
 def test_the_place_of_a_weight_is_that_in_their_tensor(folders, tmp_path: Path) -> None:
     folder = _with(folders["gpt2"], tmp_path / "hf")
     tensors = load_file(folder / "model.safetensors")
-    tensors["transformer.h.0.attn.c_attn.weight"][4, 24 + 7] = float("inf")  # of the values: the last third
+    tensors["transformer.h.0.attn.c_attn.weight"][4, 24 + 7] = float("inf")  # in the last third, attention's values
     (folder / "model.safetensors").unlink()
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r": 1, the first inf at transformer.h.0.attn.c_attn.weight \[4, 31\]"):

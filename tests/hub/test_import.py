@@ -1,5 +1,5 @@
-"""What our transformer does not do, and every tensor that is missing, unknown or of another shape, is refused by name;
-an import is streamed, verified, whole or not there, and a run on any ranks begins from it.
+"""A setting that our transformer does not compute, and every tensor that is missing, unknown or of another shape, is
+refused by name; an import is streamed, verified, whole or not there, and a run on any ranks begins from it.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def test_an_import_that_fails_leaves_nothing_and_one_that_is_there_stays(
 
 
 def _state_at_the_start(config: Any) -> tuple[dict[str, Tensor], float, int]:
-    """FP32 weights, largest optimizer state and updates when a job begins to train."""
+    """Return FP32 weights, largest optimizer state and updates at the moment when a job begins to train."""
     seen: list[tuple[dict[str, Tensor], float, int]] = []
     publish = ShardedEngine.publish_masters
 

@@ -26,7 +26,7 @@ def _toml(text: str) -> Callable[[dict[str, Any]], None]:
 
 
 def _of_a_script(text: str) -> Callable[[dict[str, Any]], None]:
-    """A state that no run has saved: of its configuration the model alone is known to be right."""
+    """Return a state that no run has saved: only the [model] of its configuration is known to be right."""
 
     def change(fields: dict[str, Any]) -> None:
         fields.update(applied_updates=1)

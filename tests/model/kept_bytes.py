@@ -1,4 +1,4 @@
-"""What a block keeps from forward to backward, by arithmetic: docs/models.md has it as a table."""
+"""The bytes that a block keeps from forward to backward, by arithmetic: docs/models.md has them as a table."""
 
 from megamix.config import ModelConfig
 from megamix.model import sizes

@@ -1,4 +1,4 @@
-"""What the tests of wide operations share: exact references in FP64 and the bound that one rounding to half allows."""
+"""Exact references in FP64, and the bound that one rounding to half allows, for the tests of wide operations."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ def assert_rounds_once(got: Tensor, exact: Tensor, slack: Tensor) -> None:
 
 
 def forward_and_grads(fn: Callable[..., Tensor], inputs: list[Tensor], seed: int = 99) -> list[Tensor]:
-    """[output, gradient of each input] of fn for a random gradient of the output (the same for every dtype)."""
+    """Return [output, gradient of each input] of fn for a random gradient of the output, the same for every dtype."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = fn(*leaves)
     grad = randn(*out.shape, seed=seed).to(out.dtype)
@@ -38,7 +38,7 @@ def forward_and_grads(fn: Callable[..., Tensor], inputs: list[Tensor], seed: int
 
 @contextmanager
 def saved_bytes() -> Iterator[dict[torch.dtype, int]]:
-    """Bytes of the tensors that autograd keeps for backward, by dtype, each storage counted once."""
+    """Return the bytes of the tensors that autograd keeps for backward, by dtype. Each storage counts once."""
     kept: dict[torch.dtype, int] = {}
     seen: set[int] = set()
 

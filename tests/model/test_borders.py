@@ -40,7 +40,7 @@ def positions_of(lengths: list[list[int]], first: int = 0) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What runs here is what runs there: kernels that take borders, and short sequences have room for some."""
+    """Make a CPU run as a GPU does: with kernels that take borders, and room for some in short sequences."""
     monkeypatch.setattr(context, "TOKENS_A_BORDER", B * T // ROOM)
     monkeypatch.setattr(decoder, "takes_borders", lambda x, head_dim: head_dim > 0 and x.dtype in HALF)
     with stand_in():
@@ -82,7 +82,7 @@ def _exact(
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         weights = scores.masked_fill(~documents.mask, -math.inf).softmax(-1)
         d, magnitude = upstream.double(), (upstream.double() * out).abs().sum(-1, keepdim=True)
-        # Of each FP32 sum: as many roundings as it has terms; those of a score are multiplied by its size in exp.
+        # Each FP32 sum has as many roundings as terms; exp multiplies those of a score by the score's size.
         fp32 = 2 * sum(q.shape[-2:]) * (2 + float(scores.abs().max())) * U32
         each, least = (fp32 + unit, smallest) if on_a_card else (fp32, 0.0)
         slopes = weights * (each * (d.abs() @ v.abs().mT + magnitude) + 2 * unit * magnitude) + least
@@ -125,7 +125,7 @@ TOKENS = torch.randint(VOCAB, (B, T + 1), generator=torch.Generator().manual_see
 
 
 def _trained(model: Transformer, lengths: list[list[int]], num_documents: int) -> list[Tensor]:
-    """Loss and gradients."""
+    """Return loss and gradients."""
     loss = model(TOKENS[:, :-1], TOKENS[:, 1:], positions_of(lengths), num_documents)
     return [loss, *torch.autograd.grad(loss, [*model.parameters()], torch.tensor(64.0))]
 

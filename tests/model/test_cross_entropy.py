@@ -74,7 +74,7 @@ def test_what_is_ignored_has_no_share_in_loss_or_gradient() -> None:
     grads = torch.autograd.grad(loss, leaves, torch.tensor(1024.0))
     assert not grads[0][1].any()
     rest = [0, 2]
-    counted = linear_cross_entropy(leaves[0][rest], leaves[1], TARGETS[rest]) * 2 / 3  # of 20 targets, not of 30
+    counted = linear_cross_entropy(leaves[0][rest], leaves[1], TARGETS[rest]) * 2 / 3  # 20 targets, not 30
     assert loss.item() == pytest.approx(counted.item(), rel=4 * U32)
     want = torch.autograd.grad(counted, leaves, torch.tensor(1024.0))
     for one, other in zip(grads, want, strict=True):

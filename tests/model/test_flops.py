@@ -61,7 +61,7 @@ def test_the_12_m_gpt_counted_by_hand() -> None:
 def test_a_configuration_has_its_family_s_published_parameters_and_starts_on_8_devices(name: str, count: int) -> None:
     config = load_config(CONFIG_FILES / f"{name}.toml")
     with torch.device("meta"):
-        model = Transformer(config.model.model_copy(update={"compile": False}))  # which loads the compiler
+        model = Transformer(config.model.model_copy(update={"compile": False}))  # compile loads the compiler
     assert parameter_count(config.model) == sum(parameter.numel() for parameter in model.parameters()) == count
     copy = config.parallelism.tp_size * config.parallelism.pp_size
     assert check_world_size(config, max(8, copy)) == []

@@ -27,7 +27,7 @@ def model_of(family: str, shape: str, dtype: torch.dtype = torch.float32) -> Tra
 
 
 def alone(model: Transformer, targets: bool = False) -> list[Tensor]:
-    """Each document's logits, or its summed loss, from a forward over nothing else."""
+    """Return each document's logits, or its summed loss, from a forward over that document alone."""
     results = []
     for tokens, row in zip(TOKENS, ROWS, strict=True):
         start = 0
@@ -44,7 +44,7 @@ def alone(model: Transformer, targets: bool = False) -> list[Tensor]:
 
 
 def as_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU and in compiled code."""
+    """Make documents masks, as on a GPU and in compiled code."""
     monkeypatch.setattr(module, "find_documents", lambda positions, as_mask: find_documents(positions, True))
 
 

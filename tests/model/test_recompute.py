@@ -35,9 +35,9 @@ def model_of(dtype: torch.dtype, ops: Ops | None = None, **changes: Any) -> Tran
 
 
 def gradients(model: Transformer, positions: Tensor | None) -> list[Tensor]:
-    torch.manual_seed(7)  # of dropout
+    torch.manual_seed(7)  # the seed of dropout
     loss = model(TOKENS[:, :-1], TOKENS[:, 1:], positions)
-    torch.rand(3)  # what is drawn in between must not change what backward drops again
+    torch.rand(3)  # a draw in between must not change which elements backward drops again
     (loss * 1024).backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
@@ -54,7 +54,7 @@ def test_gradients_are_the_same_bits(family: str, dtype: torch.dtype, positions:
 
 
 def kept_bytes(num_layers: int, recompute: str, changes: dict[str, Any]) -> int:
-    """Bytes alive between forward and backward."""
+    """Return the bytes that are alive between forward and backward."""
     model = model_of(torch.float16, FP16_WIDE, **{**changes, "num_layers": num_layers, "recompute": recompute})
     with LiveStorage() as storage:
         with torch.no_grad():

@@ -29,7 +29,7 @@ def model_of(dtype: torch.dtype = torch.float32, ops: Ops | None = None, **chang
 
 
 def cast(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """As the engine does it: other storage for each parameter's data, buffers as they were."""
+    """Cast a model as the engine does: other storage for each parameter's data, buffers unchanged."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

@@ -17,12 +17,12 @@ KERNEL = 2.0**-18
 
 
 def heads(num_heads: int, seed: int) -> Tensor:
-    """FP16 (B, heads, T, head_dim), strided as a transposed projection is."""
+    """Return FP16 (B, heads, T, head_dim), strided as a transposed projection is."""
     return randn(BATCH, POSITIONS, num_heads, HEAD_DIM, seed=seed).transpose(1, 2)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The textbook's formula, in the inputs' dtype."""
+    """Return attention by the textbook's formula, in the inputs' dtype."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.transpose(-1, -2) / math.sqrt(HEAD_DIM)

@@ -95,13 +95,13 @@ def test_backward_is_fp32_autograd_rounded_once(case: str, dtype: torch.dtype) -
 
 
 def fp64(case: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The wide results of a case and the exact ones."""
+    """Return the wide results of a case, and the exact ones."""
     wide_op, plain_op, inputs = CASES[case]
     return forward_and_grads(wide_op, inputs), forward_and_grads(plain_op, [x.double() for x in inputs])
 
 
 def out_grad(*shape: int) -> Tensor:
-    """The FP64 absolute value of the gradient that forward_and_grads sends back."""
+    """Return the FP64 absolute value of the gradient that forward_and_grads sends back."""
     return randn(*shape, seed=99).double().abs()
 
 
@@ -271,7 +271,7 @@ def test_the_machine_decides_how_halves_are_multiplied(
         assert native_halves() == native
         assert ops.Ops().native == native
     finally:
-        half_units.cache_clear()  # what the patched machine answered must not outlive the patch
+        half_units.cache_clear()  # the patched machine's answer must not outlive the patch
 
 
 @pytest.mark.parametrize(("way", "native"), [("native", {torch.float16, torch.bfloat16}), ("wide", set[torch.dtype]())])

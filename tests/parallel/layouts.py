@@ -1,4 +1,4 @@
-"""A few steps of a small model on any mesh, and what differs from one process: for tests of layouts."""
+"""A few steps of a small model on any mesh, and the differences from one process: for tests of layouts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def alone(self) -> Case:
-        """The same samples in one process, in the same micro-batches."""
+        """Return the case with the same samples in one process, in the same micro-batches."""
         accumulation = self.grad_accum_steps * self.dp_size
         return replace(self, dp_size=1, tp_size=1, grad_accum_steps=accumulation, bucket_size=None)
 
@@ -66,7 +66,7 @@ class Case:
 
 
 class Owned(NamedTuple):
-    """A run of elements that one rank owns, and what it is of."""
+    """A run of elements that one rank owns, with its kind and parameter."""
 
     spec: ParamSpec
     start: int
@@ -75,7 +75,7 @@ class Owned(NamedTuple):
 
 @dataclass
 class Outcome:
-    """Of one rank: what all ranks know, and what it owns of everything else, by what it is."""
+    """The outcome on one rank: values that all ranks know, and its own part of everything else, by kind."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -98,17 +98,17 @@ def build(case: Case, optimizer: Optimizer = OPTIMIZER) -> tuple[Transformer, Sh
 
 
 def backward(case: Case, engine: ShardedEngine, step: int) -> None:
-    """All micro-batches of one step."""
+    """Run backward of all micro-batches of one step."""
     for micro_batch in range(case.grad_accum_steps):
         number = engine.topology.dp.rank * case.grad_accum_steps + micro_batch  # the same samples on any mesh
         generator = torch.Generator().manual_seed(1000 * step + number)
         tokens = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
-        torch.manual_seed(number)  # of dropout
+        torch.manual_seed(number)  # the seed of dropout
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
 
 
 def train(case: Case, steps: int = STEPS) -> Outcome:
-    """On this rank."""
+    """Train the case on this rank."""
     _, engine = build(case)
     outcome = Outcome()
     for step in range(steps):
@@ -124,7 +124,7 @@ def train(case: Case, steps: int = STEPS) -> Outcome:
 
 
 def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
-    """Of the last step, summed, without the loss scale, before clipping."""
+    """Return the gradients of the last step: summed, without the loss scale, before clipping."""
     scale = engine.loss_scale.loss_scale * engine.grad_accum_steps * engine.topology.dp.size
     found = []
     for bucket in engine.buckets:
@@ -135,7 +135,7 @@ def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
 
 
 def states(engine: ShardedEngine) -> dict[str, list[Owned]]:
-    """Masters and moments."""
+    """Return masters and moments."""
     found: dict[str, list[Owned]] = {}
     for owned in engine.owned_ranges():
         for name, values in owned.tensors.items():
@@ -144,7 +144,7 @@ def states(engine: ShardedEngine) -> dict[str, list[Owned]]:
 
 
 def contents(engine: ShardedEngine) -> list[Tensor]:
-    """Copies of masters, moments and half parameters: all that an overflow must leave as it is."""
+    """Return copies of masters, moments and half parameters: all that an overflow must not change."""
     owned = [one.values for kind in states(engine).values() for one in kind]
     return owned + [bucket.params.clone() for bucket in engine.buckets]
 
@@ -154,12 +154,12 @@ def are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def with_one_inf(grad: Tensor) -> Tensor:
-    """A hook for a parameter."""
+    """Return a gradient with inf in its first row: a hook for a parameter."""
     return grad.index_fill(0, torch.tensor([0], device=grad.device), torch.inf)
 
 
 def assemble(ranks: list[list[Owned]]) -> tuple[dict[str, Tensor], list[str]]:
-    """(full tensors by name; those of which an element is not owned by exactly one rank)."""
+    """Return (full tensors by name; the names of those with an element that not exactly one rank owns)."""
     full: dict[str, Tensor] = {}
     owners: dict[str, Tensor] = {}
     for spec, start, values in (owned for rank in ranks for owned in rank):
@@ -184,7 +184,7 @@ def world_rank() -> int:
 
 
 def first_difference(case: Case, outcomes: list[Outcome], alone: Outcome) -> str | None:
-    """What is not as in one process, by name and by how much, in the order of the step; None if nothing is.
+    """Return the first difference from one process, by name and size, in the order of the step; None if there is none.
 
     Both round every value of the model's two blocks about 12 times on the way there and 12 on the way back, by up to u
     of the dtype, and a divided layer rounds its partial sums once more. Errors of random sign add up to sqrt(2 * 48) u,
@@ -203,7 +203,7 @@ def first_difference(case: Case, outcomes: list[Outcome], alone: Outcome) -> str
 
 
 def _sizes(case: Case, alone: Outcome) -> list[tuple[str, float]]:
-    """Of every kind of tensor, what its errors are measured by, in the order of the step."""
+    """Return for every kind of tensor the size by which its errors are measured, in the order of the step."""
     largest = {kind: max(float(owned.values.abs().max()) for owned in parts) for kind, parts in alone.owned.items()}
     # A square is off by twice as much. The update is at most lr / eps times the first moment, so a master that has been
     # updated STEPS times is off by at most that factor times what its gradients were off.

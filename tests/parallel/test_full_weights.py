@@ -13,7 +13,7 @@ from tests.parallel.layouts import Case, Owned, assemble, backward, build, state
 
 
 def _weights_through_the_engine(case: Case) -> tuple[dict[str, Tensor], list[Owned], bool]:
-    """(full weights, masters, whether another engine that is given the weights has the same masters)."""
+    """Return (full weights, masters, whether another engine that is given the weights has the same masters)."""
     _, source = build(case)
     backward(case, source, 0)
     source.step()

@@ -25,7 +25,7 @@ def _job(folder: Path, run: str, tp_size: int, steps: int = 8, optimizer: str = 
         optimizer=OPTIMIZERS[optimizer],
         training={"steps": steps, "eval_interval": 4},
         parallelism={"tp_size": tp_size},
-        lr_schedule={"decay_style": "constant"},  # of whatever number of steps
+        lr_schedule={"decay_style": "constant"},  # the same for any number of steps
         checkpoint={"folder": str(folder / run), "save_interval": 4, "replica_check_interval": 2},
         metrics={"log_interval": 1, "tensorboard": False, "precision_interval": 4},
     )

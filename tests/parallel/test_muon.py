@@ -26,7 +26,7 @@ STEPS = 3
 
 @dataclass
 class Seen:
-    """What one rank owns of masters and momenta before and after each step, and of the gradient between them."""
+    """One rank's part of masters and momenta before and after each step, and of the gradient between them."""
 
     before: list[dict[str, list[Owned]]]
     grads: list[list[Owned]]
@@ -46,7 +46,7 @@ def _train(case: Case, optimizer: Muon) -> Seen:
 
 
 def _moved(optimizer: Muon, grad: Tensor, master: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
-    """The new master and momentum of one whole matrix."""
+    """Return the new master and momentum of one whole matrix."""
     momentum = torch.lerp(momentum, grad, 1 - optimizer.momentum)
     ahead = torch.lerp(grad, momentum, optimizer.momentum).to(optimizer.ns_dtype)
     direction = orthogonalised(ahead, optimizer).float() * optimizer.lr_scale(*grad.shape)
@@ -79,7 +79,7 @@ def test_a_divided_matrix_moves_as_the_whole_one(
             assert all(map(torch.equal, got, want)), f"{name} in step {step}"
             blocks = (one.spec for rank in ranks for one in rank.grads[step] if one.spec.name == name)
             divided += any(spec.shape != spec.full_shape for spec in blocks)
-    assert divided == STEPS * 2 * (7 if model == "llama" else 6)  # of two blocks
+    assert divided == STEPS * 2 * (7 if model == "llama" else 6)  # matrices of two blocks
 
 
 class _Experts(nn.Module):
@@ -94,7 +94,7 @@ class _Experts(nn.Module):
 
 def _engine(dim: int, adamw: Sequence[str] = ()) -> ShardedEngine:
     model = _Experts(dim)
-    offset = tuple(2 if at == dim else 0 for at in range(3))  # of the second of two ranks
+    offset = tuple(2 if at == dim else 0 for at in range(3))  # place of the second of two ranks
     place = {"experts": Placement((4, 8, 6), offset, Topology().owners)}
     sharding = Sharding(placements=place)
     return ShardedEngine(model, Muon(lr=0.1, adamw=adamw), Precision(torch.float32), sharding, compile_update=False)

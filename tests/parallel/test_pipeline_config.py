@@ -1,4 +1,4 @@
-"""What a schedule asks of stages, layers and micro-batches is checked with the configuration: field, value, fix."""
+"""A schedule's demands on stages, layers and micro-batches are checked with the configuration: field, value, fix."""
 
 from __future__ import annotations
 

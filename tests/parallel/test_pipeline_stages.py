@@ -1,4 +1,6 @@
-"""No split of the layers has a cheaper dearest stage; a rank's part has the whole model's names and initial weights."""
+"""No split of the layers has a cheaper costliest stage; a rank's part has the whole model's
+names and initial weights.
+"""
 
 from __future__ import annotations
 

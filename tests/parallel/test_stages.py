@@ -42,7 +42,7 @@ STAGES = (("first", "tied"), ("tied", "last"))
 
 
 def _build(pp_size: int) -> ShardedEngine:
-    """Two stages that hold one layer both, or all in one process with the sum of the gradients of both."""
+    """Build two stages that both hold one layer, or all in one process with the sum of both gradients."""
     topology = Topology.connect(pp_size=pp_size)
     placements = {}
     if pp_size == 2:  # both hold it, and each adds its gradient
@@ -53,7 +53,7 @@ def _build(pp_size: int) -> ShardedEngine:
 
 
 def _step(engine: ShardedEngine, factor: float) -> tuple[float, bool, list[str]]:
-    """(norm, whether it was skipped, whose gradient was not finite)."""
+    """Return (norm, whether the step was skipped, the parameters whose gradient was not finite)."""
     engine.backward(engine(factor))
     result = engine.step()
     faults = [peak.name for peak in gather_peaks(engine, result.by_piece) if peak.fault is not None]

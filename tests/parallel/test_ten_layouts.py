@@ -36,11 +36,11 @@ SAMPLE = ("dp2", "tp2", "pp2", "dp2tp2")
 TRAINED_ON = [
     ("dp2", "tp2"), ("tp2", "pp2"), ("pp2", "dp2tp2"), ("dp2tp2", "dp2"), ("pp4", "dp2tp2pp2"), ("dp2tp2pp2", "tp4"),
 ]  # fmt: skip
-MICRO_BATCHES = 8  # of a step, over all data-parallel ranks
+MICRO_BATCHES = 8  # micro-batches of a step, over all data-parallel ranks
 
 
 def _config(layout: str) -> Config:
-    """The same model and global batch for all."""
+    """Return a layout's configuration: all have the same model and global batch."""
     place = parse_layout(layout)
     # Four blocks, a tied table; biases, of which ranks have parts or copies.
     config = make_config("pp2", family="gpt", dtype="fp32", sequence_parallel=False)
@@ -60,7 +60,7 @@ def _build(config: Config) -> Passes:
 
 
 def _step(config: Config, passes: Passes, number: int) -> tuple[float, bool]:
-    """(loss, whether it was skipped)."""
+    """Return (loss, whether the step was skipped)."""
     loaded = batches(config, number, passes.engine.topology.dp.rank)
     passes.backward(MicroBatch(batch.to(rank_device())) for batch in loaded)
     result = passes.engine.step()
@@ -71,7 +71,7 @@ def _step(config: Config, passes: Passes, number: int) -> tuple[float, bool]:
 
 
 def _overflows(config: Config) -> list[str]:
-    """What went wrong with steps in which one rank after the other has an inf in one gradient."""
+    """Return the faults of steps in which one rank after the other has an inf in one gradient."""
     passes = _build(config)
     engine = passes.engine
     rank, wrong = engine.topology.world.rank, []
@@ -103,10 +103,10 @@ def test_an_overflow_on_any_of_eight_ranks_changes_nothing_on_any(run_ranks, dty
 
 
 class Loaded(NamedTuple):
-    """What one rank has of one checkpoint."""
+    """One rank's part of one loaded checkpoint."""
 
     states: dict[str, list[Owned]]
-    loss: float | None  # of the step that goes on from it, where one does
+    loss: float | None  # loss of the next step, if one follows
 
 
 def _together(engine: ShardedEngine) -> Together:
@@ -115,7 +115,7 @@ def _together(engine: ShardedEngine) -> Together:
 
 
 def _save(layout: str, folder: Path) -> tuple[dict[str, list[Owned]], float]:
-    """What this rank has saved after a step, and the loss of the next step."""
+    """Return what this rank saved after a step, and the loss of the next step."""
     config = _config(layout)
     passes = _build(config)
     _step(config, passes, 0)

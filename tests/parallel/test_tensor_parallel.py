@@ -63,7 +63,7 @@ ALL = [
     for dp, tp in ((1, 2), (1, 4), (2, 2))
     for sequence in (True, False)
     for steps in (1, 2)
-    if (model, tp) != ("llama", 4)  # of two key and value heads
+    if (model, tp) != ("llama", 4)  # two key and value heads do not divide by 4
 ]
 
 
@@ -97,9 +97,9 @@ def _norm_counted_by_every_rank() -> object:
     return mock.patch.object(engine_module, "agree", lambda by_piece, *rest: agree(by_piece * SQUARED, *rest))
 
 
-SQUARED = torch.tensor([[2.0], [1.0]], dtype=torch.float64)  # of the sums of squares and the largest magnitudes
+SQUARED = torch.tensor([[2.0], [1.0]], dtype=torch.float64)  # factors of sums of squares and of largest magnitudes
 
-BUGS: dict[str, tuple[Callable[[], object], bool, str]] = {  # what breaks it, sequence_parallel, what is told
+BUGS: dict[str, tuple[Callable[[], object], bool, str]] = {  # patch that breaks it, sequence_parallel, name told
     "replicated gradients are not summed": (
         lambda: _placed(lambda at, topology: replace(at, owners=topology.dp)),
         True,
@@ -150,7 +150,7 @@ def test_a_planted_bug_is_found_and_named(run_ranks, bug: str) -> None:
 
 
 def _overflow_on(victim: int, case: Case) -> tuple[bool, bool, float, list[str]]:
-    """(whether the step was skipped, whether nothing changed, what became of the loss scale, the faults that are named)
+    """Return (whether the step was skipped, whether nothing changed, the new loss scale, the faults that are named)
     with one inf in the gradient of one parameter on one rank.
     """
     model, engine = build_case(case)
@@ -175,7 +175,7 @@ def test_an_overflow_on_any_rank_changes_nothing_anywhere(run_ranks, sequence_pa
         assert run_ranks(_overflow_on, 4, victim, case) == [(True, True, 1.0, ["inf"])] * 4
 
 
-# What a prompt of any length gives.
+# Logits of prompts of any length.
 
 
 def _logits(case: Case, lengths: list[int]) -> list[Tensor]:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _run(arguments: list[str], closed: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """By a shell that closes streams, as cron jobs and daemons do."""
+    """Run a command by a shell that closes streams, as cron jobs and daemons do."""
     return subprocess.run(
         ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, *arguments],
         cwd=ROOT, env=os.environ | environment, capture_output=True, check=False,

@@ -97,7 +97,7 @@ def test_ranks_are_told_the_time_to_save(monkeypatch, own: str | None, told: str
 
 
 def _rank(program: str) -> subprocess.Popen[bytes]:
-    """A child of this process, which stands for the launcher; its handlers are in place."""
+    """Start a child of this process, which stands for the launcher. The child's handlers are in place."""
     code = f"import signal, time; {program}; print(flush=True); time.sleep(60)"
     rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert rank.stdout is not None
@@ -139,13 +139,13 @@ def test_the_ranks_are_the_launcher_s_children() -> None:
 
 
 def _noted_by(pid: int) -> set[int]:
-    """The signals for which a process has handlers."""
+    """Return the signals for which a process has handlers."""
     (mask,) = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line]
     return {number for number in NOTED if int(mask, 16) >> (number - 1) & 1}
 
 
 def _starting(*before: str) -> subprocess.Popen[bytes]:
-    """A launcher that has its handlers, and is importing torch."""
+    """Start a launcher that has its handlers, and is importing torch."""
     started = subprocess.Popen(
         [*before, sys.executable, "-m", "megamix.supervise.launch", "--standalone", "nothing.py"]
     )

@@ -131,7 +131,7 @@ def test_a_rank_may_end_what_its_launcher_has_started_and_nothing_else() -> None
 
 
 class _StoppedStore:
-    """Of a launcher that is stopped after a rank's first sign of life: no call comes back."""
+    """The store of a launcher that is stopped after a rank's first sign of life: no call comes back."""
 
     def __init__(self) -> None:
         self.given = threading.Event()
@@ -143,7 +143,7 @@ class _StoppedStore:
 
 
 def _run_whose_launcher_is_stopped(folder: Path) -> str:
-    """It moves on for longer than the time limit and the last resort, and ends."""
+    """Run a rank that moves for longer than the time limit and the last resort, and ends."""
     roll = RollCall(_StoppedStore(), Topology.current().world.rank, 2)  # type: ignore[arg-type]
     clock = iter(range(10**6))
     with mock.patch.object(watchdog, "_LAST_RESORT_S", 1.0):

@@ -76,7 +76,7 @@ def test_what_it_cannot_do_is_refused(parameters: RendezvousParameters, want: st
 
 def test_torchrun_by_hand_finds_it_by_name(tmp_path: Path) -> None:
     groups = tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"]
-    installed = tmp_path / "installed_by_hand-1.dist-info"  # what an install of ours would leave
+    installed = tmp_path / "installed_by_hand-1.dist-info"  # the trace of an install of ours
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: installed_by_hand\nVersion: 1\n")
     lines = [f"[{group}]\n{name} = {value}\n" for group, names in groups.items() for name, value in names.items()]
@@ -101,7 +101,7 @@ MANY = ["--nnodes=2", "--node-rank=1", "--master-addr=node0", "--master-port=471
         (["--standalone"], BACKEND),
         (["--nnodes=1:1", "--standalone"], BACKEND),
         ([*MANY[:2], "--master-addr=127.0.0.1", MANY[3]], "static"),
-        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], "c10d"),  # who asks for it gets it
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], "c10d"),  # c10d, if it is asked for
     ],
 )
 def test_the_launcher_s_ranks_of_one_machine_meet_there(monkeypatch, options: list[str], backend: str) -> None:

@@ -46,7 +46,7 @@ from tests.train.outcome import differences, end_of
 
 STEPS, EVAL_INTERVAL, SAVE_INTERVAL = 20, 7, 5
 TRIALS = 40 if FULL else 4
-PLACES = ("training", "saving", "saving aside", "validating")  # where the signal comes, in turn
+PLACES = ("training", "saving", "saving aside", "validating")  # places at which the signal comes, in turn
 
 
 def _config(folder: Path, data: Path, **checkpoint: Any) -> Config:
@@ -62,8 +62,8 @@ def _config(folder: Path, data: Path, **checkpoint: Any) -> Config:
 
 @contextmanager
 def _told(at_call: Callable[[int], None], where: str) -> Iterator[None]:
-    """`at_call(n)` before the n-th call of this rank's disk, before its n-th validation batch, or at the n-th call of
-    its training.
+    """Call `at_call(n)` before the n-th call of this rank's disk, before its n-th validation batch, or at the n-th call
+    of its training.
     """
     if where == "training":
         with counted_calls(at_call):
@@ -121,7 +121,7 @@ def _asked(config: Config, where: str, victim: int, at: int, *numbers: int) -> A
 
 
 def _counted(config: Config) -> dict[str, int]:
-    """Run the job; how many calls this rank makes at each place."""
+    """Run the job. Return the number of calls that this rank makes at each place."""
     train, seen = Trainer.train, {where: [] for where in PLACES}
 
     def train_counted(trainer: Trainer, leave: LeaveRequest) -> float | None:
@@ -165,7 +165,7 @@ class Whole(NamedTuple):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data, run_ranks) -> Whole:
-    """The run that nobody asks."""
+    """Run the job without a signal."""
     folder = tmp_path_factory.mktemp("whole")
     first, second = run_ranks(_counted, 2, _config(folder, data, async_save=False))
     return Whole(end_of(folder), {where: [first[where], second[where]] for where in PLACES})
@@ -189,7 +189,7 @@ def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_i
     newest = checkpoints(tmp_path / "run/checkpoints")[0]
     said = f"asked to stop ({number.name}): ended after update {status['update']} of {STEPS}; saved {newest}"
     assert first == status["reason"] == said
-    # Where the signal is seen another attempt begins; its outcome, with the request in it, is read two attempts later.
+    # Another attempt begins after the signal; its outcome, which carries the request, is read two attempts later.
     assert status["update"] <= asked[victim].begun + 3
     assert _saved(tmp_path)[0] == status["update"]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {

@@ -33,7 +33,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _starts(folder: Path, story: list[tuple[int, State]], max_restarts: int) -> int:
-    """Starts (from which update, to which end) until one is refused; how many were allowed."""
+    """Start the run (from which update, to which end) until a start is refused. Return how many were allowed."""
     for allowed, (update, end) in enumerate(story):
         status = RunStatus(folder, steps=100)
         try:

@@ -34,7 +34,7 @@ FAULT_AT = 6  # the number of an attempt
 
 
 def _mark(folder: Path, victim: int, rank: int, number: int) -> bool:
-    """Whether the fault is due; its time goes to a file."""
+    """Return whether the fault is due, and write its time to a file."""
     due = (rank, number) == (victim, FAULT_AT)
     if due:
         (folder / "fault").write_text(repr(time.time()))
@@ -63,7 +63,7 @@ def _elsewhere(folder: Path, victim: int, rank: int, number: int) -> None:
 
 
 def _hangs_in_a_stage(folder: Path, victim: int, rank: int, number: int) -> None:
-    """In the forward of its first chunk, which the other stage waits for."""
+    """Hang in the forward of the first chunk, for which the other stage waits."""
     if _mark(folder, victim, rank, number):
         Stage.forward = lambda *args, **kwargs: time.sleep(60)  # type: ignore[method-assign]  # likewise
 
@@ -74,7 +74,7 @@ def _without_memory(folder: Path, victim: int, rank: int, number: int) -> None:
 
 
 def _writes_slowly(folder: Path, victim: int, rank: int, number: int) -> None:
-    """The rest of its checkpoint takes longer than the time limit, no chunk does."""
+    """Write slowly: the rest of the checkpoint takes longer than the time limit, but no chunk does."""
     write = Files.write
 
     def slow_write(files: Files, file: Any, chunk: memoryview) -> None:
@@ -127,9 +127,9 @@ def _ended(ranks: FreshRanks) -> Ended:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
-    """All cases: one after the other where their time counts, else at the same time, since nearly all is waiting.
+    """Run all cases: one after the other if their time counts, otherwise together, since they mostly wait.
 
-    Where the machine was so busy that ranks stood still for the time limit before their fault, or that another was
+    If the machine was so busy that ranks stood still for the time limit before their fault, or that another rank was
     blamed, the case is run once more, alone and with four times the limit.
     """
     base = tmp_path_factory.mktemp("faults")
@@ -179,9 +179,9 @@ def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault: Callabl
 @pytest.mark.parametrize(("fault", "victim"), CASES)
 def test_every_live_rank_leaves_its_stacks(ended, fault: Callable[..., None], victim: int) -> None:
     stacks = [(ended[fault, victim].folder / f"run/stacks_rank{rank}.txt").read_text() for rank in range(2)]
-    assert "trainer.py" in stacks[1 - victim]  # where it waited
+    assert "trainer.py" in stacks[1 - victim]  # the place where it waited
     if fault in (_asleep, _elsewhere):
-        assert fault.__name__ in stacks[victim]  # where it hung
+        assert fault.__name__ in stacks[victim]  # the function in which it hung
 
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
