@@ -1,1 +1,1 @@
-"""Measuring: `megamix bench`."""
+"""Measurements: `megamix bench`."""

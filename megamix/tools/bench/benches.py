@@ -1,4 +1,4 @@
-"""The verb `bench`: runs what was asked for, prints a report of each and appends a line of JSON to a file."""
+"""The verb `bench`: runs the benches asked for, prints a report of each and appends a line of JSON to a file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megamix.tools.bench.update_bench import GPT_20M, update
 
 def run(what: str, rounds: int, output: Path, *, as_json: bool = False) -> None:
     """Run `what`: a bench, a layout of `bench train`, or "all". Each is reported and written as soon as it is done.
+
     `as_json`: the report is the line of JSON.
     """
     settings = Settings(rounds=rounds)
@@ -44,7 +45,7 @@ def run(what: str, rounds: int, output: Path, *, as_json: bool = False) -> None:
 
 def report(benches: list[Callable[[], Result]], output: Path, *, as_json: bool = False) -> None:
     for bench in benches:
-        machine = describe_machine()  # before the bench: its load is that of others
+        machine = describe_machine()  # described before the bench, so that its load is that of others
         result = bench()
         line = result.json_line(machine)
         append_line(output, line)

@@ -1,4 +1,4 @@
-"""Checkpoints beside plain writes and reads of the same bytes, and what a save beside training costs the training."""
+"""Checkpoints beside plain writes and reads of the same bytes, and the cost to training of a save beside it."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from megamix.tools.bench.sides import Ours, Work
 SAVE, WRITE = "save", "write + fsync"
 LOAD, READ = "load, from the disk", "read, from the disk"
 CACHED_LOAD, CACHED_READ = "load, from memory", "read, from memory"
-STEPS = 2  # taken while a save is under way, and as many without
-_CHUNK = 1 << 22  # bytes, of a plain read
-_KEPT = 2  # checkpoints, and files that were plainly written
+STEPS = 2  # steps taken while a save is under way, and as many without
+_CHUNK = 1 << 22  # bytes of a plain read
+_KEPT = 2  # number of checkpoints, and of plainly written files, that are kept
 
 
 class Beside(NamedTuple):
-    """Steps beside a save, on one rank: seconds."""
+    """Seconds of steps beside a save, on one rank."""
 
-    step: float  # without a save
-    copy: float  # of the state, from memory to memory
-    start: float  # what training waits for; a copy is in it
-    steps: float  # all that are taken while the save may be under way
+    step: float  # one step without a save
+    copy: float  # a copy of the state, from memory to memory
+    start: float  # time for which training waits, a copy included
+    steps: float  # all steps taken while the save may be under way
 
 
 class CheckpointRank(TrainRank):
-    """A rank that trains, and saves its state below `folder`, which all ranks share."""
+    """Rank that trains, and saves its state below `folder`, which all ranks share."""
 
     def __init__(self, work: Work, folder: Path):
         super().__init__(Side("ours", Ours), work)
@@ -52,13 +52,14 @@ class CheckpointRank(TrainRank):
         self._written: list[Path] = []
         self._together = Together.apart(ours.engine.topology.world, timeout_s=600.0)
         self._saver = Saver(self._checkpoints, _KEPT, self._together, saved=lambda path: None, failed=_fail)
-        self.losses(1)  # so that no state is zeros
+        self.losses(1)  # makes every state nonzero
         self._state = [flat for owned in ours.engine.owned_ranges() for flat in owned.tensors.values()]
         self._copies = [torch.empty_like(flat) for flat in self._state]
 
     def save(self) -> float:
-        """Save the state, and return the seconds. What goes on beside training afterwards, the removal of an old
-        checkpoint, is not timed, as below.
+        """Save the state, and return the seconds.
+
+        Work that goes on beside training afterwards, the removal of an old checkpoint, is not timed; nor is it below.
         """
         self._free_pages()
         seconds = self._seconds_together(lambda: self._saver.save(self._ours.engine, RunRecord()))
@@ -66,7 +67,7 @@ class CheckpointRank(TrainRank):
         return seconds
 
     def write(self) -> float:
-        """Write the state's bytes into a file, and return the seconds. The oldest goes afterwards, not timed."""
+        """Write the state's bytes into a file, and return the seconds. The oldest file is then removed, untimed."""
         path = self._folder / f"plain_{self._rank}_{time.monotonic_ns()}"
         self._free_pages()
         seconds = self._seconds_together(lambda: self._write(path))
@@ -76,20 +77,20 @@ class CheckpointRank(TrainRank):
         return seconds
 
     def load(self, cold: bool) -> float:
-        """Load the newest checkpoint, and return the seconds; `cold`: from the disk, not from memory."""
+        """Load the newest checkpoint, and return the seconds. `cold`: from the disk, not from memory."""
         if cold:
             _drop_from_cache([*self._newest().iterdir()])
         return self._seconds_together(self._load)
 
     def read(self, cold: bool) -> float:
-        """Read the bytes of this rank's file, into a buffer that stays in the processor's cache."""
+        """Read this rank's file into a buffer that stays in the processor's cache, and return the seconds."""
         path = self._newest() / f"rank_{self._rank:05d}.safetensors"
         if cold:
             _drop_from_cache([path])
         return self._seconds_together(lambda: _read(path))
 
     def steps_beside_a_save(self, steps: int) -> Beside:
-        """Take so many steps without a save, and as many with one under way."""
+        """Take `steps` steps without a save, and as many with one under way."""
         alone = _seconds(lambda: self.losses(steps))
         copy = _seconds(self._copy)
         start = _seconds(lambda: self._saver.start(self._ours.engine, RunRecord()))
@@ -102,7 +103,7 @@ class CheckpointRank(TrainRank):
         return sum(path.stat().st_size for path in self._newest().iterdir())
 
     def _seconds_together(self, work: Callable[[], object]) -> float:
-        """Measure from when all ranks are ready: a save waits for a rank that comes late, a plain write does not."""
+        """Return the seconds from when all ranks are ready: a save waits for a late rank, a plain write does not."""
         self._together.every(lambda: None)
         return _seconds(work)
 
@@ -110,8 +111,9 @@ class CheckpointRank(TrainRank):
         return checkpoints(self._checkpoints)[0]
 
     def _free_pages(self) -> None:
-        """Leave as many pages just freed as the state's file will take. What came before would decide otherwise: on a
-        virtual machine a write into pages that its host must find first takes up to three times as long.
+        """Leave as many freshly freed pages as the state's file will take, so that earlier work does not matter.
+
+        On a virtual machine, a write into pages that its host must find first takes up to three times as long.
         """
         path = self._folder / f"scratch_{self._rank}"
         self._write(path, sync=False)
@@ -150,7 +152,10 @@ def _read(path: Path) -> None:
 
 
 def _drop_from_cache(paths: list[Path]) -> None:
-    """So that the next read comes from the disk. What the disk itself or a host keeps cannot be dropped."""
+    """Drop files from the page cache, so that the next read comes from the disk.
+
+    Caches of the disk itself or of a host cannot be dropped.
+    """
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -171,7 +176,7 @@ _CALLS: dict[str, tuple[Callable[..., float], *tuple[bool, ...]]] = {
 
 
 def checkpoint(settings: Settings) -> Result:
-    """Measure every round all calls in rotated order, then steps without and with a save."""
+    """Measure all calls in every round, in rotated order, then steps without and with a save."""
     seconds: dict[str, list[float]] = {name: [] for name in _CALLS}
     steps: list[Beside] = []
     with (

@@ -1,5 +1,7 @@
-"""Measures what a step costs its host beside forward and backward, in processor time, and how that grows with tensors,
-units, micro-batches and ranks. On a fast GPU the host's time is the step's, until the products take longer.
+"""Processor time that a step costs its host beside forward and backward, and its growth.
+
+It grows with tensors, units, micro-batches and ranks. On a fast GPU the host's time is the step's, until the products
+take longer.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ from megamix.tools.bench.sides import (
 )
 
 BARE, DDP = "forward and backward", "ddp"
-PARTS = 4  # blocks that are one unit where units are few, and micro-batches where they are many
-FIRST_STEPS = 2  # until then all is compiled
+PARTS = 4  # blocks of a unit in the case of few units; micro-batches in the case of many
+FIRST_STEPS = 2  # steps until everything is compiled
 
 
 def small_model(width: int, layers: int) -> ModelConfig:
-    """Return a model of 12 tensors in each layer and 4 beside them, of products that take next to no time."""
+    """Return a model of 12 tensors in each layer and 4 beside them, whose products take next to no time."""
     return ModelConfig(
         vocab_size=64,
         seq_len=8,
@@ -54,10 +56,10 @@ def small_model(width: int, layers: int) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """How much of what is measured."""
+    """Size of the measurement."""
 
     rounds: int = 9
-    steps: int = 5  # of a turn
+    steps: int = 5  # steps of a turn
     layers: int = 48  # a multiple of PARTS
     width: int = 32
     work: Work = field(default_factory=lambda: Work(micro_batch_size=1))
@@ -87,7 +89,7 @@ FSDP = {
 
 
 class Unjoined(Ours):
-    """megamix with each unit gathered by itself, as are those of a large model, however small it is."""
+    """megamix with each unit gathered by itself, as a large model's units are, however small the model is."""
 
     def __init__(self, work: Work):
         least = tuned.LEAST_UNIT
@@ -99,7 +101,7 @@ class Unjoined(Ours):
 
 
 def sittings(settings: HostSettings) -> list[Sitting]:
-    """Return what is measured. Cases of a sitting differ in one thing each, so that a difference is its cost."""
+    """Return the sittings. Cases of a sitting differ in one thing each, so that a difference is its cost."""
     layers, of = settings.layers, settings.of
     small = {
         ALONE: of(layers),
@@ -114,17 +116,17 @@ def sittings(settings: HostSettings) -> list[Sitting]:
 
 
 class First(NamedTuple):
-    """The first steps of one side at one case, on one rank."""
+    """First steps of one side at one case, on one rank."""
 
     losses: list[float]
-    graphs: int  # that were compiled for them
+    graphs: int  # graphs compiled for these steps
 
 
 class HostRank:
     """One side on one rank, with an engine for each case."""
 
     def __init__(self, side: Side, cases: Mapping[str, Work]):
-        if not dist.is_initialized():  # torch's ways want a group, of one rank too
+        if not dist.is_initialized():  # torch's ways need a group, even of one rank
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         self._ranks = {name: TrainRank(side, work) for name, work in cases.items()}
 
@@ -132,11 +134,11 @@ class HostRank:
         """Build a case's engine and take its first steps, untimed."""
         before = _graphs()
         losses = self._ranks[case].losses(steps)
-        gc.freeze()  # else whoever is measured would walk through the modules of all cases
+        gc.freeze()  # otherwise each measured side would walk through the modules of all cases
         return First(losses, _graphs() - before)
 
     def cpu_ms(self, case: str) -> float:
-        """Take a turn; return a step's processor time, that of all threads."""
+        """Take a turn and return a step's processor time in ms, over all threads."""
         turn = self._ranks[case].turn()
         return 1e3 * turn.busy * turn.seconds
 
@@ -149,15 +151,15 @@ def _graphs() -> int:
 
 @dataclass(slots=True)
 class HostCase:
-    """A case and its rounds."""
+    """One case and its rounds."""
 
     settings: Settings
     tensors: int
-    cpu_ms: dict[str, list[float]]  # side -> of a step, the mean over the ranks
-    first: dict[str, First]  # side -> on the first rank
+    cpu_ms: dict[str, list[float]]  # side -> ms of a step, as the mean over the ranks
+    first: dict[str, First]  # side -> first steps of the first rank
 
     def over(self, side: str) -> list[float]:
-        """Return what a side's step costs over forward and backward, round by round."""
+        """Return the cost of a side's step over forward and backward, round by round."""
         return [ms - bare for ms, bare in zip(self.cpu_ms[side], self.cpu_ms[BARE], strict=True)]
 
 
@@ -213,8 +215,10 @@ def _rows(case: str, measured: HostCase) -> Iterator[tuple[str, ...]]:
 
 
 def a_further(measured: Mapping[str, HostCase], side: str) -> dict[str, list[float]]:
-    """Return what one more of each thing costs a side, ms by round: two cases that differ in it alone, divided by how
-    much they differ. What forward and backward take is the same, however many units there are.
+    """Return the cost to a side of one more of each thing, in ms by round.
+
+    It is the difference of two cases that differ only in that thing, divided by how much they differ. Forward and
+    backward cost the same, however many units there are.
     """
     layers = measured[ALONE].settings.work.model.num_layers
     tensors = measured[JOINED].tensors - measured[SHALLOW].tensors

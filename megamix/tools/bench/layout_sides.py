@@ -1,6 +1,6 @@
-"""Ours and torch alone where ranks divide the model: by tensors, or in a pipeline of stages.
+"""Sides in which ranks divide the model, by tensors or in a pipeline of stages: ours, and torch alone.
 
-torch's are `parallelize_module` and its pipelines' schedules on the same model, each in mixed precision, once by
+torch's are `parallelize_module` and its pipelines' schedules on the same model. Each runs in mixed precision, once by
 autocast and once by `fully_shard` over a data-parallel axis of one rank, which holds weights in half as well and casts
 them once a step.
 """
@@ -32,7 +32,7 @@ SCHEDULE = "1f1b"
 def _make_part(
     work: Work, dtype: torch.dtype, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
 ) -> tuple[Decoder, ShardedEngine]:
-    """Return this rank's part of the model, of the weights that make_model has, and its engine."""
+    """Return this rank's part of the model, with the weights that make_model has, and its engine."""
     cpu = torch.device("cpu")
     model, placements = build_model(work.model, topology, cpu, stages, sequence_parallel=sequence_parallel)
     sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
@@ -66,14 +66,15 @@ class OursPipeline(Ours):
 
 
 class TorchTensorParallel(Autocast):
-    """`parallelize_module` with sequence and loss parallelism, as torch's tutorial divides a Llama; autocast, or
-    `fully_shard` instead.
+    """`parallelize_module` with sequence and loss parallelism, as torch's tutorial divides a Llama.
+
+    It uses autocast or, if `sharded`, `fully_shard`.
     """
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
         self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
         mesh = _mesh("tp")
-        # torch's own operations: of ours that sum in FP32, DTensor would dispatch every step by itself.
+        # torch's own operations: DTensor would dispatch every step of our FP32 sums by itself.
         model = self.model = make_model(work, wide=False)
         _divide(model, mesh["tp"])
         if sharded:
@@ -94,8 +95,9 @@ class TorchTensorParallel(Autocast):
 
 
 class TorchPipeline(Autocast):
-    """The schedule of ours, on the same stages; autocast, or `fully_shard` instead, with weights that stay gathered
-    over the micro-batches. Every rank takes part in the norm.
+    """Our schedule on the same stages, by torch. Every rank takes part in the norm.
+
+    It uses autocast or, if `sharded`, `fully_shard` with weights that stay gathered over the micro-batches.
     """
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
@@ -121,7 +123,7 @@ class TorchPipeline(Autocast):
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        # Around all micro-batches, so that weights are cast once for all of them.
+        # One autocast around all micro-batches casts the weights once.
         with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
             self._schedule.step(tokens, target=targets, targets=targets, losses=losses, return_outputs=False)
         return torch.stack(losses).sum().detach() if losses else torch.zeros(())
@@ -137,7 +139,7 @@ class TorchPipeline(Autocast):
 
 
 def _mesh(name: str) -> Any:
-    """Return a mesh of all ranks in one axis of that name, beside a data-parallel one of one rank."""
+    """Return a mesh of all ranks in one axis of that name, beside a data-parallel axis of one rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", name))
@@ -147,7 +149,7 @@ def _divide(model: Decoder, tp: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard, parallel
 
     positions, columns = Shard(1), parallel.ColwiseParallel
-    whole: Any = parallel.PrepareModuleInput  # of what a divided part is called with, the first is needed whole
+    whole: Any = parallel.PrepareModuleInput  # the first input of a divided part is needed whole
     rows = parallel.RowwiseParallel(output_layouts=positions)
     plan = {
         "embedding": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=positions),

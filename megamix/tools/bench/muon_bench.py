@@ -1,5 +1,6 @@
-"""Muon beside AdamW: what a whole step costs by the size of its batch, how the optimizer's part divides over ranks, and
-how near the iteration comes to the rate of its own products.
+"""Muon beside AdamW: cost of a step by batch size, and division of the optimizer's part over ranks.
+
+The rate of Muon's iteration is compared with that of its own products.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from megamix.tools.bench.report import Goal, Result, paired_ratio, progress
 from megamix.tools.bench.sides import Ours, Work, make_model, product_dtype
 from megamix.tools.bench.train_bench import exposed, measure, result, speed_up
 
-LARGE_BATCH = 16  # sequences, beside those of `settings`
+LARGE_BATCH = 16  # sequences, in addition to the batch of `settings`
 
 
 def muon(settings: Settings) -> Result:
-    """Compare Muon with AdamW in BF16, with the settings' micro-batches and with larger ones; two ranks with one."""
+    """Compare Muon with AdamW in BF16, with the settings' micro-batches and larger ones, and two ranks with one."""
     adamw, ours = Side("adamw", Ours), Side("muon", partial(Ours, optimizer=Muon))
     batched = Side("muon, batched", partial(Ours, optimizer=partial(Muon, batched=True)))
     small = measure([adamw, ours, batched], settings)
@@ -45,7 +46,7 @@ def muon(settings: Settings) -> Result:
 
 
 class Iteration:
-    """The directions of a model's matrices on one rank, in BF16, and their products alone."""
+    """Directions of a model's matrices on one rank, in BF16, and their products alone."""
 
     def __init__(self, work: Work):
         self._optimizer = Muon(lr=1.0)
@@ -58,7 +59,7 @@ class Iteration:
         self._dtype = product_dtype(torch.bfloat16, work.device)
 
     def turn(self) -> tuple[float, float]:
-        """Return the seconds of all directions, and of their products, by shape in turns."""
+        """Return the seconds of all directions, and of their products, taking turns shape by shape."""
         both = 0.0, 0.0
         for matrix, number in self._shapes:
             own, products = (_seconds(work, matrix) for work in (self._direction, self._products))

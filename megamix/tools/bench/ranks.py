@@ -1,5 +1,6 @@
-"""The ranks of a bench: each side of a comparison has some of its own, alive for the whole bench and blocked on a pipe
-while another side runs. One of a training comparison takes its turns at the machine and says how long they took.
+"""Ranks of a bench. Each side of a comparison has its own, alive for the whole bench, blocked on a pipe between turns.
+
+A rank of a training comparison takes its turns at the machine and says how long they took.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from megamix.tools.ranks import RankPool
 
 T = TypeVar("T")
 
-_DEADLINE_S = 600.0  # for one answer; the slowest is a step of FP16 products on a CPU without FP16 units
+_DEADLINE_S = 600.0  # seconds for one answer; the slowest is a step of FP16 products on a CPU without FP16 units
 
 
 def start_ranks(
     name: str, actor: Callable[[], object], *, world_size: int = 1, threads: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> RankPool:  # fmt: skip
-    """Return a pool of new interpreters, each with one `actor()`, whose malloc is told what a job's ranks tell it."""
+    """Return a pool of new interpreters, each with one `actor()` and the malloc settings of a job's ranks."""
     settings = {"OMP_NUM_THREADS": str(threads), **(environment or {})}
     kept = partial(_with_kept_memory, actor)
     return RankPool(world_size, actor=kept, environment=settings, name=name, deadline_s=_DEADLINE_S)
@@ -44,31 +45,31 @@ def _with_kept_memory(actor: Callable[[], object]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way to train. `build`: a subclass of sides.Engine, or a partial of one: it travels to the ranks."""
+    """One way to train. `build`: a subclass of sides.Engine, or a partial of one; it travels to the ranks."""
 
     name: str
     build: Callable[[Work], Engine]
     steps: int = 4  # timed steps of a turn
-    warm_up_steps: int = 1  # untimed ones before them: the timed ones find caches and gathers as in the middle of a run
+    warm_up_steps: int = 1  # untimed steps before them, so that caches and gathers are as in the middle of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How much of what is measured."""
+    """Size of the measurement."""
 
     work: Work = field(default_factory=Work)
     rounds: int = 15
     ranks: int = 2
 
     def described(self) -> dict[str, Any]:
-        """Return what the line of JSON says of them."""
+        """Return the settings for the line of JSON."""
         model = self.work.model
         of_all = {"rounds": self.rounds, "ranks": self.ranks, "threads": 1, "parameters": parameter_count(model)}
         return asdict(self.work) | of_all | {"model": model.model_dump()}
 
 
 def rotated(sides: Sequence[T], number: int) -> list[T]:
-    """Return all of them in turn, beginning with another one each round: none always follows the same one."""
+    """Return all sides in turn, with another first one each round, so that none always follows the same one."""
     first = number % len(sides)
     return [*sides[first:], *sides[:first]]
 
@@ -76,15 +77,16 @@ def rotated(sides: Sequence[T], number: int) -> list[T]:
 class Turn(NamedTuple):
     """One turn on one rank."""
 
-    seconds: float  # of a step
-    optimizer_ms: float  # of a step's `optimize`
+    seconds: float  # seconds of a step
+    optimizer_ms: float  # ms of a step's `optimize`
     busy: float  # cores that the rank kept busy, its communication threads included
-    details_ms: dict[str, float]  # of a step
+    details_ms: dict[str, float]  # parts of a step
 
 
 class TrainRank:
-    """Steps over random tokens, which depend on the number of the step and on the rank alone, on ranks that share a
-    model on the step.
+    """Rank that trains on random tokens, which depend only on the number of the step and on the rank.
+
+    Ranks that share a model share the tokens, too.
     """
 
     def __init__(self, side: Side, work: Work):
@@ -95,7 +97,7 @@ class TrainRank:
         self._engine: Engine | None = None
 
     def turn(self) -> Turn:
-        """Take the steps of a turn, after those that warm it up."""
+        """Take the steps of a turn, after its warm-up steps."""
         engine = self._built()
         for _ in range(self._side.warm_up_steps):
             self._train_step(engine)
@@ -106,8 +108,8 @@ class TrainRank:
             self._train_step(engine)
         seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
         details = {name: value / self._side.steps for name, value in engine.details_ms().items()}
-        # Not timed, since the first step's gathers were launched before the clock started. The next side must not
-        # share the machine with these.
+        # Not timed: the first step's gathers were launched before the clock started. The last gathers must not share
+        # the machine with the next side.
         engine.finish()
         steps = self._side.steps
         return Turn(seconds / steps, 1e3 * self._optimizer_s / steps, cpu_s / seconds, details)
@@ -121,7 +123,7 @@ class TrainRank:
 
     def peak_live_bytes(self, steps: int) -> int:
         """Return the peak of a new engine's construction and first steps."""
-        # The tracker cannot see into a compiled function. The path without a compiler holds a small buffer more.
+        # The tracker cannot see into a compiled function. The path without a compiler holds one small buffer more.
         self._work = replace(self._work, compile_update=False)
         with LiveStorage() as tracker:
             self.losses(steps)
@@ -157,7 +159,7 @@ def ranks_of(side: Side, settings: Settings) -> RankPool:
 
 
 def take_turns(ranks: Mapping[str, RankPool], rounds: int) -> dict[str, list[list[Turn]]]:
-    """Take each side's first steps, then all sides' turns, round by round in rotated order; return every rank's."""
+    """Take each side's first steps, then all sides' turns by round, in rotated order. Return every rank's turns."""
     turns: dict[str, list[list[Turn]]] = {name: [] for name in ranks}
     for name in ranks:
         progress(f"first steps of {name}")

@@ -1,4 +1,4 @@
-"""What a bench hands back: medians with their quartiles, how they print, and the line of JSON it leaves behind."""
+"""Results of a bench: medians with their quartiles, their printed form, and a bench's line of JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 class Spread(NamedTuple):
-    """A median between its quartiles."""
+    """Median between its quartiles."""
 
     low: float
     median: float
@@ -37,13 +37,13 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """Return the spread of the ratios, round by round: what slows a whole round slows both sides and cancels."""
+    """Return the spread of the ratios, round by round: a slow round slows both sides and cancels."""
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure that was promised beforehand, and the figure that was measured."""
+    """Figure that was promised beforehand, and the figure that was measured."""
 
     text: str
     measured: float | Spread
@@ -66,11 +66,11 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One bench."""
+    """Result of one bench."""
 
     bench: str
     settings: dict[str, Any]
-    raw: dict[str, Any]  # every round
+    raw: dict[str, Any]  # values of every round
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     goals: list[Goal] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Result:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of aligned columns; all but the first are numbers and stand to the right."""
+    """Return lines of aligned columns. All columns but the first hold numbers and are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     return [
         "  ".join(
@@ -104,12 +104,12 @@ def show(spread: Spread, digits: int = 0) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Say where and when a bench ran. The load says whether others were using the machine too."""
+    """Return where and when a bench ran. The load says whether others used the machine, too."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": num_cores(),
-        "vector_units": torch.backends.cpu.get_cpu_capability(),  # as torch's own kernels use them
+        "vector_units": torch.backends.cpu.get_cpu_capability(),  # the units that torch's own kernels use
         "fp16_units": torch.float16 in half_units(),
         "bf16_units": torch.bfloat16 in half_units(),
         "bf16_products": "native" if torch.bfloat16 in native_halves() else "wide",
@@ -122,7 +122,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """Say of what kind a machine is. On another kind the sides of a comparison stand otherwise to each other."""
+    """Return the kind of a machine in words. On another kind, the sides of a comparison differ otherwise."""
     units = [name for name, key in (("FP16", "fp16_units"), ("BF16", "bf16_units")) if machine[key]]
     return (
         f"on {machine['cpu']}, {machine['cores']} cores: {machine['vector_units']}, {' and '.join(units) or 'no half'} "

@@ -1,5 +1,6 @@
-"""The sides of a comparison behind one small interface: ours, forward and backward alone, and torch's own ways to train
-data-parallel in mixed precision, each as its documentation has it, on the same model.
+"""Sides of a comparison behind one small interface: ours, forward and backward alone, and torch's own ways.
+
+torch's train data-parallel in mixed precision, each as its documentation has it, on the same model.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ GPT_12M = ModelConfig(vocab_size=4096, seq_len=256, hidden_size=384, num_layers=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What every side trains, and by which rules."""
+    """Work that every side does, and its rules."""
 
     model: ModelConfig = GPT_12M
     micro_batch_size: int = 4  # sequences on each rank
-    micro_batches: int = 1  # of a step
-    blocks_a_unit: int = 1  # that are called, gathered and freed as one
-    shared: bool = False  # the ranks divide the model and take part in the same sequences
+    micro_batches: int = 1  # micro-batches of a step
+    blocks_a_unit: int = 1  # blocks that are called, gathered and freed as one
+    shared: bool = False  # True: the ranks divide the model and take part in the same sequences
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1  # of parameters with two dims; norms have none
+    weight_decay: float = 0.1  # decay of parameters with two dims; norms have none
     clip_grad: float = 1.0
     compile_update: bool = True  # ours; a side compiles its model if `model` says so
-    device: str = "cpu"  # of every rank; "cuda" is the one that the rank's pool has given it
+    device: str = "cpu"  # device of every rank; "cuda" is the GPU that the pool gave the rank
 
 
 class Engine(ABC):
     """One side on one rank."""
 
-    micro_batches = 1  # into which a step's batch is cut
+    micro_batches = 1  # number of parts into which a step's batch is cut
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Run all micro-batches of a step; return their loss, FP32 (), or 0 where another rank knows it.
+        """Run all micro-batches of a step. Return their loss, FP32 (), or 0 if another rank knows it.
 
         Shapes: INT64 (micro_batches * micro_batch_size, seq_len).
         """
@@ -64,26 +65,26 @@ class Engine(ABC):
         return torch.stack(losses).mean()
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
-        """Run one micro-batch, the step's `last` one or not; return its loss."""
+        """Run one micro-batch and return its loss. `last`: whether it is the step's last one."""
         raise NotImplementedError
 
     @abstractmethod
     def optimize(self) -> None:
-        """Do all that follows backward: what is left of the reduction, clipping, the update, sending weights out."""
+        """Do all work after backward: the rest of the reduction, clipping, the update, sending weights out."""
 
     def finish(self) -> None:  # noqa: B027  # most sides leave nothing
-        """Wait for what a step has left under way."""
+        """Wait for the work that a step has left under way."""
 
     def details_ms(self) -> dict[str, float]:
-        """Return parts of the time since the last call, by name, where the side can tell them apart."""
+        """Return parts of the time since the last call, by name, if the side can tell them apart."""
         return {}
 
 
-SEED = 1234  # of the initial weights
+SEED = 1234  # seed of the initial weights
 
 
 def make_model(work: Work, *, wide: bool = True) -> Transformer:
-    """Return a model of the same weights on every side and rank."""
+    """Return a model with the same weights on every side and rank."""
     torch.manual_seed(SEED)
     with torch.device(work.device):
         model = Transformer(work.model, Ops(wide=wide))
@@ -104,14 +105,15 @@ class _Blocks(nn.ModuleList):
 
 
 def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """Return in which dtype autocast and torch's own operations multiply: `dtype`, or FP32 on a CPU without arithmetic
-    in it, where they would take up to 100 times as long.
+    """Return the dtype in which autocast and torch's own operations multiply.
+
+    It is `dtype`, or FP32 on a CPU without arithmetic in `dtype`, where products would take up to 100 times as long.
     """
     return torch.float32 if device == "cpu" and dtype not in native_halves() else dtype
 
 
 def how_multiplied(device: str) -> list[str]:
-    """Say so where products of BF16 are not BF16's."""
+    """Return a note if products of BF16 are not computed in BF16."""
     if product_dtype(torch.bfloat16, device) == torch.bfloat16:
         return []
     return ["this CPU has no arithmetic in BF16: every side computes wide, in FP32 on halves; torch's layouts in FP32"]
@@ -137,8 +139,10 @@ def make_engine(
 
 
 class Ours(Engine):
-    """megamix. `wide`: half products computed in FP32 on a CPU without arithmetic in halves. `reduce_dtype` "fp32":
-    with FP32 gradients.
+    """megamix.
+
+    `wide`: half products are computed in FP32 on a CPU without arithmetic in halves. `reduce_dtype` "fp32": with FP32
+    gradients.
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class Ours(Engine):
         self.micro_batches = work.micro_batches
         model = make_model(work, wide=wide)
         reduced = torch.float32 if reduce_dtype == "fp32" else None
-        # 2**16 holds for these steps: the search for the largest scale, from 2**24 down, would be timed otherwise.
+        # 2**16 holds for these steps. Without it the search for the largest scale, from 2**24 down, would be timed.
         loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
         precision = Precision(dtype, reduced, loss_scale, reduce_dtype)
         sharding = Sharding(model.units, overlap=overlap, shard=shard)
@@ -171,7 +175,7 @@ class Ours(Engine):
 
 
 class Examined(Ours):
-    """megamix with every step examined, and what it says gathered as a run does for its log."""
+    """megamix with every step examined, and the result gathered as a run does for its log."""
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.engine.examine_next_step()
@@ -184,7 +188,7 @@ class Examined(Ours):
 
 
 class ForwardBackward(Engine):
-    """Our half model with its gradients dropped: no optimizer and no other rank. The ceiling of ours."""
+    """Our half model with its gradients dropped: no optimizer and no other rank. It is the ceiling of ours."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
         self.micro_batches = work.micro_batches
@@ -200,8 +204,9 @@ class ForwardBackward(Engine):
 
 
 class ByHand(ForwardBackward):
-    """Trains on one rank as a careful user would by hand: half parameters, FP32 masters that are copied to and fro by
-    torch's _foreach calls, and AdamW(fused=True) on these.
+    """Training on one rank as a careful user would write it by hand.
+
+    Half parameters; FP32 masters, copied to and fro by torch's _foreach calls; AdamW(fused=True) on the masters.
     """
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
@@ -225,8 +230,9 @@ class ByHand(ForwardBackward):
 
 
 class _HalfForward(nn.Module):
-    """Does what autocast does, where a CPU has no arithmetic in halves: forward takes a half copy of the FP32 weights,
-    and the model's own operations compute wide.
+    """Stand-in for autocast on a CPU without arithmetic in halves.
+
+    Forward takes a half copy of the FP32 weights, and the model's own operations compute wide.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
@@ -242,7 +248,7 @@ class _HalfForward(nn.Module):
 def fused_adamw(
     params: Iterable[Tensor], work: Work, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 ) -> torch.optim.Optimizer:
-    """Return torch's optimizer by the rules of `work`; norms and biases are without weight decay, as on our side."""
+    """Return torch's optimizer by the rules of `work`. Norms and biases have no weight decay, as on our side."""
     params = [*params]
     matrices, others = ([param for param in params if (param.dim() > 1) is many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": work.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -293,10 +299,10 @@ class Ddp(Autocast):
 
 
 class Zero(Ddp):
-    """The same with ZeroRedundancyOptimizer: each rank holds the states of its share of the parameters."""
+    """Ddp with ZeroRedundancyOptimizer: each rank holds the states of its share of the parameters."""
 
     def _make_optimizer(self, model: nn.Module, work: Work) -> torch.optim.Optimizer:
-        # Imported here, as FSDP below: a rank of another side would pay for it in its start-up time.
+        # Imported here, as FSDP is below: a rank of another side would pay for it in its start-up time.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         sharded = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
@@ -304,8 +310,9 @@ class Zero(Ddp):
 
 
 class Fsdp(Autocast):
-    """FSDP2: fully_shard on each block and on the root; weights, gradients and states FP32, sharded. `settings`: its
-    own, for all of them.
+    """FSDP2: fully_shard on each block and on the root; weights, gradients and states FP32, sharded.
+
+    `settings`: keywords of every fully_shard.
     """
 
     def __init__(

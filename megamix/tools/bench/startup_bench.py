@@ -1,4 +1,4 @@
-"""From the start of the processes to the end of the first step on two ranks: what the compiler costs whoever waits."""
+"""Start-up time on two ranks, from the start of the processes to the end of the first step: the compiler's cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def startup(settings: Settings) -> Result:
         with tempfile.TemporaryDirectory(prefix="megamix-compile-cache-") as cache:
             cached = {"TORCHINDUCTOR_CACHE_DIR": cache}
             starts: dict[str, tuple[Callable[[Work], Engine], Work, Mapping[str, str]]] = {
-                "ours, compile cache cold": (Ours, work, cached),  # fills it
+                "ours, compile cache cold": (Ours, work, cached),  # fills the cache
                 "ours, compile cache warm": (Ours, work, cached),
                 "ours, no compiler": (Ours, uncompiled, {}),
                 "ddp": (Ddp, work, {}),

@@ -1,4 +1,4 @@
-"""Divides a step into its parts, by each `shard`, beside forward and backward alone, DDP and FSDP2 resharded."""
+"""Parts of a step, for each `shard`, beside forward and backward alone, DDP and FSDP2 resharded."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ SHARDS: tuple[Shard, ...] = ("states", "gradients", "parameters")
 
 
 class Stopwatch:
-    """Gives each moment to one part: what an engine's clock has of waits to these, all else to what a lap names. The
-    processor time of this thread is kept beside it, waits and the rest of step() within the lap's part.
+    """Stopwatch that gives each moment to one part.
+
+    Waits in an engine's clock go to the parts of waits, all other time to the lap's part. The processor time of this
+    thread is kept beside it; it puts waits and the rest of step() into the lap's part.
     """
 
     def __init__(self, clock: Clock | None = None):
@@ -50,7 +52,7 @@ class Stopwatch:
         self._last_cpu = time.thread_time()
 
     def lap(self, part: str, rest: str = "") -> None:
-        """End a stretch of `part`; of `rest`, if that is given, what is outside of the clock's span "update"."""
+        """End a stretch of `part`. If `rest` is given, time outside of the clock's span "update" goes to `rest`."""
         now, cpu = time.perf_counter(), time.thread_time()
         spans = {} if self._clock is None else self._clock.read()
         waited = {_WAITS[name]: seconds for name, seconds in spans.items() if name in _WAITS}
@@ -74,8 +76,10 @@ class Stopwatch:
 
 
 class Timed(Engine, StepObserver):
-    """A side with a stopwatch, put on from outside. Of ours, a hook in front of each parameter's own and one behind it
-    tell the collection of its gradient from the products; the first sum that the update uses ends the statistics.
+    """Side with a stopwatch, put on from outside.
+
+    On our side, a hook before and one behind each parameter's own hook separate the collection of its gradient from the
+    products. The first sum that the update uses ends the statistics.
     """
 
     def __init__(self, work: Work, build: Callable[[Work], Any]):
@@ -121,7 +125,10 @@ class Timed(Engine, StepObserver):
 
 
 def step(settings: Settings) -> Result:
-    """Split a step of ours by each `shard`, and compare with DDP and FSDP2 what it takes over forward and backward."""
+    """Divide a step of ours into parts for each `shard`, and compare it with DDP and FSDP2.
+
+    The time over forward and backward alone is compared.
+    """
     builds: dict[str, Any] = {
         ALONE: ForwardBackward,
         **{shard: partial(Ours, shard=shard) for shard in SHARDS},
@@ -143,7 +150,7 @@ def step(settings: Settings) -> Result:
 
 
 def _of_step(turns: list[Turn]) -> dict[str, float]:
-    """Return the ms of a step's parts, the mean over the ranks."""
+    """Return the ms of a step's parts, as the mean over the ranks."""
     parts = {part: mean(turn.details_ms[part] for turn in turns) for part in turns[0].details_ms}
     parts[WHOLE] = mean(1e3 * turn.seconds for turn in turns)
     parts[PROCESSOR] = mean(1e3 * turn.seconds * turn.busy for turn in turns)
@@ -155,7 +162,7 @@ Rounds = list[dict[str, float]]  # part -> ms, round by round
 
 
 def _over(rounds: Rounds, alone: Rounds) -> Rounds:
-    """Return what parts take more than those of forward and backward alone, in the same round."""
+    """Return by how much parts exceed those of forward and backward alone, in the same round."""
     pairs = zip(rounds, alone, strict=True)
     return [{part: own[part] - bare[part] for part in own if part in bare} for own, bare in pairs]
 

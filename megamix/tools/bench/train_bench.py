@@ -1,5 +1,6 @@
-"""Whole training steps, the sides in turns: torch's own ways beside ours, also where two ranks divide the model; FP16,
-overlap off, each way to sum gradients, examined steps.
+"""Whole training steps, the sides in turns: torch's own ways beside ours, also with two ranks that divide the model.
+
+Further benches: FP16, overlap off, each way to sum gradients, examined steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megamix.tools.bench.sides import GPT_12M, Ddp, Examined, ForwardBackward, F
 
 MEMORY_STEPS = 2  # states exist from the first update on, so the second step has the peak
 
-# Neither parallelize_module nor torch's pipelines keep a tied table one.
+# Neither parallelize_module nor torch's pipelines keep a tied table as one.
 UNTIED = Work(model=GPT_12M.model_copy(update={"tie_embeddings": False}), shared=True)
 
 LAYOUTS = {
@@ -43,19 +44,20 @@ LAYOUTS = {
 
 
 class Measured(NamedTuple):
-    """One side's rounds."""
+    """Rounds of one side."""
 
-    tokens_per_s: list[float]  # of all ranks
-    optimizer_ms: list[float]  # a step's, on the slowest rank
-    busy: list[float]  # cores that a rank kept busy, the mean over the ranks
-    details_ms: list[dict[str, float]]  # a step's, on the first rank
-    max_rss_bytes: int  # of the largest rank
-    peak_live_bytes: int  # of the largest rank, in a run of its own
+    tokens_per_s: list[float]  # tokens/s of all ranks
+    optimizer_ms: list[float]  # ms of a step on the slowest rank
+    busy: list[float]  # cores that a rank kept busy, as the mean over the ranks
+    details_ms: list[dict[str, float]]  # parts of a step on the first rank
+    max_rss_bytes: int  # bytes of the largest rank
+    peak_live_bytes: int  # bytes of the largest rank, in a run of its own
 
 
 def train(settings: Settings) -> Result:
     """Compare ours with torch's three ways, with less kept on each rank, and with forward and backward alone, in BF16.
-    "resharded" is FSDP2 with nothing left of any part between its forward and its backward.
+
+    "resharded" is FSDP2 that keeps no part gathered between its forward and its backward.
     """
     peers = [Side("ddp", Ddp), Side("zero", Zero), Side("fsdp2", Fsdp)]
     shares = [Side(shard, partial(Ours, shard=shard)) for shard in ("gradients", "parameters")]
@@ -95,7 +97,7 @@ def fp16(settings: Settings) -> Result:
         return Result("fp16", settings.described(), {}, ("side",), [], notes=[note])
     sides = [
         Side("fp16", partial(Ours, dtype=torch.float16)),
-        # Some twenty times slower: one step a turn, and none before it.
+        # Some twenty times slower, so it takes one step a turn and no warm-up.
         Side("fp16 native", partial(Ours, dtype=torch.float16, wide=False), steps=1, warm_up_steps=0),
         Side("fp32", partial(Ours, dtype=torch.float32)),
     ]
@@ -127,7 +129,7 @@ def wire(settings: Settings) -> Result:
 
 
 def examine(settings: Settings) -> Result:
-    """Measure what looking closely at one step in `metrics.precision_interval` costs."""
+    """Measure the cost of examining one step in `metrics.precision_interval`."""
     measured = measure([Side("ordinary", Ours), Side("examined", Examined)], settings)
     interval = MetricsConfig().precision_interval
     slower = speed_up(measured["ordinary"], measured["examined"])  # an examined step's time over an ordinary one's
@@ -163,7 +165,7 @@ def measure(sides: Sequence[Side], settings: Settings) -> dict[str, Measured]:
 
 def _measured(rounds: list[list[Turn]], rss: int, peak: int, settings: Settings) -> Measured:
     work = settings.work
-    copies = 1 if work.shared else settings.ranks  # of the model
+    copies = 1 if work.shared else settings.ranks  # copies of the model
     tokens = copies * work.micro_batches * work.micro_batch_size * work.model.seq_len
     return Measured(
         [tokens / max(turn.seconds for turn in turns) for turns in rounds],
@@ -184,7 +186,7 @@ def _memory(ours: Measured, other: Measured) -> float:
 
 
 def exposed(measured: dict[str, Measured]) -> list[str]:
-    """Say where the step of each side spends what is not forward and backward, as far as the side can tell."""
+    """Return how each side's step divides its time beside forward and backward, as far as the side can tell."""
     lines = []
     for name, side in measured.items():
         names = sorted({key for details in side.details_ms for key in details})

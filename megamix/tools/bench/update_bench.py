@@ -1,7 +1,7 @@
-"""The optimizer's step alone: how near it comes to the machine's copy rate, and how far torch's passes are from it.
+"""Optimizer's step alone: its rate beside the machine's copy rate and beside torch's passes.
 
-Each process holds ours and torch's on the same flat tensors, and a plain copy. Without a compiler all that follows
-backward is compared with what is written by hand, each on a model in a process of its own.
+Each process holds ours and torch's on the same flat tensors, and a plain copy. Without a compiler, all work after
+backward is compared with code written by hand, each on a model in a process of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megamix.tools.bench.sides import ByHand, Engine, Ours, Work
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
 ADAMW = AdamW(lr=1e-4)
-# They have 3.7 M and 63 M parameters, with so few tokens that most of a step is what follows backward.
+# The models have 3.7 M and 63 M parameters, and so few tokens that most of a step is the work after backward.
 SIZES = {
     "4 M": ModelConfig(vocab_size=2048, seq_len=16, hidden_size=256, num_layers=4, num_heads=4),
     "64 M": ModelConfig(vocab_size=8192, seq_len=16, hidden_size=768, num_layers=8, num_heads=12),
@@ -49,22 +49,23 @@ COMPILED, LIBRARY, CASTS = "update, compiled", "update, no compiler", "cast + Ad
 AFTER, BY_HAND = "all after backward, no compiler", "all after backward, by hand"
 STATS, LIBRARY_STATS, COPY = "statistics, compiled", "statistics, no compiler", "copy"
 
-STATS_BYTES = 2  # a parameter: its half gradient
+STATS_BYTES = 2  # bytes of a parameter's half gradient
 
 
 def update_bytes(optimizer: AdamW) -> int:
-    """Return the bytes a parameter that an update moves: reads of a half gradient, writes of a half parameter, both of
-    the master and of the states.
+    """Return the bytes per parameter that an update moves.
+
+    It reads a half gradient, writes a half parameter, and reads and writes the master and the states.
     """
     states = optimizer.states("", ()).values()
     return 2 + 2 + 2 * (4 + sum(dtype.itemsize for dtype in states))
 
 
 class UpdateRank:
-    """Holds the tensors of a step and every variant that works on them.
+    """Tensors of a step and every variant that works on them.
 
-    What is updated are the parameters of `model` in the engine's default buckets, on one rank and on torch's default
-    device; `calls`: timed ones of each variant in a round.
+    The update is of the parameters of `model` in the engine's default buckets, on one rank and on torch's default
+    device. `calls`: timed calls of each variant in a round.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class UpdateRank:
                 self.variants[update] = partial(self._update, kernels.update)
                 self.variants[stats] = partial(stats_by_piece, self._buckets, kernels.row_stats, True)
         self.variants[CASTS] = self._make_casts()
-        # In FP32, reading and writing as many bytes as the update.
+        # The copy is in FP32 and reads and writes as many bytes as the update.
         source = torch.ones(update_bytes(optimizer) * self.num_params() // 8)
         target = torch.zeros_like(source)
         self.variants[COPY] = lambda: target.copy_(source)
@@ -114,7 +115,7 @@ class UpdateRank:
         return self.layout.padded_numel
 
     def _time(self, variant: Callable[[], object]) -> float:
-        variant()  # not timed: brings in what the other variants have driven out of the caches
+        variant()  # untimed: brings back data that the other variants have driven out of the caches
         self._wait()
         start_s = time.perf_counter()
         for _ in range(self._calls):
@@ -129,7 +130,10 @@ class UpdateRank:
                 kernel(bucket.part(span), self._scalars)
 
     def _make_casts(self) -> Callable[[], None]:
-        """Cast the gradients to FP32, torch's fused AdamW, cast the masters to half. It neither unscales nor clips."""
+        """Return a function that casts gradients to FP32, runs torch's fused AdamW and casts masters to half.
+
+        It neither unscales nor clips.
+        """
         grads32 = [bucket.grads.float() for bucket in self._buckets]
         groups: list[dict[str, Any]] = [{"params": [], "weight_decay": group.weight_decay} for group in self._groups]
         for bucket, grad32 in zip(self._buckets, grads32, strict=True):
@@ -151,7 +155,7 @@ class UpdateRank:
 
 
 class AfterRank:
-    """Takes steps over the same tokens on one rank, and times what follows backward."""
+    """Rank that takes steps over the same tokens, and times the work after backward."""
 
     def __init__(self, build: Callable[[Work], Engine], work: Work):
         self._side = build(work)
@@ -160,7 +164,7 @@ class AfterRank:
         self._tokens = torch.randint(model.vocab_size, (1, model.seq_len + 1), generator=generator)
 
     def cpu_s(self, steps: int) -> float:
-        """Return the processor time of one, the mean of so many after one that is not timed."""
+        """Return the processor time of one step's work after backward, as the mean of `steps` after an untimed one."""
         self._after_backward()
         return sum(self._after_backward() for _ in range(steps)) / steps
 
@@ -172,11 +176,11 @@ class AfterRank:
         return time.process_time() - start_s
 
 
-Seconds = dict[str, list[float]]  # variant -> of a call, round by round
+Seconds = dict[str, list[float]]  # variant -> seconds of a call, round by round
 
 
 def after_backward(rounds: int, sizes: Mapping[str, ModelConfig], calls: int) -> dict[str, Seconds]:
-    """Return what both ways take in BF16 on one thread, by the size of the model."""
+    """Return the seconds of both ways in BF16 on one thread, by the size of the model."""
     measured: dict[str, Seconds] = {}
     for size, model in sizes.items():
         progress(f"update: all after backward, {size} parameters")
@@ -195,8 +199,10 @@ def after_backward(rounds: int, sizes: Mapping[str, ModelConfig], calls: int) ->
 def update(
     settings: Settings, threads: tuple[int, ...] = (1, 2), calls: int = 5, sizes: Mapping[str, ModelConfig] = SIZES
 ) -> Result:
-    """Measure every variant in BF16, in FP16, and with moments in BF16 as well, for each number of threads in a process
-    of its own. `calls`: timed ones of each variant in a round; `sizes`: models on which all after backward is timed.
+    """Measure every variant in BF16, in FP16, and with moments in BF16 as well.
+
+    Each number of threads has a process of its own. `calls`: timed calls of each variant in a round. `sizes`: models on
+    which all work after backward is timed.
     """
     after = after_backward(settings.rounds, sizes, calls)
     cases = [(number, name) for number in threads for name in KINDS]
