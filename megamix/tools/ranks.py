@@ -1,7 +1,8 @@
-"""Real ranks on this machine: started once, then called one time after the other.
+"""Real ranks on this machine, which are started once and then serve call after call.
 
-A call names a function, which runs on every rank with the process group up and returns something picklable. A rank that
-raises, dies or does not answer by the deadline is named, all ranks of its pool end, and the next call gets new ones.
+A call names a function, which runs on every rank with the process group up and returns something picklable. If a rank
+raises, dies or does not answer by the deadline, it is named, all ranks of its pool end, and the next call gets new
+ones.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ from megamix.supervise.rendezvous import keep_to_loopback
 T = TypeVar("T")
 
 DEADLINE_S = 120.0
-# What a rank inherits. An engine's construction imports torch._dynamo: 1 s and more in each that does not.
+# Modules that a rank inherits. An engine's construction imports torch._dynamo, which takes 1 s or more in each rank
+# that does not inherit it.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "megamix.train.job"]
-_GRACE_S = 1.0  # for the other ranks to answer once one has failed: they may wait for it in a collective
+_GRACE_S = 1.0  # seconds for the other ranks to answer once one has failed: they may wait for it in a collective
 
 
 def forkserver() -> ForkServerContext:
-    """Return how to start processes that have torch loaded: fork would copy the parent's threads' locks and hang, spawn
-    imports torch anew for each.
+    """Return a context that starts processes with torch loaded.
+
+    fork would copy the locks of the parent's threads and hang; spawn would import torch anew for each.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -47,23 +50,23 @@ def forkserver() -> ForkServerContext:
 
 
 class RankFailure(RuntimeError):
-    """Which ranks failed, and how."""
+    """Failure of ranks: the message names them and says how they failed."""
 
 
 class LateRanks(RankFailure, TimeoutError):
-    """Which ranks did not answer by the deadline, where none has failed."""
+    """Failure in which ranks did not answer by the deadline, and none failed otherwise."""
 
 
 class RankPool:
-    """`world_size` ranks, started by the first call and kept alive between calls.
+    """Pool of `world_size` ranks, started by the first call and kept alive between calls.
 
-    on_gpus: one on each GPU, by NCCL; else on the CPU, by Gloo.
-    actor: each rank holds one `actor()` for as long as it lives, and every function is called with that in front: name
-        methods of its class. One rank alone has no process group then. Without an actor no call finds what an earlier
-        one has left behind.
-    environment: the ranks are new interpreters with these settings beside the parent's: OpenMP and malloc read theirs
-        when a program starts. Else they are forks of a process that has torch loaded, with one thread each.
-    name: of the pool, told with a failure.
+    on_gpus: one rank on each GPU, by NCCL; else on the CPU, by Gloo.
+    actor: each rank holds one `actor()` as long as it lives, and every function gets it as its first argument: name
+    methods of its class. A lone rank then has no process group. Without an actor, no call finds anything that an
+    earlier call left behind.
+    environment: the ranks are new interpreters with these settings beside the parent's, for OpenMP and malloc read
+    theirs when a program starts. Without it they are forks of a process that has torch loaded, with one thread each.
+    name: the pool's, told with a failure.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class RankPool:
         self._who = f"{name}: rank" if name else "rank"
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # where the ranks meet
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # folder in which the ranks meet
 
     def call(self, function: Callable[..., T], *args: Any, deadline_s: float | None = None) -> list[T]:
         """Return every rank's answer, in rank order. Raises: RankFailure."""
@@ -88,7 +91,7 @@ class RankPool:
             raise
 
     def close(self, *, kill: bool = False) -> None:
-        """End all ranks; wait for what they are doing, or `kill` them."""
+        """End all ranks after their present call, or `kill` them."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if kill:
                 process.kill()
@@ -111,14 +114,14 @@ class RankPool:
     def _start(self) -> None:
         context: BaseContext = forkserver() if self._environment is None else multiprocessing.get_context("spawn")
         folder = self._folder = tempfile.TemporaryDirectory(prefix="megamix-ranks-")
-        self._worlds = 0  # so far
+        self._worlds = 0  # worlds so far
         self._needs_world = self._actor is None or self.world_size > 1
         with environment(self._environment or {}):
             for rank in range(self.world_size):
                 mine, theirs = context.Pipe()
                 new_interpreter = self._environment is not None
                 args = (rank, self.world_size, folder.name, theirs, self.on_gpus, new_interpreter)
-                process = context.Process(target=_serve, args=args, daemon=True)  # type: ignore[attr-defined]  # of each kind
+                process = context.Process(target=_serve, args=args, daemon=True)  # type: ignore[attr-defined]  # every kind has it
                 process.start()
                 theirs.close()
                 self._pipes.append(mine)
@@ -131,7 +134,7 @@ class RankPool:
     ) -> list[T]:
         world = self._worlds if self._needs_world else None
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # of one that died: below it is named
+            with contextlib.suppress(BrokenPipeError):  # a rank that died, which is named below
                 pipe.send((function, args, world, hold))
         self._worlds += self._needs_world
         self._needs_world = False
@@ -175,9 +178,9 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     keep_to_loopback(os.environ)
-    if world_size == 1:  # alone on purpose, whatever has started the parent
+    if world_size == 1:  # a lone rank has a world of its own, whatever started the parent
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-    gc.freeze()  # what the imports have made stays: to walk it takes 0.2 s, at each call
+    gc.freeze()  # the objects of the imports stay; walking them takes 0.2 s at each call
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or sys.stderr)
     if new_interpreter:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Gloo's greetings would mix into a report
@@ -189,13 +192,13 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
     while (request := pipe.recv()) is not None:
         function, args, world, hold = request
         if world is not None:
-            # Groups that a call has made cannot be destroyed one by one: torch would give their names again, and the
-            # next ones would meet in what the first have left in the store. Kept, each costs threads that wake up 100
-            # times a second.
+            # Groups that a call has made cannot be destroyed one by one: torch would reuse their names, and the next
+            # groups would meet in entries that the first have left in the store. If kept, each group costs threads that
+            # wake up 100 times a second.
             if dist.is_initialized():
                 dist.destroy_process_group()
             method, backend = f"file://{folder}/world_{world}", "nccl" if on_gpus else "gloo"
-            device = torch.device("cuda", rank) if on_gpus else None  # as a job: by it NCCL's groups are split off
+            device = torch.device("cuda", rank) if on_gpus else None  # as in a job: NCCL splits groups by it
             dist.init_process_group(backend, init_method=method, rank=rank, world_size=world_size, device_id=device)
         torch.manual_seed(0)
         try:
@@ -205,10 +208,10 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
             answer = ("returned", value)
         except Exception:
             answer = ("raised", traceback.format_exc())
-        other_groups = len(dist.distributed_c10d._world.pg_map) != 1  # made, or the world left, as a job does
-        # Pickled here: a pipe would send each tensor as an open file, of which a process may have a thousand.
+        other_groups = len(dist.distributed_c10d._world.pg_map) != 1  # made by the call, or its world was left
+        # Pickled here: a pipe would send each tensor as an open file, and a process may have a thousand of these.
         pipe.send_bytes(pickle.dumps((*answer, other_groups)))
-        if not held:  # else it would take time from whoever is measured next
+        if not held:  # with an actor, it would take time from the next measurement
             gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -221,7 +224,7 @@ def _end_with(parent: BaseProcess) -> None:
 
 @contextlib.contextmanager
 def environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Have these settings beside the others inside the block, and in processes that are started there."""
+    """Set these environment variables in the block, and in processes that start there."""
     before = dict(os.environ)
     os.environ.update(settings)
     try:

@@ -1,1 +1,1 @@
-"""Is this machine fit to train? `megamix doctor`."""
+"""Fitness of this machine to train: `megamix doctor`."""

@@ -1,5 +1,6 @@
-"""The machine's NVIDIA cards: what the driver and torch say of them. torch, which may hang there, is asked in a process
-of its own.
+"""NVIDIA cards of the machine, as the driver and torch tell of them.
+
+torch may hang at that, so it is asked in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from megamix.tools.doctor.finding import Finding, found, not_here
 
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor; class of display and 3D controllers
-_LIMIT_S = 50.0  # less than a check has
-Card = dict[str, Any]  # by what the driver was asked for: name and driver_version are text, else numbers
+_LIMIT_S = 50.0  # seconds, less than a check has
+Card = dict[str, Any]  # by the driver's keys: name and driver_version are text, all others numbers
 
-# Of each check what the driver is asked for, and whether that is wrong of a card.
+# By check: the key that the driver is asked for, and whether its value is wrong for a card.
 _CHECKS: dict[str, tuple[str, Callable[[float, Card], bool]]] = {
     "power limit": ("power.limit", lambda watts, card: watts < 0.99 * card["power.default_limit"]),
     "throttled": ("clocks_event_reasons.active", lambda bits, card: bool(int(bits) & 0xE8)),
@@ -49,7 +50,7 @@ print(json.dumps(facts))
 
 
 def probe_pci() -> int:
-    """Return how many NVIDIA cards are plugged in, whether there is a driver or not."""
+    """Return how many NVIDIA cards are plugged in, with or without a driver."""
     kinds = [[(device / name).read_text().strip() for name in ("vendor", "class")] for device in _PCI.glob("*")]
     return sum(vendor == _NVIDIA and kind.startswith(_DISPLAY) for vendor, kind in kinds)
 
@@ -64,7 +65,10 @@ def ask_driver(*arguments: str) -> tuple[list[str], str]:
 
 
 def probe_cards() -> tuple[list[Card], str]:
-    """Return what the driver says of each card, or why it says nothing. Drivers before 535 know events as throttle."""
+    """Return the driver's answers on each card, or why there are none.
+
+    Drivers before 535 say throttle in place of event.
+    """
     query = f"--query-gpu={','.join(_ASKED)}"
     for asked in (query, query.replace("event", "throttle")):
         lines, problem = ask_driver(asked, "--format=csv,noheader,nounits")
@@ -75,15 +79,16 @@ def probe_cards() -> tuple[list[Card], str]:
 
 
 def _number(text: str) -> float:
-    """0 where the driver has no number for this card, as "[N/A]"."""
+    """Return the number in a text; 0 if the driver has none for this card, as in "[N/A]"."""
     if text.startswith("0x"):
         return int(text, 16)
     return float(text) if re.fullmatch(r"[0-9.]+", text) else 0.0
 
 
 def judge_driver(plugged: int, cards: Sequence[Card], problem: str) -> Finding:
-    """Find cards that are plugged in and that the driver does not have: all, or some, as in a scheduler's share of a
-    machine. Without cards a machine trains on its CPU.
+    """Find cards that are plugged in but that the driver does not have.
+
+    They are all cards, or some, as in a scheduler's share of a machine. A machine without cards trains on its CPU.
     """
     if not plugged and not cards:
         return not_here("driver", f"no NVIDIA card on the PCI bus, and {problem}")
@@ -93,7 +98,7 @@ def judge_driver(plugged: int, cards: Sequence[Card], problem: str) -> Finding:
 
 
 def judge_cards(cards: Sequence[Card], checks: Sequence[str] = (*_CHECKS,), of: str = "") -> list[Finding]:
-    """Hold every card against what it says of itself. `of`: when."""
+    """Judge every card by its own data. `of`: the moment of the reading."""
     findings = []
     for check in checks if cards else ():
         key, is_wrong = _CHECKS[check]
@@ -104,8 +109,9 @@ def judge_cards(cards: Sequence[Card], checks: Sequence[str] = (*_CHECKS,), of: 
 
 
 def judge_links(lines: Sequence[str], apart: Sequence[str]) -> Finding:
-    """Find pairs of cards without access to each other, or not by NVLink where others have that. `lines`: of nvidia-smi
-    topo -m; `apart`: pairs as 0-1.
+    """Find pairs of cards without access to each other, or without NVLink if other pairs have it.
+
+    `lines`: output of nvidia-smi topo -m. `apart`: pairs as 0-1.
     """
     rows = [re.findall(r"[A-Z]+\d*", line) for line in lines if re.match(r"\W*(\[4m)?GPU\d+\s+[XNPS]", line)]
     links = {f"{a}-{b}": row[1 + b] for a, row in enumerate(rows) for b in range(a + 1, len(rows))}
@@ -118,7 +124,7 @@ def judge_links(lines: Sequence[str], apart: Sequence[str]) -> Finding:
 
 
 def probe_torch() -> dict[str, Any]:
-    """Return what torch says of itself and its cards, or under "problem" alone why it does not load.
+    """Return torch's data on itself and its cards; if it does not load, only the reason, under "problem".
 
     Raises: TimeoutExpired.
     """
@@ -130,8 +136,9 @@ def probe_torch() -> dict[str, Any]:
 
 
 def judge_torch(facts: Mapping[str, Any], on_driver: int, visible: str | None) -> list[Finding]:
-    """Find a torch that does not load, is too old, or does not use the cards. `on_driver`: cards that the driver has;
-    `visible`: CUDA_VISIBLE_DEVICES.
+    """Find a torch that does not load, is too old, or does not use the cards.
+
+    `on_driver`: number of cards that the driver has. `visible`: CUDA_VISIBLE_DEVICES.
     """
     if "torch" not in facts:
         return [found("torch", facts["problem"], True)]

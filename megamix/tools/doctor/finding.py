@@ -1,4 +1,4 @@
-"""What a check says, and how checks are run: one that raises or hangs is a finding as well."""
+"""Findings of checks, and the way checks run: a check that raises or hangs is a finding as well."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 
 from megamix.supervise.console import say
 
-# Every verdict, and its mark on the page.
+# Verdicts with their marks on the page.
 _MARKS = {"ok": "ok", "slow": "SLOW", "broken": "BROKEN", "not judged": "?", "does not apply": "-"}
-HANGS = "a check of megamix doctor"  # the name of a thread that is left behind
-_SILENT_S = 2.0  # of a check, until it is named for whoever waits
+HANGS = "a check of megamix doctor"  # name of a check's thread, which may be left behind
+_SILENT_S = 2.0  # seconds until a check that does not answer is named on stderr
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check says. `verdict`: of _MARKS; `fix`: what to do; empty where nothing has to be done."""
+    """Finding of one check. `verdict`: a key of _MARKS. `fix`: what to do; empty if nothing has to be done."""
 
     check: str
     looked_at: str
@@ -33,7 +33,7 @@ class Finding:
     fix: str = ""
 
     def lines(self) -> Iterator[str]:
-        """Yield it as the page has it."""
+        """Yield the finding's lines on the page."""
         told = f" (expected: {self.expected})" if self.expected else ""
         yield f"{_MARKS[self.verdict]:<7}{self.check:<15} {self.seen}{told}"
         if self.fix:
@@ -42,12 +42,15 @@ class Finding:
 
 @functools.cache
 def expected() -> dict[str, Any]:
-    """Return what expected.toml says."""
+    """Return the content of expected.toml."""
     return tomllib.loads(Path(__file__).with_name("expected.toml").read_text())
 
 
 def found(check: str, seen: str, wrong: bool, of: str = "", **words: object) -> Finding:
-    """Return a finding. `of`: which one, of several of the check; `words`: those in braces of its texts."""
+    """Return a finding.
+
+    `of`: tells it from others of the same check. `words`: values for the braces in the check's texts.
+    """
     said = {key: text.format(**words) for key, text in expected()["checks"][check].items()}
     verdict, fix = (said["wrong"], said["fix"]) if wrong else ("ok", "")
     return Finding(f"{check} {of}".strip(), said["looked_at"], seen, said["expected"], verdict, fix)
@@ -59,8 +62,10 @@ def not_here(check: str, reason: str) -> Finding:
 
 
 def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) -> Sequence[Finding]:
-    """Return what a check says, within `limit_s`. It runs in a thread that is left behind if it hangs, as a file system
-    that is gone lets it. Whoever waits is told its name.
+    """Return the findings of a check, within `limit_s`.
+
+    The check runs in a thread that is left behind if it hangs, as a lost file system lets it. Its name is printed while
+    somebody waits.
     """
     answers: list[Sequence[Finding]] = []
 
@@ -83,8 +88,10 @@ def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) 
 
 
 def _unanswered(check: str, told: str, *, late: bool) -> Finding:
-    """A check that fails or hangs is broken. One that is late is not judged where others slow it, whose load is more
-    than our ranks', which fill the cores. A load is the whole machine's, also in a container that has few of its cores.
+    """Return the finding of a check that failed or hung, which is broken.
+
+    A late check is not judged if others slow it, with a load beyond that of our ranks, which fill the cores. The load
+    is the whole machine's, also in a container that has few of its cores.
     """
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if late and load > 1.5 * cores:
@@ -94,7 +101,7 @@ def _unanswered(check: str, told: str, *, late: bool) -> Finding:
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return what `--json` prints."""
+    """Return the object that `--json` prints."""
     return {"fit": not any(one.verdict == "broken" for one in findings), "checks": [asdict(one) for one in findings]}
 
 

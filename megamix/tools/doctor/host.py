@@ -1,4 +1,4 @@
-"""The machine without its cards: reads of it (`probe_*`), and whether they are as expected (`judge_*`). No torch."""
+"""Host without its cards: readings (`probe_*`), and whether they are as expected (`judge_*`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,27 +20,31 @@ from megamix.machine import num_cores, numbers_of, of_groups
 from megamix.tools.doctor.finding import Finding, expected, found, not_here
 
 _MIB, _GIB = 2**20, 2**30
-# By a control group's limit, of version 2 and of version 1: its use, and what of that its memory.stat counts for files.
+# By file of a control group's limit, version 2 and version 1: the file of its use, and the key in memory.stat for the
+# part of that use that is files.
 _GROUP_MEMORY = {
     "memory.max": ("memory.current", "inactive_file"),
     "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
 }
-_WRITTEN = 64 * _MIB  # bytes, to judge a disk by
+_WRITTEN = 64 * _MIB  # bytes written to judge a disk
 
 
 def judge_limit(name: str, soft: int) -> Finding:
-    """Open files are token files, sockets and a compiler's; each thread of a rank is a process. -1: no limit."""
+    """Judge a limit on open files (token files, sockets, a compiler's) or on processes (each thread of a rank is one).
+
+    `soft`: the limit; -1: no limit.
+    """
     return found(name, "no limit" if soft == -1 else f"{soft:,}", -1 < soft < 1024)
 
 
 def judge_environment(environment: Mapping[str, str]) -> Finding:
-    """Look for settings that somebody left behind while looking for a mistake."""
+    """Find settings that somebody left behind after a search for a mistake."""
     told = [f"{name}={value}" for name, value in expected()["harmful"].items() if environment.get(name) == value]
     return found("environment", ", ".join(told) or "none", bool(told))
 
 
 def refusal(operation: Callable[[], object]) -> str:
-    """Return why the system does not do it; "" if it does."""
+    """Return why the system refuses an operation; "" if it does not."""
     try:
         operation()
     except (OSError, ValueError) as error:
@@ -49,8 +53,9 @@ def refusal(operation: Callable[[], object]) -> str:
 
 
 def probe_disk(folder: Path) -> tuple[Path, int, float, dict[str, str]]:
-    """Write, sync, lock, map and rename a file in the folder, or in the one in which that would be made. Return which
-    one it is, the bytes free for this user, the bytes/s written, and the reason of each refusal.
+    """Write, sync, lock, map and rename a file in the folder, or in the one in which that folder would be made.
+
+    Returns the folder that was used, the bytes free for this user, the bytes/s written, and the reason of each refusal.
     """
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     refused, start_s = dict[str, str](), time.perf_counter()
@@ -76,7 +81,7 @@ def probe_disk(folder: Path) -> tuple[Path, int, float, dict[str, str]]:
 
 
 def judge_disk(folder: Path, free: int, written: float, refused: Mapping[str, str]) -> list[Finding]:
-    """Check that runs can save there: every operation, its speed, room."""
+    """Judge whether runs can save there: every operation, the speed, the space."""
     told = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     return [
         found("file system", f"{folder}: {told or 'nothing refused'}", bool(refused)),
@@ -86,7 +91,7 @@ def judge_disk(folder: Path, free: int, written: float, refused: Mapping[str, st
 
 
 def probe_hostname() -> tuple[str, dict[str, bool]]:
-    """Return this machine's name, and whether each address that it resolves to is one of this machine's."""
+    """Return this machine's name, and for each address that it resolves to whether it is one of this machine's."""
     name, own = socket.gethostname(), dict[str, bool]()
     try:
         infos = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
@@ -99,7 +104,7 @@ def probe_hostname() -> tuple[str, dict[str, bool]]:
 
 
 def judge_hostname(name: str, own: Mapping[str, bool], *, several: bool = False) -> Finding:
-    """Gloo and NCCL listen on the address of the machine's name. `several`: other machines have to reach it there."""
+    """Judge the address of the machine's name, at which Gloo and NCCL listen. `several`: others must reach it."""
     told = ", ".join(f"{address}{'' if here else ' (not of this machine)'}" for address, here in own.items())
     hidden = several and all(address.startswith(("127.", "::1")) for address in own)
     where = "an address that the other machines reach" if several else "an address of this machine"
@@ -108,15 +113,16 @@ def judge_hostname(name: str, own: Mapping[str, bool], *, several: bool = False)
 
 
 def meeting_port(environment: Mapping[str, str]) -> int:
-    """Return the port of this machine at which launch/pretrain.sh lets many meet; 0: at none, as one machine alone,
-    whose ranks meet wherever a port is free.
+    """Return the port of this machine at which launch/pretrain.sh lets the ranks of many machines meet, or 0.
+
+    It is 0 on machines that do not host the meeting, and on one machine alone, whose ranks meet at any free port.
     """
     is_first = environment.get("NODE_RANK", "0") == "0" and environment.get("NNODES", "1") != "1"
     return int(environment.get("MASTER_PORT", "29500")) if is_first else 0
 
 
 def probe_ports(port: int) -> tuple[str, str]:
-    """Return why a connection over loopback fails, and why nobody can listen at `port`; "" where it goes."""
+    """Return why a connection over loopback fails, and why nobody can listen at `port`; "" for each that works."""
 
     def connect() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -126,19 +132,22 @@ def probe_ports(port: int) -> tuple[str, str]:
 
 
 def judge_ports(loopback: str, taken: str, port: int) -> list[Finding]:
-    """Ranks of one machine meet on loopback at any port, those of many at `port` of the first one. 0: at none here."""
+    """Judge the ports.
+
+    Ranks of one machine meet on loopback at any port, those of many at `port` of the first machine; 0: none here.
+    """
     none = not_here("port", "one machine takes any free port, many (NNODES) MASTER_PORT of the first")
     at = found("port", f"{port}: {taken or 'free'}", bool(taken)) if port else none
     return [found("loopback", loopback or "connects", bool(loopback)), at]
 
 
 def judge_shm(free: int, *, gpus: bool) -> Finding:
-    """NCCL's ranks of one machine meet there; Gloo's do without. Units: bytes."""
+    """Judge the space in /dev/shm, in bytes. NCCL's ranks of one machine meet there; Gloo's do without."""
     return found("/dev/shm", f"{free / _GIB:.2f} GiB free", gpus and free < _GIB)
 
 
 def probe_compiler(compiler: str) -> str:
-    """Return why it cannot build what torch.compile makes; "" if it can."""
+    """Return why a compiler cannot build the code that torch.compile makes; "" if it can."""
     if shutil.which(compiler) is None:
         return f"{compiler} is not on PATH"
     with TemporaryDirectory(prefix="megamix-doctor-") as place:
@@ -151,12 +160,12 @@ def probe_compiler(compiler: str) -> str:
 
 
 def judge_compiler(problem: str) -> Finding:
-    """Without one torch's own kernels update, in more passes; on a GPU Triton needs it as well."""
+    """Judge the compiler. Without one torch's own kernels update, in more passes; on a GPU Triton needs one as well."""
     return found("compiler", problem or "works", bool(problem))
 
 
 def probe_quota(root: Path = Path("/")) -> float:
-    """Return the cores' worth of time that this process may use; inf where there is no limit."""
+    """Return the number of cores whose time this process may use; inf without a limit."""
     quotas = [float("inf")]
     for file in of_groups(root, "cpu.max", "cpu.cfs_quota_us"):
         limit, *period = file.read_text().split()
@@ -166,14 +175,15 @@ def probe_quota(root: Path = Path("/")) -> float:
 
 
 def probe_processes(soft: int, root: Path = Path("/")) -> int:
-    """Return how many a user's limit `soft` and the control groups allow; -1: as many as there may be."""
+    """Return how many processes a user's limit `soft` and the control groups allow; -1: no limit."""
     limits = [str(soft), *(file.read_text().strip() for file in of_groups(root, "pids.max"))]
     return min((int(limit) for limit in limits if limit not in ("max", "-1")), default=-1)
 
 
 def probe_memory(root: Path = Path("/")) -> float:
     """Return the bytes that programs may still take, of this machine and of every control group around this process.
-    Pages of files that nobody uses just now are given back on demand.
+
+    Pages of files that nobody uses at present are given back on demand, so they count as free.
     """
     left = [1024.0 * numbers_of(root / "proc/meminfo")["MemAvailable:"]]
     for limit in of_groups(root, *_GROUP_MEMORY):
@@ -188,7 +198,7 @@ def judge_memory(left: float, ranks: int) -> Finding:
 
 
 def judge_cores(quota: float, load: float) -> Finding:
-    """Other processes' load makes every figure worse, and so does a quota into which threads run."""
-    cores, machine = num_cores(), os.cpu_count() or 1  # a load is the whole machine's
+    """Judge the cores. Load by other processes makes every figure worse, and so does a quota that throttles threads."""
+    cores, machine = num_cores(), os.cpu_count() or 1  # the load is the whole machine's
     of, less = f" of {machine}" if cores < machine else "", f", a quota of {quota:g}" if quota < cores else ""
     return found("cores", f"{cores}{of}{less}, load {load:.1f}", quota < cores or load > machine / 2)

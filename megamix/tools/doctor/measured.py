@@ -1,4 +1,4 @@
-"""What ranks of this machine have measured, beside what is expected of them and of their cards."""
+"""Measurements by ranks of this machine, beside the figures expected of them and of their cards."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.layout_lines import verify_layout
 
-_OF_PEAK, _OF_MEMORY = 0.65, 0.85  # what products and copies of a healthy card reach of it
+_OF_PEAK, _OF_MEMORY = 0.65, 0.85  # shares of the peak that products and copies reach on a healthy card
 _PINNED, _BETWEEN_CARDS, _LOOPBACK = 20.0, 20.0, 0.1  # GB/s
-_OF_TORCH = 0.97  # tokens/s over the better of torch's own ways; less is more than chance
+_OF_TORCH = 0.97  # tokens/s over the better of torch's own ways; less is not chance
 
 Case = Mapping[str, Any]  # a model to train beside torch's own ways, as expected.toml has it
-Check = Callable[[float], list[Finding]]  # within so many seconds
+Check = Callable[[float], list[Finding]]  # takes a limit in seconds
 
 
 def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | None, float]]:
-    """Return by name what is measured, on one rank for each card or on two where there are none, and the seconds that
-    it may take; None: what this device has not. The ranks live until the end of `stack`.
+    """Return the checks by name, each with the seconds that it may take; None for a check that this device cannot have.
+
+    They run on one rank for each card, or on two ranks without cards. The ranks live until the end of `stack`.
     """
     on_gpus, size = bool(cards), len(cards) or 2
     card, device = (cards[0], "cuda") if on_gpus else ("", "cpu")
     alone, every = (stack.enter_context(RankPool(number, on_gpus=on_gpus)) for number in (1, size))
-    devices = every if on_gpus else alone  # two ranks on one CPU would share what is measured
+    devices = every if on_gpus else alone  # two ranks on one CPU would share its rate
     tokens, numel, *sizes = expected()["sizes"][device]
     cases = [case for case in expected()["trained"] if case["device"] == device]
 
@@ -46,7 +47,7 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
     def graph(limit_s: float) -> list[Finding]:
         try:
             return shares("CUDA graph", alone, ranks.captured_off)(limit_s)
-        except RankFailure as failure:  # no job captures its steps: the machine is fit without
+        except RankFailure as failure:  # no job captures its steps, so the machine is fit without
             return [found("CUDA graph", str(failure).strip().splitlines()[-1], True)]
 
     def verified(limit_s: float) -> list[Finding]:
@@ -79,20 +80,23 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
 
 
 def _work(case: Case) -> Work:
-    """A compiled update takes seconds on every rank, which on a CPU nobody waits for twice."""
+    """Return the work of a case, with a compiled update only on a GPU.
+
+    A compiled update takes seconds on every rank, which nobody waits for twice on a CPU.
+    """
     model, device = ModelConfig(**case["model"]), case["device"]
     size = case["micro_batch_size"]
     return Work(model=model, micro_batch_size=size, device=device, compile_update=device == "cuda")
 
 
 def layouts_of(size: int) -> list[str]:
-    """Return the layouts that so many ranks verify."""
+    """Return the layouts that `size` ranks verify."""
     names = [f"dp{size}", *([f"dp{size // 2}tp2"] if size % 2 == 0 else [])]
     return [*names, *([f"dp{size // 4}tp2pp2"] if size % 4 == 0 else [])]
 
 
 def judge_shares(check: str, by_rank: Sequence[Mapping[str, float]], of: str = "") -> Finding:
-    """Find what is wrong on any rank. `by_rank`: errors as shares of their bounds, by what they are of."""
+    """Judge errors as shares of their bounds, on every rank. `by_rank`: share by what was computed."""
     worst = {name: max(shares[name] for shares in by_rank) for name in by_rank[0]}
     wrong = [f"{name} is off by {share:.3g} bounds" for name, share in worst.items() if share > 1]
     right = f"{len(worst)} kinds, errors up to {max(worst.values()):.2f} of their bounds"
@@ -100,7 +104,7 @@ def judge_shares(check: str, by_rank: Sequence[Mapping[str, float]], of: str = "
 
 
 def judge_wire(by_rank: Sequence[Mapping[str, float]], *, on_gpus: bool) -> Finding:
-    """Take the slowest rank of each collective."""
+    """Judge the rate of the slowest rank in each collective."""
     if len(by_rank) == 1:
         return not_here("wire", "there is one rank")
     slowest = {name: min(rates[name] for rates in by_rank) / 1e9 for name in by_rank[0]}
@@ -110,7 +114,7 @@ def judge_wire(by_rank: Sequence[Mapping[str, float]], *, on_gpus: bool) -> Find
 
 
 def judge_rates(by_rank: Sequence[tuple[Mapping[str, float], Sequence[Card]]], card: str) -> list[Finding]:
-    """Compare the slowest device with what its name promises, and its clocks under load. `by_rank`: of device_rates."""
+    """Judge the slowest device by its name's promise, and its clocks under load. `by_rank`: results of device_rates."""
     memory = next((1e12 * most for pattern, most in expected()["memory"].items() if re.fullmatch(pattern, card)), 0.0)
     peak, flops = dense_peak(card, torch.bfloat16) or 0.0, ("TFLOP/s", 1e12) if card else ("GFLOP/s", 1e9)
     least = {"products": _OF_PEAK * peak, "copy": _OF_MEMORY * memory, "pinned memory": 1e9 * _PINNED}
@@ -128,7 +132,8 @@ def judge_rates(by_rank: Sequence[tuple[Mapping[str, float], Sequence[Card]]], c
 
 
 def judge_training(case: Case, rates: Mapping[str, float], card: str) -> Finding:
-    """Compare ours with torch's own ways and, on a card whose peak is known, its MFU with what such a card reaches.
+    """Compare ours with torch's own ways and, on a card whose peak is known, its MFU with the one expected there.
+
     `rates`: tokens/s of the slowest rank, by side.
     """
     others = {side: rate for side, rate in rates.items() if side != "ours"}

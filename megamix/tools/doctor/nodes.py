@@ -1,5 +1,6 @@
-"""What the ranks that torchrun has started, on one machine or many, say of each other: `megamix doctor --nodes`. They
-meet in the launcher's store, so that those are named that cannot reach each other in any other way.
+"""Comparison of the ranks that torchrun has started, on one machine or many: `megamix doctor --nodes`.
+
+They meet in the launcher's store, so that ranks that cannot reach each other in any other way are named.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from megamix.tools.doctor.finding import Finding, found, not_here
 from megamix.tools.doctor.host import judge_hostname, probe_hostname
 from megamix.tools.doctor.measured import judge_shares
 
-_LIMIT_S = 60.0  # until the ranks have met, and again until they have measured
+_LIMIT_S = 60.0  # seconds until the ranks have met, and again until they have measured
 _SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_")
-_SENT = 1 << 24  # bytes
-# What must be alike; the machine's name, and whether each of its addresses is its own.
+_SENT = 1 << 24  # bytes sent over each link
+# Settings that must be alike; the machine's name; and whether each of its addresses is its own.
 Record = tuple[dict[str, str], str, dict[str, bool]]
 _MEASURED = TypeAdapter(tuple[str, dict[str, float], list[tuple[int, float]]])
 
 
 def examine_nodes() -> list[Finding]:
-    """Examine the ranks that torchrun has started. Every rank must call it; what all say the first one returns."""
+    """Examine the ranks that torchrun has started. Every rank must call it; the first one returns all findings."""
     findings = []
     try:
         store, rank, size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=_LIMIT_S)))
         findings += compare_ranks(store, rank, size, own_record(), _LIMIT_S)
-        # NCCL gives up a collective that hangs; else it would end this process, and with it all that is found.
+        # Otherwise NCCL would end this process at a collective that hangs, and with it all findings.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         meet_ranks(local_device(), _LIMIT_S)
         findings += measure_links(store, rank, size, _LIMIT_S)
@@ -51,16 +52,17 @@ def examine_nodes() -> list[Finding]:
 
 
 def own_record() -> Record:
-    """Return what this rank tells the others."""
+    """Return the record that this rank tells the others."""
     cards = sorted(f"{card['name']}, driver {card['driver_version']}" for card in probe_cards()[0])
     settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
     return {"cards": "; ".join(cards), **own_code([]), **settings}, *probe_hostname()
 
 
 def compare_ranks(store: Store, rank: int, size: int, own: Record, limit_s: float) -> list[Finding]:
-    """Say what differs between the ranks: code, settings, cards, time; and whose machine's name is no address.
+    """Return what differs between the ranks: code, settings, cards, time; and machine names that are no address.
 
-    Every rank must call it. Raises: RuntimeError naming ranks that do not answer within `limit_s`.
+    Every rank must call it.
+    Raises: RuntimeError naming ranks that do not answer within `limit_s`.
     """
     board, told = Board(store, limit_s), [f"record {number}" for number in range(size)]
     board.put(told[rank], own)
@@ -81,7 +83,10 @@ def compare_ranks(store: Store, rank: int, size: int, own: Record, limit_s: floa
 
 
 def judge_records(records: Sequence[Record], apart: Sequence[float]) -> list[Finding]:
-    """`apart`: of each rank, the seconds by which its clock cannot agree with the first one's."""
+    """Judge the ranks' records.
+
+    `apart`: for each rank, the least seconds by which its clock differs from the first rank's.
+    """
     nothing = {key: "not set" for alike, _, _ in records for key in alike}
     unlike = differences([RankGroup([rank], nothing | alike) for rank, (alike, _, _) in enumerate(records)])
     addresses = {host: own for _, host, own in records}
@@ -97,7 +102,7 @@ def judge_records(records: Sequence[Record], apart: Sequence[float]) -> list[Fin
 
 
 def measure_links(store: Store, rank: int, size: int, limit_s: float) -> list[Finding]:
-    """Hold the ranks' sums against those in rank order, and name the slowest link. Every rank must call it."""
+    """Compare the ranks' sums with those in rank order, and name the slowest link. Every rank must call it."""
     board, keys = Board(store, limit_s), [f"measured {number}" for number in range(size)]
     board.put(keys[rank], (probe_hostname()[0], ranks.sums_off(), ranks.seconds_by_source(_SENT)))
     if rank > 0:
@@ -110,8 +115,9 @@ def measure_links(store: Store, rank: int, size: int, limit_s: float) -> list[Fi
 
 
 def judge_pairs(hosts: Sequence[str], seconds: Sequence[Sequence[tuple[int, float]]]) -> Finding:
-    """Name the slowest pair of ranks, of those on two machines if there are several. `seconds`: of each rank, those
-    that the bytes of every other one took.
+    """Name the slowest pair of ranks, among pairs on two machines if there are several.
+
+    `seconds`: for each rank, (source, seconds) of every other rank's message.
     """
     taken = {(source, to): value for to, row in enumerate(seconds) for source, value in row}
     apart = {pair: value for pair, value in taken.items() if hosts[pair[0]] != hosts[pair[1]]} or taken

@@ -1,4 +1,4 @@
-"""What is measured on every rank of a pool, or of the world that torchrun has started. Answers are plain numbers."""
+"""Measurements on every rank of a pool, or of the world that torchrun has started. Answers are plain numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIDES: dict[str, Callable[[Work], Engine]] = {"ours": Ours, "FSDP2": Fsdp, "plai
 
 
 def seconds_of(work: Callable[[], object], times: int) -> float:
-    """Return the seconds of one call, the mean of `times`, after one that is not timed."""
+    """Return the seconds of one call, as the mean of `times` calls after an untimed one."""
     cuda = rank_device().type == "cuda"
     for timed in (1, times):
         start_s = time.perf_counter()
@@ -41,15 +41,15 @@ def seconds_of(work: Callable[[], object], times: int) -> float:
 
 
 def sums_off(numel: int = 4096) -> dict[str, float]:
-    """Return, by what was asked of the collectives, the largest error as a share of its bound: more than 1 is wrong,
-    and what is bitwise has 0 or inf. `numel`: of a rank's part.
+    """Return the largest error of each collective as a share of its bound: more than 1 is wrong.
 
-    Bound of a sum in the backend's own order: a rounding of each partial sum, n * u * sum of magnitudes.
+    A share of a bitwise check is 0 or inf. `numel`: elements of a rank's part. The bound of a sum in the backend's own
+    order is a rounding of each partial sum, n * u * sum of magnitudes.
     """
     device, world = rank_device(), Topology.current().world
     shares: dict[str, float] = {}
     for dtype, unit in UNIT.items():
-        seeds = (torch.Generator().manual_seed(rank) for rank in range(world.size))  # every rank draws what all have
+        seeds = (torch.Generator().manual_seed(rank) for rank in range(world.size))  # every rank draws all of them
         grads = [torch.randn(numel * world.size, generator=seed).to(device, dtype) for seed in seeds]
         links = make_collectives(world, device)
         parts = torch.stack([links.own_part(grad) for grad in grads])
@@ -88,7 +88,7 @@ def wire_rates(numel: int) -> dict[str, float]:
 
 
 class _Norms(nn.Module):
-    """Every norm of the models, one behind the other. Their weights are slices of one buffer, as the engine's are."""
+    """Every norm of the models, in a row. Their weights are slices of one buffer, as the engine's are."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -107,8 +107,9 @@ class _Norms(nn.Module):
 
 
 def norms_off(tokens: int, width: int = 1024) -> dict[str, float]:
-    """Return by parameter how far a compiled norm's gradient is from FP64's, as a share of its bound: NOISE times what
-    rounding does without a compiler, and one rounding of the largest.
+    """Return by parameter how far a compiled norm's gradient is from FP64's, as a share of its bound.
+
+    The bound is NOISE times the rounding error without a compiler, and one rounding of the largest element.
     """
     device, dtype = rank_device(), torch.bfloat16
     draw = partial(torch.randn, tokens, width, generator=torch.Generator().manual_seed(1))
@@ -132,10 +133,10 @@ def norms_off(tokens: int, width: int = 1024) -> dict[str, float]:
 
 
 def _make_step() -> Callable[[], Tensor]:
-    """Return a step of a new engine, which never leaves the device: its loss."""
+    """Return a function that makes a step of a new engine and returns its loss. A step never leaves the device."""
     work = Work(model=_TINY, device=rank_device().type)
     ours = Ours(work)
-    ours.engine.clock.enabled = False  # its events cannot be captured
+    ours.engine.clock.enabled = False  # the clock's events cannot be captured
     tokens = torch.randint(_TINY.vocab_size, (4, _TINY.seq_len + 1), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(work.device)
 
@@ -149,22 +150,22 @@ def _make_step() -> Callable[[], Tensor]:
 
 
 def waits() -> dict[str, float]:
-    """Take steps in which torch makes each wait of the host for the device an error. Raises: RuntimeError."""
+    """Take steps in which every wait of the host for the device is an error. Raises: RuntimeError."""
     step = _make_step()
     step(), step()
     try:
         torch.cuda.set_sync_debug_mode("error")
         step(), step()
-    finally:  # the checks behind it wait on this rank, too
+    finally:  # later checks wait on this rank, too
         torch.cuda.set_sync_debug_mode("default")
     return {"waits in two steps": 0.0}
 
 
 def captured_off() -> dict[str, float]:  # pragma: CUDA only
-    """Return by step 0 where a CUDA graph's replay has the loss of a plain step, else inf."""
+    """Return for each step 0 if a CUDA graph's replay has the loss of a plain step, else inf."""
     plain, step, stream = _make_step(), _make_step(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # no types
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # warm-up and capture on one stream: autograd remembers it
+    with torch.cuda.stream(stream):  # warm-up and capture on one stream, which autograd remembers
         for _ in range(3):
             plain(), step()
         graph = torch.cuda.CUDAGraph()
@@ -179,10 +180,10 @@ def captured_off() -> dict[str, float]:  # pragma: CUDA only
 
 
 def device_rates(side: int, numel: int) -> tuple[dict[str, float], list[Card]]:
-    """Measure this rank's device. `side`: of square matrices; `numel`: FP32 elements to copy.
+    """Return this rank's rates by check, and the driver's answers on the cards while products run.
 
-    Returns by check operations/s of BF16 matrix products (FP32 on a CPU), bytes/s read and written by a copy, and those
-    from pinned memory; and what the driver says of the cards while products run.
+    Rates: operations/s of BF16 matrix products (FP32 on a CPU), bytes/s read and written by a copy, and bytes/s from
+    pinned memory. `side`: rows of the square matrices. `numel`: FP32 elements to copy.
     """
     device = rank_device()
     a = torch.randn(side, side, device=device).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -195,13 +196,13 @@ def device_rates(side: int, numel: int) -> tuple[dict[str, float], list[Card]]:
         return rates, []
     host = torch.ones(numel // 8, pin_memory=True)
     seconds = seconds_of(lambda: target[: len(host)].copy_(host, non_blocking=True), 5)
-    for _ in range(1000):  # a second and more, in which the driver is asked
+    for _ in range(1000):  # keeps the card busy for a second or more, while the driver is asked
         torch.mm(a, a, out=out)
     return rates | {"pinned memory": 4 * len(host) / seconds}, probe_cards()[0]
 
 
 def update_share(model: ModelConfig) -> float:
-    """Return the update's rate as a share of a plain copy's, both counted by what they read and write."""
+    """Return the update's rate as a share of a plain copy's, both counted by the bytes they read and write."""
     with torch.device(rank_device().type):
         seconds = UpdateRank(model, torch.bfloat16, calls=3).seconds(0)
     return seconds[COPY] / seconds[COMPILED if COMPILED in seconds else LIBRARY]
@@ -214,8 +215,10 @@ def train_rate(work: Work, side: str, steps: int) -> float:
 
 
 def seconds_by_source(numel: int) -> list[tuple[int, float]]:
-    """Return for every other rank the seconds that this one takes to receive its bytes. A rank has one other at a time,
-    and one of the two sends: ranks that wait for a slow link would hold up who waits for them.
+    """Return (other rank, seconds that this rank takes to receive its bytes) for every other rank.
+
+    Ranks exchange in pairs, and one of two sends at a time: ranks that wait for a slow link would hold up those that
+    wait for them.
     """
     world, taken = Topology.current().world, list[tuple[int, float]]()
     message = torch.zeros(numel, dtype=torch.uint8, device=rank_device())
@@ -225,7 +228,7 @@ def seconds_by_source(numel: int) -> list[tuple[int, float]]:
             work.wait()
 
     for bits in range(1, 1 << (world.size - 1).bit_length()):
-        other = world.rank ^ bits  # whose other one this is
+        other = world.rank ^ bits  # partner in this round; the partner's partner is this rank
         for lower_sends in (True, False):
             dist.barrier()
             if other >= world.size:
