@@ -140,8 +140,8 @@ def require_plugins(names: Iterable[str]) -> None:
     """
     if missing := ",".join(name for name in names if name not in sys.modules):
         raise PluginError(
-            f"plugins: {missing} named by what was saved, which imports nothing by itself; write --plugins {missing} "
-            "right behind the verb if you trust that code, or plugins on top of your configuration"
+            f"plugins: {missing} named by a saved file, which imports nothing by itself; if you trust that code, write "
+            f"--plugins {missing} right after the verb, or plugins at the top of your configuration"
         )
 
 

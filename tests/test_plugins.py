@@ -380,14 +380,13 @@ def test_no_run_folder_and_no_checkpoint_imports_what_it_names(
         said = capsys.readouterr().err
         assert "hostile" not in sys.modules, words
         if words[0] != "train" or words[1] != str(hostile.parent / "own.toml"):
-            assert (status, "--plugins hostile right behind the verb if you trust that code" in said) == (2, True), (
-                words
-            )
+            is_told = "if you trust that code, write --plugins hostile right after the verb" in said
+            assert (status, is_told) == (2, True), words
     assert (hostile / "checkpoints" / CHECKPOINT).is_dir()  # none was set aside as damaged
     for words in (["generate", str(hostile)], ["config", str(hostile / "config.toml"), "--show"]):
         assert main([*words, "--plugins", "hostile"]) == 2
         assert "plugins: hostile cannot be imported: SystemExit: imported; mend" in capsys.readouterr().err
-    with pytest.raises(PluginError, match="plugins: hostile named by what was saved"):
+    with pytest.raises(PluginError, match="plugins: hostile named by a saved file"):
         run_on_ranks(config_from_dict(_tiny_job(hostile)))
     assert (hostile / "checkpoints" / CHECKPOINT).is_dir()
     for junk in ("[3]", '"hostile"', '["a\\nb"]'):
@@ -409,11 +408,11 @@ def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(her
             link.unlink(missing_ok=True)
             link.symlink_to(own)
             for path in (own, link, _write(here, "job.toml", 'base = "run/config.toml"\n')):
-                with pytest.raises(ConfigError, match="plugins: toy_plugin named by what was saved"):
+                with pytest.raises(ConfigError, match="plugins: toy_plugin named by a saved file"):
                     load_config(path, steady)
         own.rename(run / "x.toml")
         own.symlink_to("x.toml")  # two links to a name that no run writes
-        with pytest.raises(ConfigError, match="plugins: toy_plugin named by what was saved"):
+        with pytest.raises(ConfigError, match="plugins: toy_plugin named by a saved file"):
             load_config(link, steady)
         own.unlink()
         (run / beside).rmdir()

@@ -262,8 +262,8 @@ class Unconnected(Collectives):
 
     def _refuse(self, *given: object, **settings: object) -> Any:
         raise RuntimeError(
-            f"ranks {[*self.axis.ranks]} divide something among them, and no process group connects them: take the "
-            "topology of Topology.connect(), with these axes, on every rank of a process group"
+            f"ranks {[*self.axis.ranks]} share an axis, and no process group connects them: build the topology by "
+            "Topology.connect(), with these axes, on every rank of a process group"
         )
 
     reduce_scatter = all_gather = table = gather = sum_parts = exchange = broadcast = agree = _refuse

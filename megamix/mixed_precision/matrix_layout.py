@@ -145,7 +145,7 @@ def find_homes(layout: FlatLayout, buckets: Sequence[int], places: Sequence[Plac
         for matrix, share in zip(matrices, shares, strict=True):
             if sum(share) != matrix.numel:
                 raise ValueError(
-                    f"Muon takes {matrix.spec.name} for matrices, but the ranks that hold it have {sum(share)} "
+                    f"Muon treats {matrix.spec.name} as matrices, but the ranks that hold it have {sum(share)} "
                     f"of {matrix.numel} elements; let AdamW move it: adamw=[{matrix.spec.name!r}]"
                 )
         costs += [matrix.cost for matrix in matrices]
@@ -165,7 +165,7 @@ def _block(spec: ParamSpec, block: int | None) -> tuple[slice, slice]:
     divided = [dim for dim, size in enumerate(spec.shape) if size != spec.full_shape[dim]]
     if any(0 < dim < len(spec.shape) - 1 for dim in divided) or len(divided) > 1:
         raise ValueError(
-            f"Muon takes {spec.name} for matrices, but ranks divide its {[*spec.full_shape]} into blocks of "
+            f"Muon treats {spec.name} as matrices, but ranks divide its {[*spec.full_shape]} into blocks of "
             f"{[*spec.shape]}, which it cannot put together; let AdamW move it: adamw=[{spec.name!r}]"
         )
     starts = list(spec.offset)

@@ -30,8 +30,8 @@ _WRITTEN = (
     "FP32 master. To change weights call engine.load_weights(state_dict)"
 )
 _GRADIENT = (
-    "has a .grad that is not the engine's: a backward would add to it what no loss scale and no sum over the ranks "
-    "knows. Call model.zero_grad(); to change a gradient take param.register_hook(...)"
+    "has a .grad that is not the engine's: it has no loss scale and no sum over the ranks, and a backward would "
+    "add to it. Call model.zero_grad(); to change a gradient use param.register_hook(...)"
 )
 
 
@@ -133,8 +133,8 @@ class ModuleGuard:
         if is_compiled and not self._told_of_compile:
             self._told_of_compile = True
             log.warning(
-                "torch.compile stands around the whole model: its backward is one piece, so all gradients come at its "
-                "end, and their sums over the ranks run beside nothing. Compile what is inside: "
+                "torch.compile wraps the whole model: its backward is one piece, so all gradients come at its end, and "
+                "no sum over the ranks overlaps with backward. Compile the blocks inside: "
                 "`for block in model.blocks: block.compile()`"
             )
 

@@ -368,8 +368,8 @@ class UnitGather:
             places, launched = first.owners.gather(mine, self._number(0)).T.tolist()
         if others := {self._units[place].name for place in places} - {unit.name}:
             raise RuntimeError(
-                f"unit {unit.name} is called out of turn here, {', '.join(sorted(others))} on another rank: what "
-                "is called twice, or in another order than registered, must be so on every rank"
+                f"unit {unit.name} is called out of turn here, {', '.join(sorted(others))} on another rank: a "
+                "unit called twice, or in another order than registered, must be called so on every rank"
             )
         self._advance(max(launched))
 
@@ -431,8 +431,8 @@ def _warn_of_rest(buckets: Sequence[Bucket], units: Sequence[str]) -> None:
     if left > whole / 4:
         log.warning(
             'shard = "parameters": %d of %d parameters, such as %s, are in none of `units`, so every rank holds them '
-            "from a forward to the end of its backward. Let the modules that hold them be units, too; what is read "
-            "outside of its module, as a tied table, cannot be",
+            "from a forward to the end of its backward. Add the modules that hold them to `units`; a parameter that is "
+            "read outside of its module, such as a tied table, cannot be in one",
             left, whole, rest[-1].name,
         )  # fmt: skip
 

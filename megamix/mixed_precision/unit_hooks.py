@@ -46,8 +46,8 @@ class OneThread:
         if not may:
             raise RuntimeError(
                 f"{name} is called while another thread is inside the model's forward or backward: with shard = "
-                '"parameters" one at a time may be, or all inside `with engine.whole_parameters():`. If a forward has '
-                "failed there, call engine.discard_step() first"
+                '"parameters" only one thread may be there, except inside `with engine.whole_parameters():`. If a '
+                "forward has failed there, call engine.discard_step() first"
             )
         if stays:
             self._inside = get_ident()
@@ -60,8 +60,8 @@ def refuse_transforms(name: str) -> None:
     """Refuse a call of unit `name` within a transform of torch.func. Raises: RuntimeError."""
     if torch._C._functorch.maybe_current_level() is not None:
         raise RuntimeError(
-            f"{name} is called within a transform of torch.func (vmap, grad), which cannot take gathers. Take "
-            'shard = "gradients", or do so inside `with engine.whole_parameters():`'
+            f"{name} is called within a transform of torch.func (vmap, grad), which cannot contain gathers. Use "
+            'shard = "gradients", or transform inside `with engine.whole_parameters():`'
         )
 
 
@@ -147,7 +147,7 @@ class _OnGradient:
     def __call__(self, grads: object) -> None:
         if (gather := self._gather()) is None:
             raise RuntimeError(
-                "a backward through a module whose engine is gone, and with it the weights: hold the engine as long"
+                "a backward through a module whose engine is gone, and with it the weights: keep the engine until then"
             )
         gather.before_backward(self._unit(), self._turn)
 

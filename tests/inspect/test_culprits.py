@@ -1,5 +1,5 @@
-"""An overflow has a name: the parameter always, and in an examined step the rank and the micro-batch, inf apart from
-NaN; what is finite is never named.
+"""An overflow has a name: the parameter always, and in an examined step the rank and the micro-batch, inf distinguished
+from NaN; finite gradients are never named.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _faults(engine: ShardedEngine, result: StepResult) -> list[tuple[str, str | 
 
 
 def _random_injections(trials: int) -> list[str]:
-    """What went wrong: each trial injects once, and both ways of naming must say exactly that."""
+    """Return the failures: each trial injects one fault, and both ways of naming must name exactly that."""
     engine, injector = _build()
     wrong = []
     for trial in range(trials):
@@ -98,7 +98,7 @@ def test_clean_runs_name_nobody(run_ranks) -> None:
 
 
 def _named(dtype: torch.dtype, name: str, micro_batch: int, values: list[float]) -> tuple[object, Origins]:
-    """(faults, origins) where each rank injects its own value."""
+    """Return (faults, origins) if each rank injects a value of its own."""
     engine, injector = _build(dtype)
     injector.target = (name, micro_batch, values[dist.get_rank()])
     engine.examine_next_step()

@@ -1,5 +1,6 @@
-"""What a forward or loss records counts once, compiled or recomputed, without a host read; evaluation, probes and what
-is discarded do not count; over ranks it is combined as it says, and other names are an error.
+"""A value that a forward or loss records counts once, compiled or recomputed, without a host read; values of
+evaluations, probes and discarded steps do not count; values of all ranks are combined by their reduce; different names
+on ranks are an error.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def test_nan_and_inf_are_told() -> None:
 
 def test_what_is_no_part_of_a_step_does_not_count() -> None:
     model = make_model()
-    record("alone", torch.ones(()))  # no engine: nothing
+    record("alone", torch.ones(()))  # no engine: no effect
     scale = HeadroomLossScale(window=4)
     engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.float16, loss_scale=scale), compile_update=False)
 
@@ -161,7 +162,7 @@ def test_compiled_blocks_record_in_a_graph_that_new_names_do_not_change() -> Non
 
     for plain, compiled in zip(recorded(False), recorded(True), strict=True):
         assert plain == pytest.approx(compiled, nan_ok=True)
-    # Of the block one; of its hook one that makes the tensors, one that goes on with them, and backward's.
+    # One graph of the block; of its hook one that makes the tensors and one that goes on with them; and backward's.
     assert len(graphs) <= 4
 
 

@@ -1,6 +1,6 @@
-"""A bit that differs in any copy of any parameter is found and named, on all ranks alike; so is a counter or a state
-of any loss scale rule, with its values; what is whole is never accused; where no half parameter is kept, counters and
-loss scale are still compared.
+"""A bit that differs in any copy of any parameter is found and named, on all ranks alike; so is a counter or a state of
+any loss scale rule, with its values; undamaged copies are never accused; without half parameters between steps,
+counters and loss scale are still compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.distributed.models import loss_of, make_batch, make_model
 pytestmark = pytest.mark.uncounted
 
 HALF = (torch.float16, torch.bfloat16)
-TRIALS = 50 if FULL else 12  # for each of two dtypes
+TRIALS = 50 if FULL else 12  # trials for each of two dtypes
 RULES = {
     rule.__name__: rule
     for rule in (
@@ -44,7 +44,7 @@ RULES = {
     )
 }  # fmt: skip
 OPTIMIZERS = {"AdamW": AdamW(lr=[0.01, 0.02, 0.03]), "NAG": NAG(lr=0.01)}
-CHECKS = 100 if FULL else 5  # without a change, of each rule and optimizer
+CHECKS = 100 if FULL else 5  # checks without a change, for each rule and optimizer
 COUNTERS = {"plan.cursor": 40, "plan.waiting": [7, 2**60], "plan.last_applied_scale": 256.0}
 
 
@@ -72,12 +72,12 @@ def _verdict(engine: ShardedEngine, counters: Mapping[str, Numbers] | None = Non
 
 
 def _flip(values: Tensor, element: int, bit: int) -> None:
-    """Flip one bit of one element in place; twice is nothing."""
+    """Flip one bit of one element in place; flipping twice restores it."""
     values.view(torch.uint8)[element * values.itemsize + bit // 8] ^= 1 << bit % 8
 
 
 def _damage_and_check(dtype: torch.dtype, shard: Shard, seeds: range) -> list[tuple[str, str]]:
-    """For each seed (what was damaged, what was said), and after it the same of a check with the damage undone."""
+    """Return for each seed (the damage, the error), and then the same for a check with the damage undone."""
     engine = _trained(dtype, shard=shard)
     engine.wait()
     rank, size = engine.topology.dp.rank, engine.topology.dp.size
@@ -104,7 +104,7 @@ def _damage_and_check(dtype: torch.dtype, shard: Shard, seeds: range) -> list[tu
 
 
 def _bit_of_the_cast(dtype: torch.dtype, bucket: Bucket, element: int, rng: random.Random) -> int:
-    """A bit of a master that its cast does not drop."""
+    """Return a bit of a master that its cast does not drop."""
     value = bucket.owners.gather(bucket.master).view(-1)[element].view(1)
     while True:
         flipped, bit = value.clone(), rng.randrange(32)
@@ -169,7 +169,9 @@ def test_after_a_skipped_step_nothing_is_accused(run_ranks) -> None:
 
 
 def _change_each_counter(rule: str, optimizer: str, victim: int) -> tuple[set[str], list[tuple[str, str]]]:
-    """The verdicts without a change, and for each counter and state (what it is, what was said of one bit)."""
+    """Return the verdicts without a change, and for each counter and state (its name, the error after one
+    bit changed).
+    """
     engine = _trained(torch.float16, 2, OPTIMIZERS[optimizer], rule)
     rank = engine.topology.world.rank
     clean = {_verdict(engine, COUNTERS) for _ in range(CHECKS)}
@@ -199,7 +201,7 @@ def test_a_counter_or_a_state_of_the_loss_scale_that_differs_is_found_and_named(
         for name, said in outcomes:
             assert said.startswith(f"memory does not hold what was written: {name}: rank "), (name, said)
             assert f"rank {victim}: " in said
-            assert said.count("rank ") == (2 if size == 2 else 1), said  # of two, neither is the majority
+            assert said.count("rank ") == (2 if size == 2 else 1), said  # two ranks have no majority
             assert (", all others: " in said) == (size == 3), said
 
 
@@ -248,7 +250,7 @@ def test_every_bit_of_every_place_counts_and_so_does_the_place() -> None:
         swapped = half.clone()
         swapped[[0, element]] = half[[element, 0]]
         hashes.add(shard_hashes(swapped, 1, torch.float16).item())
-    assert len(hashes) == half.numel() * 17 - 1  # and no two of them are equal
+    assert len(hashes) == half.numel() * 17 - 1  # no two of them are equal
     assert whole not in hashes
 
 

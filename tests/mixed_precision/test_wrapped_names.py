@@ -133,7 +133,7 @@ def test_a_compile_of_the_whole_model_is_told_once(compiled: Callable[[TinyModel
     with caplog.at_level(logging.WARNING):
         engine = ShardedEngine(model, plain.optimizer, Precision(torch.bfloat16), Sharding(units), compile_update=False)
         _train(engine, range(2))
-    told = [line for line in caplog.messages if "torch.compile stands around the whole model" in line]
+    told = [line for line in caplog.messages if "torch.compile wraps the whole model" in line]
     assert len(told) == 1
     assert "block.compile()" in told[0]
     _train(plain, range(2))
@@ -145,4 +145,4 @@ def test_a_compile_after_the_build_is_told_at_the_next_step(caplog) -> None:
     _in_place(engine.module)
     with caplog.at_level(logging.WARNING):
         _train(engine, range(2))
-    assert len([line for line in caplog.messages if "around the whole model" in line]) == 1
+    assert len([line for line in caplog.messages if "wraps the whole model" in line]) == 1
