@@ -1,6 +1,4 @@
-"""A whole job on this rank, from top to bottom: join the others, build model and engine, train, leave weights and a
-sample behind.
-"""
+"""A whole job on this rank, from top to bottom: join the others, build, train, leave weights and a sample."""
 
 from __future__ import annotations
 
@@ -33,11 +31,12 @@ from megamix.train.trainer import MakeTrainer, MemoryLine, Trainer
 def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTrainer = Trainer) -> float | None:
     """Train by `config` on the ranks that torchrun started, or alone. Every rank must call it; the first one writes.
 
-    `memory_line`: what the log says of memory after the second update; None: nothing. `make`: the trainer
-    of Trainer's arguments, one that watches, say. Returns the last validation loss (nats per token).
-    Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave, and with nothing
-    saved if the data were changed under it; ConfigError if another job holds the run's folder, or the ranks were not
-    started alike.
+    `memory_line`: returns the log's line on memory, after the second update; None: no such line. `make`: makes the
+    trainer from Trainer's arguments; a caller may hand in one that watches. Returns the last validation loss (nats per
+    token).
+    Raises: EndedEarlyError, after saving the last weights if the run gave up or was asked to leave, and without saving
+    if the data were changed under it; ConfigError if another job holds the run's folder, or the ranks were not started
+    alike.
     """
     with ExitStack() as stack:
         # 1. The ranks: they meet, hold the run's folder, and agree from where the run goes on.
@@ -104,10 +103,10 @@ _COMPILES = "; its update is compiled, in a moment where it is cached, else in u
 
 
 def _set_torch(config: Config) -> None:
-    # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
+    # torch's default on GPUs may sum half products in half. All sums here are FP32.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if config.training.deterministic:  # it imports some of the compiler
+    if config.training.deterministic:  # the call imports some of the compiler
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     torch.manual_seed(config.training.seed)

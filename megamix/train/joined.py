@@ -1,4 +1,4 @@
-"""A rank of a job among the others: how they meet, hold the run's folder, see that all of them live, and part."""
+"""A rank of a job among the others: they meet, hold the run's folder, watch that all of them live, and part."""
 
 from __future__ import annotations
 
@@ -41,37 +41,38 @@ from megamix.supervise.status import (
 from megamix.supervise.watchdog import Watchdog, early_end
 from megamix.train.trainer import Trainer
 
-# Until which a rank that has written its share waits for the slowest one, if that gets on; else the watchdog ends it.
+# Seconds for which a rank that has written its share waits for the slowest one, if that one makes progress; else the
+# watchdog ends it.
 SAVE_TIMEOUT_S = 6 * 3600.0
 
 
 @dataclass
 class Job:
-    """Holds what every part of a run shares on this rank, from joining the others to leaving the folder."""
+    """Holds the objects that every part of a run shares on this rank, from joining the others to leaving the folder."""
 
     config: Config
     device: torch.device
     topology: Topology
-    together: Together  # between two steps
+    together: Together  # for collectives between two steps
     leave: LeaveRequest
-    launcher: int | None  # its pid
-    data_identity: str  # of the files whose fingerprints were compared
-    start: Start = field(init=False)  # from where it goes on
-    drawn_bytes: int = 0  # of first weights so far
+    launcher: int | None  # the launcher's pid
+    data_identity: str  # identity of the files whose fingerprints were compared
+    start: Start = field(init=False)  # start from which the run goes on
+    drawn_bytes: int = 0  # bytes of initial weights so far
     engine: ShardedEngine | None = None
     trainer: Trainer | None = None
 
     def __post_init__(self) -> None:
         self.status = RunStatus(Path(self.config.checkpoint.folder), self.config.training.steps, self._applied)
 
-    @cached_property  # at the first line: a progress bar counts time from when it is made
+    @cached_property  # made at the first line, for a progress bar counts time from when it is made
     def console(self) -> Console:
         return Console(self.config.training.steps, speaks=self.topology.world.rank == 0)
 
     def on_first_rank(self, work: Callable[[], None]) -> None:
         """Work on the run's folder; the first rank's refusal is every rank's.
 
-        Raises: ConfigError, for an OSError, too, or StuckError, alike on every rank so that all end with one status.
+        Raises: ConfigError, also for an OSError, or StuckError; alike on every rank, so that all end with one status.
         """
         refusal: ConfigError | StuckError | None = None
 
@@ -99,7 +100,7 @@ class Job:
             raise ConfigError(problems, "job")
 
     def begin(self, start: Start, *, claims: bool) -> None:
-        """Count this start. With `claims` the folder is this run's from now on; before, only its status is changed."""
+        """Count this start. With `claims` the folder becomes this run's; without it, only its status changes."""
         if claims:
             run_folder.claim(self.config)
             cut_logs(self.status.folder, start.progress)
@@ -107,7 +108,7 @@ class Job:
         self.status.begin(start.progress.applied, self.config.checkpoint.max_restarts)
 
     def counted(self, fill: Fill) -> Fill:
-        """Let each parameter that is drawn be progress, by which the other ranks know that this one lives."""
+        """Return `fill` with its drawn parameters counted as progress, by which other ranks see that this one lives."""
 
         def fill_and_count(spec: ParamSpec, start: int, values: Tensor) -> None:
             fill(spec, start, values)
@@ -116,7 +117,7 @@ class Job:
         return fill_and_count
 
     def position(self) -> Position:
-        """Return where the main thread stands, for any thread. A save beside training is not what it waits for."""
+        """Return the main thread's position, for any thread. A save beside training is not counted as its progress."""
         if self.trainer is None:
             loaded = 0 if self.engine is None else self.engine.clock.loaded
             return Position(0, "the start", 0, self.drawn_bytes + loaded)
@@ -130,14 +131,14 @@ class Job:
 
 
 def join(config: Config, stack: ExitStack) -> Job:
-    """Meet the other ranks, find from where the run goes on, and hold its folder until the end of `stack`. Every rank
-    must call it.
+    """Meet the other ranks, find where the run goes on, and hold its folder until the end of `stack`.
 
+    Every rank must call it.
     Raises: NoAnswerError naming the ranks that have not come; ConfigError, alike on every rank.
     """
     launcher = os.getppid() if dist.is_torchelastic_launched() else None
     device, section = local_device(), config.parallelism
-    # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
+    # The limit is a moment longer than the watchdog's, so that a missing peer is named before a collective gives up.
     limit_s = section.timeout_s + 1.0
     if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         say_phase(f"meeting all {size} ranks")
@@ -145,40 +146,41 @@ def join(config: Config, stack: ExitStack) -> Job:
         meet_ranks(device, limit_s)
     except NotMetError as error:
         rank = int(os.environ["RANK"])
-        if 0 in error.late and {*range(rank)} <= {*error.late}:  # else the first one says it
+        if 0 in error.late and {*range(rank)} <= {*error.late}:  # otherwise the first rank says it
             say(f"megamix train: {error}", sys.stderr)
         raise NoAnswerError(str(error)) from None
     stack.push(_part)
     data = known_data(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
-    # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
+    # Signals are noted only from here on: earlier there is nothing to save, and a rank that waits for the others must
+    # be free to die.
     leave = stack.enter_context(signals_noted(launched=launcher is not None))
     together = Together(make_collectives(topology.world, device), device)
     job = Job(config, device, topology, together, leave, launcher, data.identity)
-    together.every(lambda: None)  # a slower rank may still be checking that the folder is free: it is claimed only now
+    together.every(lambda: None)  # a slower rank may still check the folder, which is claimed only now
     job.on_first_rank(lambda: job.take_folder(stack))
     job.start = find_start(config, data.fingerprints, together)
-    # Before the building and the loading: a run that dies in them has started as well.
+    # Counted before the building and the loading: a run that dies in them has started as well.
     job.on_first_rank(lambda: job.begin(job.start, claims=False))
     return job
 
 
 def _part(kind: object, error: BaseException | None, trace: object) -> None:
-    of_some = isinstance(error, NoAnswerError | NoMemoryError | WrongDataError)  # ranks, or of one
+    of_some = isinstance(error, NoAnswerError | NoMemoryError | WrongDataError)  # errors of some ranks only
     leave_ranks(alike=error is None or (not of_some and isinstance(error, EndedEarlyError | ConfigError)))
 
 
 @contextmanager
 def supervised(job: Job) -> Iterator[None]:
-    """Until the end of the block the ranks watch each other; then the folder's status says how the run ended."""
+    """Watch the other ranks in the block, then write into the folder's status how the run ended."""
     world, roll = job.topology.world, None
     try:
         if world.group is not None:
             roll = RollCall(side_store(world), world.rank, world.size)
         with Watchdog(roll, job.config.parallelism.timeout_s, job.status, job.leave, job.launcher, job.position):
-            job.together = Together.apart(world, SAVE_TIMEOUT_S)  # watched: connecting may take that long, too
-            # Nobody leaves before the first rank has written all: torchrun ends the ranks some time after the first one
-            # that left early, and the watchdog takes one that has left for dead.
+            job.together = Together.apart(world, SAVE_TIMEOUT_S)  # watched, for connecting may take as long
+            # All ranks wait until the first rank has written everything. torchrun ends the ranks some time after the
+            # first one that left early, and the watchdog takes a rank that has left for dead.
             try:
                 yield
             except EndedEarlyError as early:
@@ -189,6 +191,6 @@ def supervised(job: Job) -> Iterator[None]:
         wrong = early_end(error)
         if world.rank == 0 and (wrong or not isinstance(error, EndedEarlyError)):
             job.status.end(wrong or error)
-        if wrong:  # it is of this rank alone: where there are others, the watchdog has told them
+        if wrong:  # an error of this rank only; the watchdog has told the other ranks
             raise wrong from error
         raise

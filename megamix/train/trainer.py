@@ -29,14 +29,14 @@ from megamix.supervise.console import Console, folded, format_scale
 from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError, SaveFailedError, leaves
 from megamix.train.batches import RankBatches, Validation
 
-MEMORY_AT_UPDATE = 2  # all that lives from step to step is there by then
+MEMORY_AT_UPDATE = 2  # by then all memory that lives from step to step is allocated
 
 MemoryLine = Callable[[Config, ShardedEngine], str]
-MakeTrainer = Callable[..., "Trainer"]  # of the arguments of its constructor
+MakeTrainer = Callable[..., "Trainer"]  # takes the arguments of Trainer's constructor
 
 
 class Trainer:
-    """Runs a job's attempts until all updates are applied. Every rank has one; the first one's speaks and writes."""
+    """Loop over a job's attempts until all updates are applied. Every rank has one; only the first rank's writes."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Trainer:
         console: Console,
         writer: MetricsWriter | None,  # None on all but the first rank
         checkpoints: RunCheckpoints,
-        start: Progress,  # where the run takes up
-        memory_line: MemoryLine | None,  # what the log says of memory
+        start: Progress,  # progress from which the run goes on
+        memory_line: MemoryLine | None,  # returns the log's line on memory
     ):
         self.config, self.passes = config, passes
         engine = self.engine = passes.engine
@@ -65,21 +65,22 @@ class Trainer:
         self.readout = Readout(self.device, len(engine.plan.pieces), self.plan.lag)
         self.recorded = RecordedRows(engine.topology, config.parallelism.timeout_s)
         self.overflows = OverflowHistory(config.precision, engine, start.skipped)
-        self._examinations: dict[int, Examination] = {}  # of attempts in flight
-        self._last_overflowed = False  # the last outcome that came in
+        self._examinations: dict[int, Examination] = {}  # by attempts in flight
+        self._last_overflowed = False  # whether the last outcome was an overflow
         self._validated = start.validated  # the update after which the last validation was
-        self._stop_reason = 0  # why the ranks have agreed to leave; 0: they have not
+        self._stop_reason = 0  # reason for which the ranks have agreed to leave; 0: none
         self._scaled = build_loss_scale(config.precision) is not None
         self.profiling = Profiling(config, engine, console, writer)
         report.go_on_from(start.attempts, start.losses(), start.tokens)
         console.begin(start.applied)
 
     def progress(self) -> Progress:
-        """Return what a checkpoint keeps beside the engine's state. Every rank must call it: what is in flight is
-        settled.
+        """Return the progress that a checkpoint keeps beside the engine's state.
+
+        Every rank must call it: attempts in flight are settled.
         """
         while self.plan.must_settle(until=0):
-            with suppress(GaveUpError):  # the one for which the run ends, if it does, was raised before
+            with suppress(GaveUpError):  # the error that ends the run, if there is one, was raised before
                 self._settle()
         sizes = {} if self.writer is None else self.writer.sync()
         return Progress(
@@ -92,9 +93,9 @@ class Trainer:
         )
 
     def train(self, leave: LeaveRequest) -> float | None:
-        """Take all updates and the validations; return the last validation loss (nats per token), if there is
-        validation data.
+        """Take all updates and validations.
 
+        Return the last validation loss (nats per token), if there is validation data.
         Raises: GaveUpError once the budget of overflows is spent; PreemptedError once a rank was asked to leave, on
         every rank after the same update; DamagedMemory once the ranks' copies of a parameter or counter differ.
         """
@@ -110,7 +111,7 @@ class Trainer:
                 while plan.must_settle(until=0 if self._stop_reason else stop):
                     self._settle()
                 if self._stop_reason and plan.applied < self.config.training.steps:
-                    raise self._leaves()  # also at a stop: whether there is time for a save is decided elsewhere
+                    raise self._leaves()  # also at a stop; `save_last` decides whether there is time for a save
                 if plan.applied == stop:
                     break
                 if leave.reason:
@@ -122,7 +123,7 @@ class Trainer:
                     self.passes.backward(self._load(attempt.batch))
                     result = self.engine.step()
                 self._note(attempt, result)
-            is_new = self._validated < stop  # else it was validated before the run was interrupted
+            is_new = self._validated < stop  # otherwise it was validated before the run was interrupted
             if is_new and self.validation is not None and self._stops_for(stop, self.config.training.eval_interval):
                 valid_loss = self._validate(self.validation, stop, leave)
             if stop < self.config.training.steps and self._stops_for(stop, self.config.checkpoint.save_interval):
@@ -131,7 +132,7 @@ class Trainer:
         return valid_loss
 
     def save_last(self, early: EndedEarlyError | None) -> EndedEarlyError | None:
-        """Save the last checkpoint of a run. Returns how the run ends, as far as that can still change it."""
+        """Save the last checkpoint of a run. Return how the run ends, which a failed save may change."""
         with self.engine.clock.span("save"):
             progress = self.progress()
             try:
@@ -143,7 +144,7 @@ class Trainer:
         return early
 
     def _stops(self) -> list[int]:
-        """The updates, from where the run takes up, after which to validate or save; the last one ends the run."""
+        """Return the updates still to come after which to validate or save. The last one ends the run."""
         steps = self.config.training.steps
         intervals = (self.config.training.eval_interval, self.config.checkpoint.save_interval)
         stops = {stop for interval in intervals if interval for stop in range(interval, steps, interval)}
@@ -153,7 +154,7 @@ class Trainer:
         return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
     def _note(self, attempt: Attempt, result: StepResult) -> None:
-        """Keep what a step has found, unread, until the attempt is settled; compare the ranks' copies where due."""
+        """Keep a step's result unread until the attempt is settled; compare the ranks' copies when that is due."""
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination
@@ -165,19 +166,20 @@ class Trainer:
         for samples in self.batches.micro_batches(global_batch.samples):
             with self.engine.clock.span("data"):
                 batch = self.batches.loader.load(samples)
-            # Not before: the thread that reads would hold Python's lock, and this one wait for it instead of computing.
+            # Prefetching earlier would let the reading thread hold Python's lock while this thread waits instead of
+            # computing.
             self.batches.prefetch(self.plan.next_new())
             yield MicroBatch(batch, self._seed_of_dropout(samples, global_batch.tries))
 
     def _settle(self) -> None:
-        """Read what became of the oldest attempt in flight: the loop's one wait for the device."""
+        """Read the outcome of the oldest attempt in flight: the loop's only wait for the device."""
         attempt = self.plan.oldest()
         outcome = self.readout.read(attempt.number)
         examination = self._examinations.pop(attempt.number, None)
         self._stop_reason = max(self._stop_reason, outcome.stop_requested)
         fate = self.plan.settle(outcome.found_inf, outcome.loss_scale)
-        # Who overflowed is known of every attempt; rank and micro-batch only where it was examined. The attempt after
-        # this outcome is: with requeue and redo the same batch again.
+        # Every overflow names its parameters, but only an examined one names ranks and micro-batches. The next attempt
+        # is examined; with requeue and redo it tries the same batch again.
         self._last_overflowed = outcome.found_inf
         if fate is Fate.APPLIED:
             self.report.add(outcome.loss)
@@ -187,7 +189,7 @@ class Trainer:
         if words:
             self._tell_overflow(attempt, outcome, fate, words)
         self.overflows.spend(found_inf, loss, attempt.number + 1, self.plan.applied)
-        # The first one, so that a newcomer sees a loss soon, then every log_interval updates, and the last one.
+        # The first update has a line, so that a newcomer sees a loss soon; then every log_interval-th and the last.
         always = self.plan.applied in (1, self.config.training.steps)
         if fate is Fate.APPLIED and (always or self.plan.applied % self.config.metrics.log_interval == 0):
             self._log(self.plan.applied, outcome)
@@ -199,7 +201,7 @@ class Trainer:
                 self.writer.write_precision(self.plan.applied, layers)
 
     def _tell_overflow(self, attempt: Attempt, outcome: Outcome, fate: Fate, words: str) -> None:
-        """Say what overflowed and what becomes of the batch, and keep what is set aside. Every rank must call it."""
+        """Log an overflow and the fate of its batch, and record a batch that is set aside. Every rank must call it."""
         step, skipped, loss_scale = self.plan.applied + 1, self.overflows.count, outcome.loss_scale
         recorded = self.recorded.row(outcome)
         self.console.line(
@@ -234,7 +236,7 @@ class Trainer:
             self.writer.write(update, metrics.values(), recorded)
 
     def _validate(self, validation: Validation, done: int, leave: LeaveRequest) -> float:
-        """The validation loss (nats per token), told. Every rank must call it.
+        """Return the validation loss (nats per token), and log it. Every rank must call it.
 
         Raises: PreemptedError between two batches, on every rank between the same ones.
         """
@@ -251,15 +253,20 @@ class Trainer:
         return loss
 
     def _leave_if_asked(self, leave: LeaveRequest) -> None:
-        """Where no step carries the request to the others. Raises: PreemptedError, on every rank alike."""
+        """Leave if any rank was asked to, at a time when no step carries the request to the others.
+
+        Raises: PreemptedError, on every rank alike.
+        """
         reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
         self._stop_reason = int(self.engine.world.table(reason).max())
         if self._stop_reason:
             raise self._leaves()
 
     def _seed_of_dropout(self, samples: Samples, tries: int) -> int | None:
-        """Return a seed by which the same units drop out on any number of data-parallel ranks, after any restart, and
-        others at another try. None: none does.
+        """Return a seed of dropout, or None without dropout.
+
+        With it the same units drop out on any number of data-parallel ranks and after any restart, and others at
+        another try.
         """
         if not self.config.model.dropout:
             return None
@@ -271,5 +278,5 @@ class Trainer:
 
 
 def _is_due(attempt: int, interval: int) -> bool:
-    """Whether this is one of every `interval` attempts; 0: never."""
+    """Return whether an attempt is one of every `interval`; 0: never."""
     return interval > 0 and (attempt + 1) % interval == 0
