@@ -1,5 +1,6 @@
-"""Is training right? Steps and runs on real ranks, of our layouts or of anybody's own training, each judged against the
-same step in FP64. Three tools stand on one core, and import nothing of each other.
+"""Judgement of training: steps and runs on real ranks, of our layouts or of anybody's own training.
+
+Each is judged against the same step in FP64. Three tools stand on one core, and import nothing of each other.
 
 command  the arguments of `verify`
 core     a step in FP64, the bounds, the kinds of mistakes, and every comparison of a step of our engine

@@ -1,4 +1,4 @@
-"""From a wrong parameter to its module: the first whose output or input gradient leaves its bound."""
+"""Way from a wrong parameter to its module: the first whose output or input gradient leaves its bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from megamix.tools.verify.core.verdict import NOISE, UNIT
 
 
 def culprit(asked: AskedStep, tapes: Sequence[tuple[int, Tape]]) -> str:
-    """Return the first wrong module of a step, "" if none is. `tapes`: of every rank, behind whose data it had."""
+    """Return the first wrong module of a step, "" if none is.
+
+    `tapes`: for every rank, the rank whose data it had, and its tape.
+    """
     wide = {name: weight.double() for name, weight in asked.weights.items()}
     reference, found = asked.reference, []
     for rank, (of_rank, tape) in enumerate(tapes):
@@ -27,7 +30,7 @@ def culprit(asked: AskedStep, tapes: Sequence[tuple[int, Tape]]) -> str:
             found.append((*wrong, rank))
     if not found:
         return ""
-    _, text, rank = min(found)  # a rank that has what another one sends is wrong later
+    _, text, rank = min(found)  # a rank that gets another one's wrong tensor is wrong later
     return f"{text} (rank {rank})"
 
 
@@ -40,18 +43,18 @@ def _record(model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], ba
 
 
 def first_module(tape: Tape, all_parts: Sequence[Tape], exact: Tape, native: Tape) -> tuple[int, str] | None:
-    """Return when and which module is the first to be wrong, and by how much; None if none is.
+    """Return position, name and error of the first wrong module; None if none is wrong.
 
-    Bound: NOISE times what rounding does on one rank, the largest over the tensor, and 4 roundings of the largest
-    element. Gradients are compared up to one factor: loss scale and number of micro-batches. `all_parts`: of the ranks
-    with the same data. Between tensor-parallel ranks some gradients are parts of a sum, which is compared then.
+    Bound: NOISE times the rounding error on one rank, the largest over the tensor, and 4 roundings of the largest
+    element. Gradients are compared up to one factor: loss scale and number of micro-batches. `all_parts`: tapes of the
+    ranks with the same data. Some gradients are parts of a sum over tensor-parallel ranks; then the sum is compared.
     """
-    kinds: dict[bool, float] = {False: 1.0}  # by whether it is a gradient: the factor
+    kinds: dict[bool, float] = {False: 1.0}  # key: whether it is a gradient; value: its factor
     wrong: tuple[int, str] | None = None
     for number, (key, want) in enumerate(exact.items()):
         here, near = tape.get(key), native.get(key)
         if here is None or near is None or not here.shape == want.shape == near.shape:
-            continue  # a shard, or what one rank computes in another form
+            continue  # a shard, or a tensor that one rank computes in another form
         parts = torch.stack([part[key].double() for part in all_parts if key in part]).sum(0)
         is_gradient, largest = key[1] in (OUTPUT_GRADIENT, INPUT_GRADIENT), float(want.abs().max())
         near = near.double() / (factor_of(near, want) if is_gradient else 1.0)

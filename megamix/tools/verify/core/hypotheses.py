@@ -1,5 +1,6 @@
-"""Which kind of mistake a difference looks like: what each kind would have given is computed, and the nearest is named
-if it explains the numbers within the bound that the right ones have.
+"""Kinds of mistakes: the gradient or loss that each kind would have given is computed, and the nearest is named.
+
+It is named only if it explains the numbers within the bound that the right ones have.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ def nearest(found: Tensor, want: Tensor, bound: float, candidates: Candidates) -
     for sentence, candidate in candidates:
         size = max(1.0, float(candidate.abs().max()) / max(float(want.abs().max()), 1e-300))
         off = float((found - candidate).abs().max())
-        if off <= bound * size and off < 0.99 * best:  # of two that are the same numbers, the first
+        if off <= bound * size and off < 0.99 * best:  # two candidates may be the same numbers; the first one is kept
             best, kind = off, sentence
     return kind
 
 
 def _targets_moved(batch: Any, by: int) -> Any:
-    """Return a micro-batch whose last tensor of whole numbers, its targets, is turned by some positions."""
+    """Return a micro-batch with its targets, the last tensor of whole numbers, turned by some positions."""
     if isinstance(batch, Mapping):
         return dict(zip(batch, _targets_moved([*batch.values()], by), strict=True))
     if not isinstance(batch, tuple | list) or not isinstance(batch[-1], Tensor) or batch[-1].is_floating_point():
@@ -44,32 +45,32 @@ def _targets_moved(batch: Any, by: int) -> Any:
 
 
 def factor_of(found: Tensor, right: Tensor) -> float:
-    """Return what `right` must be multiplied by to come nearest to `found`, in the sum of squares."""
+    """Return the factor of `right` that comes nearest to `found`, in the sum of squares."""
     found, right = found.double(), right.double()
     return float((found * right).sum() / right.square().sum().clamp(min=1e-300))
 
 
 @dataclass(frozen=True)
 class AskedStep:
-    """One step as it should have been: whose gradient is to be explained."""
+    """One step as it should have been, to explain a gradient that differs."""
 
     reference: Reference
-    weights: Mapping[str, Tensor]  # before it
+    weights: Mapping[str, Tensor]  # weights before the step
     by_rank: Sequence[Sequence[Any]]  # each rank's micro-batches
-    shares: Sequence[Sequence[float]]  # what each counts in the loss; their sum is 1
+    shares: Sequence[Sequence[float]]  # weight of each micro-batch's mean in the loss; their sum is 1
     loss_scale: float = 1.0
-    coefficient: float = 1.0  # of clipping: of the gradient that was found
+    coefficient: float = 1.0  # clip coefficient of the gradient that was found
     clip: float = 0.0
-    groups: Mapping[str, int] = field(default_factory=dict)  # of the optimizer: which one a parameter is in
+    groups: Mapping[str, int] = field(default_factory=dict)  # a parameter's group of the optimizer
     earlier: AskedStep | None = field(default=None, repr=False)
-    ranks: int = 1  # all of them: where some divide the model, more than read
-    owners: Mapping[str, Tensor] = field(default_factory=dict)  # of a parameter's elements: the ranks in whose shards
+    ranks: int = 1  # number of all ranks; more than those that read data if some divide the model
+    owners: Mapping[str, Tensor] = field(default_factory=dict)  # by parameter: each element's owner
     tp_size: int = 1
-    replicated: Collection[str] = ()  # by tensor-parallel ranks
+    replicated: Collection[str] = ()  # parameters that tensor-parallel ranks replicate
 
     @cached_property
     def parts(self) -> list[list[Tensors]]:
-        """What each micro-batch of each rank adds to the gradient, FP64."""
+        """Return each micro-batch's part of the gradient, by rank, FP64."""
         return [[self._of([batch], [share]) for batch, share in zip(*both, strict=True)]
                 for both in zip(self.by_rank, self.shares, strict=True)]  # fmt: skip
 
@@ -78,7 +79,7 @@ class AskedStep:
 
     @property
     def flat(self) -> tuple[list[Any], list[float]]:
-        """The micro-batches of all ranks, and what each counts."""
+        """Return the micro-batches of all ranks, and each one's share."""
         return [*chain.from_iterable(self.by_rank)], [*chain.from_iterable(self.shares)]
 
     @cached_property
@@ -90,13 +91,13 @@ class AskedStep:
         return self.exact.grads
 
     def _sum(self, name: str, rank: int | None = None, number: int | None = None) -> Tensor:
-        """Add up the parts of a rank, of the micro-batches of a number, or all."""
+        """Add up the parts of one rank, of the micro-batches with one number, or all."""
         ranks = self.parts if rank is None else [self.parts[rank]]
         chosen = [part[name] for mine in ranks for at, part in enumerate(mine) if number in (None, at)]
         return torch.stack(chosen).sum(0)
 
     def explain(self, name: str, found: Mapping[str, Tensor], bound: float) -> str:
-        """Say what kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
+        """Say which kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
         want, off = self.whole[name] * self.coefficient, found[name]
         factors = ((text, want * factor) for factor, text in self.meanings())
         kinds = chain(self._owned(name), self._sums(name), self._steps(name), self._uses(name), self._places(name, off))
@@ -107,8 +108,9 @@ class AskedStep:
         return kind or self._rounded(want, off) or self._orthogonal(name, off)
 
     def rank_apart(self, losses: Sequence[Sequence[float]], exact: Sequence[float], bound: float) -> str:
-        """Say which ranks compute another loss than one process where others do not; "" for all or none of them.
-        `losses`: of each rank's micro-batches; `exact`: of all in FP64.
+        """Return which ranks compute another loss than one process while others do not; "" for all or none of them.
+
+        `losses`: of each rank's micro-batches. `exact`: of all micro-batches in FP64.
         """
         left = iter(exact)
         own = [[next(left) for _ in mine] for mine in self.by_rank]
@@ -124,7 +126,7 @@ class AskedStep:
         )
 
     def explain_loss(self, told: Sequence[float], losses: Sequence[float], bound: float) -> str:
-        """Say what kind of mistake the loss looks like. `told`: by each rank; `losses`: of each micro-batch in FP64."""
+        """Say which kind of mistake the loss looks like. `told`: by each rank. `losses`: FP64, of each micro-batch."""
         shares = [sum(mine) for mine in self.shares]
         found = sum(one * share for one, share in zip(told, shares, strict=True))
         left = iter(losses)
@@ -147,7 +149,7 @@ class AskedStep:
         return "another forward, other samples or other weights: those after the last step give another loss"
 
     def meanings(self) -> Iterator[tuple[float, str]]:
-        """Yield every factor that is easily in a gradient, and what each may mean."""
+        """Yield every factor that mistakes easily leave in a gradient, with their meanings."""
         ranks, numbers, scale = len(self.by_rank), len(self.by_rank[0]), self.loss_scale
         both = ranks * numbers if min(ranks, numbers) > 1 else 1
         meanings: dict[float, list[str]] = {}
@@ -167,13 +169,13 @@ class AskedStep:
             yield factor, f"{factor:g} times the right one ({', or '.join(texts)})"
 
     def _owned(self, name: str) -> Candidates:
-        """What the ranks that own a parameter's elements have without the others' parts."""
+        """Yield gradients in which the owners of a parameter's elements lack the other ranks' parts."""
         if name not in self.owners:
             return
         by_part = [grads[name] for grads in self._by_part] if name in self.replicated else []
         by_rank = [self._sum(name, rank) for rank in range(len(self.parts)) for _ in range(self.tp_size)]
         parts = torch.stack(by_part or by_rank)
-        owner = self.owners[name].clamp(min=0) % len(parts)  # the same one of each stage
+        owner = self.owners[name].clamp(min=0) % len(parts)  # each stage has the same ranks
         text = "each rank's own: the others' parts are missing, or not reduced over the ranks"
         yield text, parts.gather(0, owner.unsqueeze(0))[0]
         for rank in range(self.tp_size if by_part else 0):
@@ -182,13 +184,15 @@ class AskedStep:
 
     @cached_property
     def _by_part(self) -> list[Tensors]:
-        """What each tensor-parallel rank of each data-parallel one adds to what they replicate."""
+        """Return each rank's part of replicated parameters' gradients: data-parallel ranks, each with its tp_size
+        parts.
+        """
         return [self.reference.grads_by_part(self.weights, mine, shares, part, self.tp_size)
                 for mine, shares in zip(self.by_rank, self.shares, strict=True)
                 for part in range(self.tp_size)]  # fmt: skip
 
     def _sums(self, name: str) -> Candidates:
-        """Parts that are missing, or counted as they should not be."""
+        """Yield gradients with parts that are missing, or counted as they should not be."""
         ranks, numbers, whole = len(self.parts), len(self.parts[0]), self.whole[name]
         for rank in range(ranks if ranks > 1 else 0):
             mine = self._sum(name, rank)
@@ -197,7 +201,7 @@ class AskedStep:
             yield f"rank {rank}'s own, not reduced over the ranks, or all ranks read its samples", mine * ranks
             for other in {*range(ranks)} - {rank}:
                 yield f"rank {rank} reads the samples of rank {other}", whole - mine + self._sum(name, other)
-        for size in (size for size in range(2, ranks) if ranks % size == 0):  # of a mesh's rows and columns
+        for size in (size for size in range(2, ranks) if ranks % size == 0):  # rows and columns of a mesh
             for group in (range(size), range(0, ranks, ranks // size)):
                 mine = torch.stack([self._sum(name, rank) for rank in group]).sum(0)
                 yield f"that of ranks {[*group]} alone, not reduced over the others", mine * (ranks / size)
@@ -228,13 +232,13 @@ class AskedStep:
             yield text, grads[name]
         if self.earlier is not None:
             kept = self.earlier.whole[name]
-            left = kept * self.earlier.coefficient  # clipping writes into it
+            left = kept * self.earlier.coefficient  # clipping writes into the gradient
             yield "the last step's gradient still in it: not set to zero", self.whole[name] + left
             yield "the last step's gradient", kept
 
     @cached_property
     def _other_steps(self) -> dict[str, Tensors]:
-        """What other weights, samples or targets would have given."""
+        """Return the gradients that other weights, samples or targets would have given."""
         batches, shares = self.flat
         steps = {}
         for by in (1, -1):
@@ -247,7 +251,7 @@ class AskedStep:
         return steps
 
     def _uses(self, name: str) -> Candidates:
-        """What a parameter that several modules use gets from each of them."""
+        """Yield gradients of a parameter that several modules use, with one module's part missing or counted twice."""
         for use, grads in self._by_use.get(name, {}).items():
             yield f"the gradient through {use} is missing: the table is tied", self.whole[name] - grads
             yield f"the gradient through {use} counts twice: the table is tied", self.whole[name] + grads
@@ -257,7 +261,7 @@ class AskedStep:
         return self.reference.grads_by_use(self.weights, *self.flat)
 
     def _places(self, name: str, found: Tensor) -> Candidates:
-        """The right numbers in wrong places."""
+        """Yield the right numbers in wrong places."""
         whole = self.whole[name]
         for other, grad in self.whole.items():
             if other != name and grad.shape == whole.shape:
@@ -280,7 +284,7 @@ class AskedStep:
 
     @cached_property
     def _other_clips(self) -> dict[str, Sequence[Tensor]]:
-        """All gradients, flattened, as clipping by the right norm at a wrong time leaves them."""
+        """Return all gradients, flattened, as clipping by the right norm at a wrong time leaves them."""
         sizes = [grad.numel() for grad in self.whole.values()]
         flat = [[torch.cat([part[name].flatten() for name in self.whole]) for part in mine] for mine in self.parts]
         own = torch.stack([torch.stack(mine) for mine in flat]) * len(flat)  # (ranks, micro-batches, elements)
@@ -304,7 +308,7 @@ class AskedStep:
         yield f"{factor / self.coefficient:.4g} times the right one", factor * self.whole[name]
 
     def _rounded(self, want: Tensor, found: Tensor) -> str:
-        """Say if every element is a number of a half dtype, and no further away than that rounds."""
+        """Return a kind if every element is a number of a half dtype, and no further off than that dtype rounds."""
         for dtype, text in HALVES.items():
             near = float((found - want).abs().max()) <= 4 * UNIT[dtype] * float(want.abs().max())
             if near and torch.equal(found, found.to(dtype).double()):
@@ -312,8 +316,10 @@ class AskedStep:
         return ""
 
     def _orthogonal(self, name: str, found: Tensor) -> str:
-        """Say if each micro-batch's gradient was made orthogonal, as Muon does with its usual numbers. No bound would
-        do: the iteration takes what is rounded up to 3.4445^5 times. Of a gradient of few directions it is no news.
+        """Return a kind if each micro-batch's gradient was made orthogonal, as Muon does with its usual numbers.
+
+        A bound would prove nothing: the iteration amplifies a rounding up to 3.4445^5 times. A gradient of few
+        directions is almost orthogonal by itself, so the plain gradient must fit worse.
         """
         whole = self.whole[name]
         if whole.dim() != 2:

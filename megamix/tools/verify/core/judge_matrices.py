@@ -1,5 +1,7 @@
-"""What Muon makes of a parameter's matrices: each direction is, bit for bit, what the one shared function gives for the
-matrix that the ranks had together, and within a derived bound of the same iteration in FP64.
+"""Judge of Muon's directions: the directions of a parameter's matrices, each compared twice.
+
+Each is, bit for bit, the result of the one shared function for the matrix that the ranks had together, and within a
+derived bound of the same iteration in FP64.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ def judge_matrices(
     verdict: Verdict, attempt: int, optimizer: Muon, name: str, want: Tensor, after: Whole, device: torch.device,
     tp_size: int,
 ) -> Tensor:  # fmt: skip
-    """Check what the ranks have made orthogonal of a parameter, and what came of it; return that, FP64.
+    """Check the matrices of a parameter that ranks have made orthogonal, and their directions.
 
-    `want`: what the equation gives in FP64, to be made orthogonal; `device`: where the ranks compute. Bound: 64 FP32
-    roundings of the largest number, as of a state, beyond each one's own rounding to the iteration's dtype.
+    Return the directions, FP64.
+    `want`: the matrix by the equation in FP64, before it is made orthogonal. `device`: the device of the ranks.
+    Bound: 64 FP32 roundings of the largest number, as for a state, beyond each element's rounding to the iteration's
+    dtype.
     """
     if (DIRECTION, name) not in after.tensors:
         verdict.note(attempt, DIRECTION, name, math.inf, 0.0, "there is none: no rank has made it orthogonal")
@@ -41,7 +45,7 @@ def judge_matrices(
     for first, last in pairwise(accumulate(rows, initial=0)):
         own = slice(first, last)
         asked = _AskedMatrix(optimizer, source[own], source, own, found[own], owners[own], device, tp_size)
-        if asked.matrix.isfinite().all():  # else its input is told
+        if asked.matrix.isfinite().all():  # otherwise the input has been reported
             asked.note(verdict, attempt, name if len(rows) == 1 else f"{name}, rows {first} to {last - 1}")
     return moves.double()
 
@@ -49,11 +53,11 @@ def judge_matrices(
 @dataclass(frozen=True, slots=True)
 class _AskedMatrix:
     optimizer: Muon
-    matrix: Tensor  # what was made orthogonal
-    parameter: Tensor  # the same of all matrices that stand one below the other
-    rows: slice  # of these, its own
-    found: Tensor  # its direction as it moved the masters, FP32
-    owners: Tensor  # of its elements: the ranks in whose shards they lie
+    matrix: Tensor  # the matrix that was made orthogonal
+    parameter: Tensor  # all matrices of the parameter, one below the other
+    rows: slice  # rows of this matrix among them
+    found: Tensor  # direction as it moved the masters, FP32
+    owners: Tensor  # for each element, the rank that has it in its shard
     device: torch.device
     tp_size: int
 
@@ -62,7 +66,7 @@ class _AskedMatrix:
         return self.optimizer.lr_scale(*self.found.shape)
 
     def note(self, verdict: Verdict, attempt: int, where: str) -> None:
-        if not self.optimizer.batched:  # of that the bits depend on which matrices a rank multiplies together
+        if not self.optimizer.batched:  # batched: the bits depend on which matrices a rank multiplies together
             want = self._direction(self.matrix) * self.scale
             verdict.equal(attempt, DIRECTION, where, self.found, want, self._explain)
         exact, bound = exact_direction(self.matrix, self.optimizer)
@@ -70,7 +74,7 @@ class _AskedMatrix:
         verdict.note(attempt, f"{DIRECTION} in FP64", where, error, bound, self._explain)
 
     def _direction(self, matrix: Tensor) -> Tensor:
-        """Return what the engine makes of a matrix, FP32; in one thread, as ranks have, for the order of sums."""
+        """Return the engine's direction of a matrix, FP32. It uses one thread, as ranks do, for the order of sums."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -79,7 +83,7 @@ class _AskedMatrix:
             torch.set_num_threads(threads)
 
     def _explain(self) -> str:
-        """Say what kind of mistake it looks like where it is wrong, up to a factor; "" for no known one."""
+        """Return which kind of mistake the wrong elements look like, up to a factor; "" for no known one."""
         want, found = self._direction(self.matrix) * self.scale, self.found
         wrong, bound = found != want, 4 * UNIT[self.optimizer.ns_dtype] * float(want.abs().max())
         kinds = ((text, other, factor_of(found[wrong], other[wrong])) for text, other in self._kinds(want))
@@ -99,7 +103,7 @@ class _AskedMatrix:
             yield text, alone
 
     def _divisions(self) -> Iterator[tuple[str, list[tuple[Tensor, Tensor]]]]:
-        """Yield parts of it, as indices of rows and columns, that may be taken for matrices."""
+        """Yield parts of the matrix, as indices of rows and columns, that may be taken for matrices."""
         rows, columns = (torch.arange(size) for size in self.found.shape)
         if self.tp_size > 1:
             text = "each tensor-parallel rank's block orthogonalised by itself"
@@ -112,12 +116,13 @@ class _AskedMatrix:
 
 
 def exact_direction(source: Tensor, optimizer: Muon) -> tuple[Tensor, float]:
-    """Return what the iteration gives in FP64, and how far roundings may take it: a bound of the difference's norm.
+    """Return the result of the iteration in FP64, and a bound of the norm by which roundings may change it.
 
-    In FP64 it is a polynomial of each singular value. A turn rounds its two inner products and its result, and FP32 the
-    sums in them. Of what one is off, the turns behind it make, in the basis of the singular vectors, at most the
-    quotient of what becomes of two singular values' difference, or of their sum. Roundings of many elements do not
-    conspire, so these count by their mean square; twice that, as few elements may, and for terms of second order.
+    In FP64 the iteration is a polynomial of each singular value. A turn rounds its two inner products and its result to
+    the iteration's dtype, and the sums in them to FP32. In the basis of the singular vectors, later turns multiply an
+    error by at most the quotient of two singular values' difference, or of their sum, after and before these turns.
+    Roundings of many elements do not conspire, so these factors count by their mean square. The bound is twice that:
+    few elements may conspire, and there are terms of second order.
     """
     (a, b, c), wide = optimizer.ns_coefficients, source.double()
     left, values, right = torch.linalg.svd(wide / wide.norm().clamp(min=1e-7), full_matrices=False)

@@ -1,8 +1,7 @@
 """Every comparison of our engine's steps with one rank, each within a bound that is derived beside it.
 
-Each step is judged by itself, from the weights and states that the layout itself had before it: what one step gets
-wrong is not carried into the next one, and no bound has to grow with the steps. A run whose every step is right is
-right.
+Each step is judged by itself, from the weights and states that the layout itself had before it. So an error of one step
+is not carried into the next one, and no bound has to grow with the steps. A run whose every step is right is right.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ from megamix.tools.verify.core.reference import MicroBatches, Reference, Step
 from megamix.tools.verify.core.update_kinds import AskedUpdate
 from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_noise
 
-# How much further from FP64 the gradient of a loss may be than that of logits: right families come to 1.4 times.
+# How much further from FP64 the gradient of a loss may be than that of logits; right families come to 1.4 times.
 LOSS_PATH = 4.0
 
-BatchesOf = Callable[[int, int], Iterable[Batch]]  # of (attempt, data-parallel rank): its micro-batches
+BatchesOf = Callable[[int, int], Iterable[Batch]]  # (attempt, data-parallel rank) -> its micro-batches
 
 
 def judge_attempts(
     config: Config, reference: Reference, ranks: Sequence[list[ObservedStep]], initial: Tensors,
     planted: Container[int | None], batches_of: BatchesOf,
 ) -> Verdict:  # fmt: skip
-    """Compare attempts, and what there was before them, with one rank's. `initial`: the masters to begin with;
-    `planted`: the attempts in which a gradient was made infinite.
+    """Compare attempts, and the state before them, with one rank's.
+
+    `initial`: the masters to begin with. `planted`: the attempts in which a gradient was made infinite.
     """
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
     verdict = Verdict(attempts=len(attempts))
@@ -88,7 +88,7 @@ def _ownership(verdict: Verdict, number: int, whole: Whole) -> None:
 
 
 def _copies(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], whole: Whole, dtype: torch.dtype) -> None:
-    """Check that every rank's next forward reads the cast of the masters, bit for bit: else a gather is stale."""
+    """Check that every rank's next forward reads the cast of the masters, bit for bit; else a gather is stale."""
     for rank, seen in enumerate(ranks):
         for part in seen.copies:
             want = whole.tensors[MASTER, part.spec.name][part.spec.block].to(dtype).float()
@@ -107,7 +107,7 @@ def _tables(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], right:
 
 
 class _Judged:
-    """One attempt."""
+    """One attempt and all its comparisons."""
 
     def __init__(
         self, config: Config, reference: Reference, optimizer: Optimizer, number: int,
@@ -120,7 +120,7 @@ class _Judged:
         self.found_inf = bool(self.of["found_inf"])
         weight = sum(batch.weight for mine in by_rank for batch in mine)
         self.divisor = self.of["loss_scale"] * weight
-        # As backward comes to them: what is wrong in one makes those behind it wrong.
+        # In the order of backward: a wrong gradient makes those behind it wrong.
         names, grads = [name for name, _ in reference.native.named_parameters()][::-1], after.of(GRADIENT)
         self.grads = {name: grads[name].double() / self.divisor for name in sorted(grads, key=names.index)}
         weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()}
@@ -134,7 +134,7 @@ class _Judged:
         )  # fmt: skip
 
     def scalars(self, verdict: Verdict) -> None:
-        """Check that every rank has the same numbers, and calls an overflow exactly what is one."""
+        """Check that every rank has the same numbers, and that the overflow flag is set exactly by an overflow."""
         for rank, other in enumerate(self.by_rank):
             for name, value in other.items():
                 same = value == self.of[name] or (math.isnan(value) and math.isnan(self.of[name]))
@@ -149,7 +149,7 @@ class _Judged:
                 verdict.equal(self.number, f"{state} after an overflow", name, got, tensor, text)
 
     def overflow(self, verdict: Verdict) -> None:
-        """Check, where a layout overflows, that one rank's gradient at the same scale comes near its dtype's end."""
+        """Check, if a layout overflows, that one rank's gradient at the same scale comes near its dtype's end."""
         largest = max(float(grad.abs().max()) * self.divisor for grad in self._native().grads.values())
         near = not largest < 0.5 * torch.finfo(self.dtype).max
         verdict.note(self.number, "overflow flag", "one rank, which has none", float(not near), 0.0)
@@ -173,8 +173,9 @@ class _Judged:
         self._loss(verdict, exact, native)
 
     def _loss_path(self, verdict: Verdict, exact: Step, native: Step) -> None:
-        """Check that the model called with targets, as ranks do, is no further from FP64 than its logits are: FP64 has
-        its loss from these. Else the difference would pass for noise.
+        """Check that the model's loss, given targets, is no further from FP64 than its logits are.
+
+        FP64 computes its loss from logits. Without this check, a wrong loss would pass for noise.
         """
         by_logits = replace(self.reference, native_loss=self.reference.exact_loss)
         logits, _ = by_logits.finite_step(self.asked.weights, *self.asked.flat, self.of["loss_scale"])
@@ -186,7 +187,10 @@ class _Judged:
             verdict.note(self.number, "loss path", name, float(off[name].norm()), bound, text)
 
     def _loss(self, verdict: Verdict, exact: Step, native: Step) -> None:
-        """Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss."""
+        """Check the loss of the global batch.
+
+        Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss.
+        """
         noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
         bound = NOISE * noise + UNIT[self.dtype] * exact.loss
         explain = partial(self.asked.explain_loss, [self.of["loss"]] * len(self.asked.by_rank), exact.losses, bound)
@@ -195,8 +199,8 @@ class _Judged:
     def norm(self, verdict: Verdict) -> None:
         """Check that the reported norm is that of the gathered gradient.
 
-        Bound: the squares of a row of 64 are summed in FP32, 64 roundings at most, all else in FP64; the root halves
-        a relative error; and the report is rounded once.
+        Bound: the squares of a row of 64 are summed in FP32, 64 roundings at most, all else in FP64; the root halves a
+        relative error; and the report is rounded once.
         """
         want, told = norm_of(self.grads), self.of["grad_norm"]
         explain = partial(explain_norm, self.asked, told, self.grads, slack=2 * U32)
@@ -205,7 +209,7 @@ class _Judged:
         verdict.note(self.number, "largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
 
     def update(self, verdict: Verdict) -> None:
-        """Check masters and states by the optimizer's equation, of the gathered gradient and of those before."""
+        """Check masters and states by the optimizer's equation, from the gathered gradient and the values before."""
         table = lr_table(self.config.optimizer, self.config.lr_schedule, self.config.training.steps)
         clip = self.config.optimizer.clip_grad
         coefficient = min(1.0, clip / (norm_of(self.grads) + 1e-6)) if clip else 1.0
@@ -244,7 +248,7 @@ def exact_update(
     optimizer: Optimizer, name: str, grad: Tensor, before: Mapping[str, Tensor], *, lr: float, weight_decay: float,
     update: int,
 ) -> Tensors:  # fmt: skip
-    """Return master and states after the optimizer's equation in FP64, by name as `before` has them.
+    """Return master and states after the optimizer's equation in FP64, by the names in `before`.
 
     Shapes: grad FP64 and each of `before` like the parameter.
     """
@@ -258,6 +262,6 @@ def exact_update(
 def matrix_rule(
     optimizer: Optimizer, direction: Tensor, name: str, grad: Tensor, before: Mapping[str, Tensor], **at: Any
 ) -> Tensors:
-    """Return the same of matrices: states by the gradient, the master by the direction that the ranks have found."""
+    """Return `exact_update` for matrices: states by the gradient, the master by the direction that the ranks found."""
     master = {MASTER: before[MASTER]}
     return exact_update(optimizer, name, grad, before, **at) | exact_update(optimizer, name, direction, master, **at)

@@ -1,5 +1,6 @@
-"""The names of layouts, the settings they mean, and the size at which they are verified. Imports no torch, so that a
-wrong name is told at once.
+"""Names of layouts, the settings they mean, and the size at which they are verified.
+
+Imports no torch, so that a wrong name is told at once.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from megamix.config.checks import check_config
 
 _AXES = {"dp": "dp_size", "tp": "tp_size", "pp": "pp_size"}
 _SHARDS = ("states", "gradients", "parameters")
-ACCUMULATION = 2  # so that micro-batches are summed and divided by as well
+ACCUMULATION = 2  # 2, so that micro-batches are summed and divided by as well
 # Longer sequences and larger batches prove nothing more. 2, 3, 4, 6, 8 and 12 ranks divide 24 positions evenly.
 SEQ_LEN, MICRO_BATCH_SIZE = 24, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many ranks there are along each axis, and what each keeps a share of."""
+    """Number of ranks along each axis, and the tensors of which each keeps a share."""
 
     name: str
     sizes: tuple[tuple[str, int], ...]  # (axis, ranks), in the order of the name
     sequence_parallel: bool = False
-    shard: str | None = None  # None: as the configuration says
+    shard: str | None = None  # None: as in the configuration
 
     @property
     def world_size(self) -> int:
@@ -36,8 +37,9 @@ class Layout:
         return dict(self.sizes).get(axis, 1)
 
     def apply(self, config: Config, accumulation: int | None = None) -> Config:
-        """Return the same training on this layout: `accumulation` micro-batches a step for each data-parallel rank,
-        None for as many as `verify` takes.
+        """Return the same training on this layout.
+
+        `accumulation`: micro-batches a step for each data-parallel rank; None: as many as `verify` takes.
         """
         if accumulation is None:
             accumulation = ACCUMULATION * self.size("pp")  # every schedule takes twice its stages
@@ -50,7 +52,7 @@ class Layout:
 
 
 def parse_layout(name: str) -> Layout:
-    """Return the layout of that name. Raises: ValueError for a name that is none."""
+    """Return the layout of a name. Raises: ValueError for a name that is none."""
     axes, _, shard = name.partition("-")
     if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*)+(sp)?", axes):
         raise ValueError(f"--layouts: got {name}, must name axes and their ranks; write dp2, dp4 or dp2tp2")
@@ -70,7 +72,7 @@ def parse_layout(name: str) -> Layout:
 
 
 def parse_layouts(config: Config, names: Sequence[str]) -> list[Layout]:
-    """Return the layouts of these names. Raises: ConfigError for those that cannot be, or not of this model."""
+    """Return the layouts of these names. Raises: ConfigError for names that are none, or do not fit this model."""
     problems, layouts = [], []
     for name in names:
         try:
@@ -87,12 +89,15 @@ def parse_layouts(config: Config, names: Sequence[str]) -> list[Layout]:
 
 
 def without_dropout(config: Config) -> Config:
-    """Return it where no unit drops out: other ones would in one process, and their bounds would hide every mistake."""
+    """Return the configuration without dropout.
+
+    Other units would drop out in one process, and bounds that allow for that would hide every mistake.
+    """
     return config.model_copy(update={"model": config.model.model_copy(update={"dropout": 0.0})})
 
 
 def at_own_size(config: Config, overrides: Iterable[str]) -> Config:
-    """Return it with short sequences and small micro-batches, where no override says otherwise."""
+    """Return the configuration with short sequences and small micro-batches, unless an override sets them."""
     given = {text.partition("=")[0].strip() for text in overrides}
     model, training = config.model, config.training
     if "model.seq_len" not in given:
@@ -103,6 +108,6 @@ def at_own_size(config: Config, overrides: Iterable[str]) -> Config:
 
 
 def size_told(config: Config) -> str:
-    """Return what a page says of its size."""
+    """Return the page's words on the configuration's size."""
     size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
     return f"at {size} (overrides take another size)"

@@ -1,4 +1,4 @@
-"""Which kind of mistake a wrong norm looks like, told or in what was clipped by it."""
+"""Kinds of mistakes in a norm, as it was reported or as it clipped a gradient."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from megamix.tools.verify.core.verdict import Tensors, norm_of
 
 
 def explain_norm(asked: AskedStep, used: float, grads: Tensors, name: str = "", slack: float = 1e-5) -> str:
-    """Say which norm, in place of that of all gradients, this one looks like; "" for no known one. `name`: of the one
-    that was clipped by it; `slack`: how far rounding may take its square, relative.
+    """Return which other norm this one looks like, in place of that of all gradients; "" for no known one.
+
+    `name`: parameter that was clipped by it. `slack`: how far rounding may take its square, relative.
     """
     squares = {other: float(grad.square().sum()) for other, grad in grads.items()}
     norm, numbers = norm_of(grads), {asked.ranks, len(asked.by_rank), len(asked.by_rank[0])}
@@ -56,7 +57,7 @@ def explain_clipping(asked: AskedStep, name: str, found: Tensor, bound: float) -
         coefficients = (asked.clip / (norms + 1e-6)).clamp(max=1.0)
         near = len(norms) and float((found - coefficients[_owner(asked, name)] * whole).abs().max()) <= bound
         return "clipped on each rank by the norm of its own shards" if near else ""
-    if factor >= 1.001:  # clipping makes nothing larger: it hides how large the gradient was before
+    if factor >= 1.001:  # clipping makes nothing larger, and it hides how large the gradient was before
         norm = norm_of(asked.whole)
         texts = [text for times, text in asked.meanings() if times > factor]
         if abs(factor * norm / asked.clip - 1) > 1e-3:
@@ -71,7 +72,7 @@ def explain_clipping(asked: AskedStep, name: str, found: Tensor, bound: float) -
 
 
 def _shard_norms(asked: AskedStep, grads: Tensors) -> list[float]:
-    """Return that of each rank's shards; none where one has all."""
+    """Return the norm of each rank's shards; none if one rank has all."""
     squares = torch.zeros(asked.ranks, dtype=torch.float64)
     for name, grad in grads.items():
         squares.index_add_(0, _owner(asked, name).flatten(), grad.square().flatten())
@@ -79,9 +80,12 @@ def _shard_norms(asked: AskedStep, grads: Tensors) -> list[float]:
 
 
 def _owner(asked: AskedStep, name: str) -> Tensor:
-    """Return the ranks that own its elements: INT64, like the parameter. Unless told they divide rows, as FSDP2."""
+    """Return the ranks that own a parameter's elements: INT64, like the parameter.
+
+    Unless told, they divide rows, as FSDP2 does.
+    """
     if name in asked.owners:
-        return asked.owners[name].clamp(min=0)  # what has no owner is told as such
+        return asked.owners[name].clamp(min=0)  # elements without an owner are reported as such
     whole = asked.whole[name]
     rows = whole.shape[0] if whole.dim() else 1
     of_rank = -(-rows // asked.ranks) * (whole.numel() // rows)

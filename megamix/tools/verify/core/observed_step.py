@@ -1,5 +1,6 @@
-"""A step as every rank of our engine saw it: all that can be compared with one rank's. The pieces of all ranks then
-become whole tensors by name, and copies of the same element are compared on the way.
+"""One step as every rank of our engine saw it, with everything that can be compared with one rank's.
+
+The pieces of all ranks then become whole tensors by name, and copies of the same element are compared on the way.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ class ObservedStep:
     """One step as one rank saw it. The gradient is the sum over ranks and micro-batches with the scale still in it."""
 
     scalars: dict[str, float]
-    owned: list[Fragment]  # gradient, master and states after the step; of matrices what was made orthogonal, and how
+    owned: list[Fragment]  # gradient, and master and states after the step; for matrices Muon's input and direction
     copies: list[Fragment]  # the half parameters that this rank's next forward would read
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # of this rank's module
-    tape: Tape = field(default_factory=dict)  # what passed through the modules of the first micro-batch, if recorded
-    dp_rank: int = 0  # whose micro-batches these were
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # buffers of this rank's module
+    tape: Tape = field(default_factory=dict)  # tensors through the modules of the first micro-batch, if recorded
+    dp_rank: int = 0  # data-parallel rank whose micro-batches these were
 
 
 def observed(
     engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None,
     used: UsedValues | None = None,
 ) -> ObservedStep:  # fmt: skip
-    """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient."""
+    """Return the state of a rank after a step. `result`: the step's; None: there was no step, and no gradient."""
     fragments = [] if used is None else used.fragments()
     with engine.whole_parameters():
         copies = [*_copies(engine)]
@@ -63,7 +64,7 @@ def observed(
 
 
 class UsedValues(StepObserver):
-    """Keeps this rank's part of the sums that the last update has used, and of what was made orthogonal, and became."""
+    """Observer that keeps this rank's part of the sums that the last update used, and Muon's inputs and directions."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, str], Callable[[], Fragment]] = {}
@@ -71,23 +72,23 @@ class UsedValues(StepObserver):
     def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
         for piece in (one for one in bucket.pieces if one.numel):
             if what == GRADIENT or piece.spec.matrices:
-                own = values[piece.elements].clone()  # a step may free its sums
+                own = values[piece.elements].clone()  # a copy, for a step may free its sums
                 self._copies[what, piece.spec.name] = partial(_fragment, piece.spec, what, piece.first, own)
 
     def fragments(self) -> list[Fragment]:
-        """Return them; waits for the device, as no step may."""
+        """Return the fragments. Waits for the device, which no step may do."""
         return [copy() for copy in self._copies.values()]
 
 
 def rank_device() -> torch.device:
-    """Return what this rank computes on: the GPU that its pool has given it, or the CPU."""
+    """Return the device that this rank computes on: the GPU that its pool has given it, or the CPU."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 class Poison:
-    """Makes one element of a gradient infinite, on the last rank alone, while active."""
+    """Makes one element of a gradient infinite while active, on the last rank only."""
 
     def __init__(self, engine: ShardedEngine):
         self.active = False
@@ -132,21 +133,22 @@ def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragme
 
 @dataclass(slots=True)
 class Whole:
-    """Tensors of the full model: FP32, by (state, parameter). `owners`: the rank that had each element, INT64.
-    `problems`: what was missing, or differed.
+    """Tensors of the full model: FP32, by (state, parameter).
+
+    `owners`: for each element, the rank that had it, INT64. `problems`: elements that were missing, or differed.
     """
 
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     owners: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    divided: set[str] = field(default_factory=set)  # of which some rank trains a block
-    problems: list[tuple[str, str]] = field(default_factory=list)  # (parameter, what)
+    divided: set[str] = field(default_factory=set)  # parameters of which some rank trains a block
+    problems: list[tuple[str, str]] = field(default_factory=list)  # (parameter, problem)
 
     def of(self, state: str) -> dict[str, Tensor]:
         return {name: tensor for (kind, name), tensor in self.tensors.items() if kind == state}
 
 
 def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
-    """Put the ranks' fragments together: every element once, or alike wherever there are several copies."""
+    """Return the ranks' fragments put together: every element once, or alike in all copies."""
     whole = Whole()
     for rank, fragments in enumerate(ranks):
         for part in fragments:

@@ -1,5 +1,6 @@
-"""The same step on one rank: no buckets, no shards, no collectives, FP64 throughout. And once more in the training's
-own precision, by the plain model alone, to know how far rounding takes it.
+"""The same step on one rank: no buckets, no shards, no collectives, FP64 throughout.
+
+It is taken once more in the training's own precision, by the plain model alone, to know how far rounding takes it.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from megamix.model.family import family_of
 from megamix.model.ops import Ops
 from megamix.tools.verify.core.verdict import UNIT, Tensors
 
-LossOf = Callable[[nn.Module, Any], Tensor]  # the mean loss of a micro-batch
+LossOf = Callable[[nn.Module, Any], Tensor]  # returns the mean loss of a micro-batch
 MicroBatches = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Loss and gradient of a global batch, and how large its micro-batches' were."""
+    """Loss and gradient of a global batch, and the size of its micro-batches' gradients."""
 
     loss: float
-    losses: list[float]  # of each micro-batch
-    grads: Tensors  # FP64, of the loss: no scale
-    magnitudes: dict[str, float]  # of each parameter: the largest sum over the micro-batches
+    losses: list[float]  # loss of each micro-batch
+    grads: Tensors  # FP64, gradients of the loss without a scale
+    magnitudes: dict[str, float]  # by parameter: the largest sum of magnitudes over the micro-batches
 
 
 class ExactOps(Ops):
-    """FP64 stays FP64: elsewhere rotary positions are turned in FP32."""
+    """Operations that keep FP64: elsewhere rotary positions are turned in FP32."""
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
@@ -44,7 +45,7 @@ class ExactOps(Ops):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One rank. Both models are on the device where the training computes: rounding is the same kind of rounding."""
+    """One rank. Both models are on the device of the training, so that rounding is of the same kind."""
 
     native: nn.Module
     exact: nn.Module  # FP64
@@ -53,7 +54,7 @@ class Reference:
 
     @classmethod
     def of_config(cls, config: Config, device: torch.device) -> Self:
-        """Return that of a job's model, with its initial weights."""
+        """Return the reference of a job's model, with its initial weights."""
         plain = config.model.model_copy(update={"compile": False})
         torch.manual_seed(config.training.seed)
         family = family_of(plain)
@@ -68,7 +69,7 @@ class Reference:
         return cls(native, exact, lambda model, batch: model(*batch.inputs), exact_loss)
 
     def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]) -> Step:
-        """Take the step with these weights in FP64. `shares`: what each micro-batch's mean counts in the loss."""
+        """Take the step with these weights in FP64. `shares`: weight of each micro-batch's mean in the loss."""
         # Complex buffers stay as they are, as in the exact model: FP64 has no place for their imaginary parts.
         wide = {name: weight if weight.is_complex() else weight.double() for name, weight in weights.items()}
         return _step(self.exact, self.exact_loss, wide, batches, shares, 1.0)
@@ -76,8 +77,9 @@ class Reference:
     def grads_by_part(
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], part: int, parts: int
     ) -> Tensors:
-        """Return what one of `parts` equal parts of the positions, or of the heads, adds to each gradient: of dim -2 of
-        what a parameter's module gives.
+        """Return the part of each gradient from one of `parts` equal parts of the positions, or of the heads.
+
+        The parts divide dim -2 of the output of a parameter's module.
         """
 
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
@@ -119,12 +121,14 @@ class Reference:
     def native_step(
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
     ) -> Step:
-        """Take the step with these weights, in the dtypes that they have, as any rank computes it."""
+        """Take the step with these weights, in their dtypes, as any rank computes it."""
         return _step(self.native, self.native_loss, self.coarse(weights), batches, shares, loss_scale)
 
     def coarse(self, weights: Mapping[str, Tensor]) -> Tensors:
-        """Return all parameters in the coarsest of their dtypes. Where these are mixed, wrappers cast at their borders,
-        and the plain model cannot: the coarsest bounds all.
+        """Return all parameters in the coarsest of their dtypes.
+
+        With mixed dtypes wrappers cast at their borders, which the plain model cannot. The coarsest dtype bounds them
+        all.
         """
         names = [name for name, _ in self.native.named_parameters()]
         dtype = max((weights[name].dtype for name in names), key=UNIT.__getitem__)
@@ -133,7 +137,10 @@ class Reference:
     def finite_step(
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
     ) -> tuple[Step, float]:
-        """Return `native_step` at the largest half, quarter and so on of the scale that does not overflow, and it."""
+        """Return `native_step` at the largest scale without overflow, and that scale.
+
+        The scales tried are the given one, its half, its quarter and so on.
+        """
         step = self.native_step(weights, batches, shares, loss_scale)
         while not finite(step) and loss_scale > 1:
             loss_scale /= 2
@@ -154,7 +161,7 @@ def _step(
     for batch, share in zip(batches, shares, strict=True):
         loss = loss_of(model, moved(batch, device))
         losses.append(loss.item())
-        own = scale * (share / max(shares)) or scale  # what has fewer targets is multiplied by less
+        own = scale * (share / max(shares)) or scale  # a micro-batch with fewer targets is multiplied by less
         found = torch.autograd.grad(loss * own, [*params.values()], allow_unused=True)
         for name, grad in zip(params, found, strict=True):
             if grad is not None:
@@ -167,7 +174,7 @@ def _step(
 
 
 def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Set every parameter, in the dtype that its weight has, and the buffers that are given."""
+    """Set every parameter, in the dtype of its weight, and the buffers that are given."""
     for name, param in model.named_parameters():
         param.data = weights[name].to(param.device)
     for name, buffer in model.named_buffers():
@@ -180,7 +187,7 @@ def finite(step: Step) -> bool:
 
 
 def moved(batch: Any, *to: torch.device | torch.dtype) -> Any:
-    """Return a micro-batch, tensors in tuples, lists and mappings, on a device; `dtype`: of its floating tensors."""
+    """Return a micro-batch of tensors in tuples, lists and mappings on a device, or its floating tensors in a dtype."""
     if isinstance(batch, Tensor):
         where = [place for place in to if isinstance(place, torch.device) or batch.is_floating_point()]
         for place in where:

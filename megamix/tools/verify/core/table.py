@@ -1,4 +1,4 @@
-"""The table that `verify` prints: a row for each layout, or for each number of ranks, and what differs below it."""
+"""The table that `verify` prints: a row for each layout, or for each number of ranks, with the differences below it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megamix.arguments import Failed
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
 from megamix.tools.verify.core.verdict import Verdict
 
-# Columns of the table, and the checks that each one counts.
+# Columns of the table, with the checks that each one counts.
 COLUMNS = {
     "loss": ("loss",),
     "gradients": ("gradient",),
@@ -19,8 +19,9 @@ COLUMNS = {
 
 
 def result_lines(name: str, verdict: Verdict, bisect: bool = False) -> Iterator[str]:
-    """Yield a row, and below it what differs, what was left out and the first module that is wrong. `name`: a layout's,
-    or a number of ranks.
+    """Yield a row, and below it the differences, the tensors left out and the first module that is wrong.
+
+    `name`: a layout's, or a number of ranks.
     """
     shares = [[verdict.worst[check] for check in checks if check in verdict.worst] for checks in COLUMNS.values()]
     worst = [max(column) if column else None for column in shares]

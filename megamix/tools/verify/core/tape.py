@@ -1,4 +1,4 @@
-"""What goes into and comes out of every module, forward and backward, of whatever wraps them."""
+"""Tapes of the tensors into and out of every module, forward and backward, in whatever wraps them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from megamix import names
 
-# What is recorded of one module, in this order. The first of each in a step: that of its first micro-batch.
+# Tensors that are recorded of one module, in this order. Each is the first of its kind in a step: the first
+# micro-batch's.
 INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "input", "output", "output gradient", "input gradient"
-Tape = dict[tuple[str, str], Tensor]  # by module and what it is, in the order in which they came
+Tape = dict[tuple[str, str], Tensor]  # by module and kind of tensor, in the order in which they came
 
-# Put in front of names by DistributedDataParallel and Lightning Fabric; the engine knows no module that they wrap.
+# Prefixes of names in DistributedDataParallel and Lightning Fabric. The engine takes no module that they wrap.
 _LOOPS = {"module", "_forward_module"}
 
 
@@ -26,11 +27,12 @@ def plain_name(name: str) -> str:
 
 @contextmanager
 def recorded(model: nn.Module, *, wanted: bool = True, but: Container[str] = ()) -> Iterator[Tape]:
-    """Record what passes through each module of the model `but` some, or nothing. Modules inside a compiled one are not
-    seen.
+    """Record the tensors through each module of the model `but` some, or nothing.
+
+    Modules inside a compiled one are not seen.
     """
     tape: Tape = {}
-    # Of a wrapper and what it wraps, which have one name, the latter.
+    # A wrapper and the module that it wraps have one name; the latter is kept.
     modules = {plain_name(name): module for name, module in model.named_modules() if wanted and name not in but}
 
     def note(name: str, what: str, values: Any) -> None:
@@ -49,7 +51,7 @@ def recorded(model: nn.Module, *, wanted: bool = True, but: Container[str] = ())
 
     handles = [handle for name, module in modules.items() for handle in hooks(name, module)]
     try:
-        with warnings.catch_warnings():  # of modules whose inputs have no gradient, as tokens
+        with warnings.catch_warnings():  # modules whose inputs have no gradient, such as tokens
             warnings.filterwarnings("ignore", "Full backward hook is firing")
             yield tape
     finally:

@@ -1,6 +1,4 @@
-"""An update as it should have been, its bound, and which kind of mistake a wrong one looks like: what each kind would
-have given is computed, as for gradients.
-"""
+"""An update as it should have been, its bound, and kinds of mistakes, whose results are computed as for gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from megamix.mixed_precision.update_slice import MASTER
 from megamix.tools.verify.core.hypotheses import HALVES, nearest
 from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict
 
-Rule = Callable[..., Tensors]  # of an optimizer: (name, grad, before, lr=, weight_decay=, update=) -> master and states
+Rule = Callable[..., Tensors]  # (name, grad, before, lr=, weight_decay=, update=) -> master and states of an optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +29,17 @@ class AskedUpdate:
     before: Tensors  # master and states
     lr: float
     weight_decay: float
-    update: int  # its number
+    update: int  # number of the update
     attempts: int  # updates and skipped steps so far, with this one
-    lrs: Mapping[str, float] = field(default_factory=dict)  # other learning rates, by whose they are
+    lrs: Mapping[str, float] = field(default_factory=dict)  # other learning rates, by their owners
     decays: Mapping[str, float] = field(default_factory=dict)
-    rules: Mapping[str, Rule] = field(default_factory=dict)  # wrong ones, by what is wrong with them
+    rules: Mapping[str, Rule] = field(default_factory=dict)  # wrong rules, by what is wrong with them
     peers: Mapping[str, Tensors] = field(default_factory=dict)  # other parameters' states, of the same shapes
-    past: Sequence[Tensor] = ()  # the weights before earlier steps
-    coefficient: float = 1.0  # of clipping, in the gradient
+    past: Sequence[Tensor] = ()  # weights before earlier steps
+    coefficient: float = 1.0  # clip coefficient in the gradient
     loss_scale: float = 1.0
-    of_rows: bool = False  # whether the rule may be asked of some rows alone
-    lacking: str = ""  # states with which the rule goes on, and this optimizer does not
+    of_rows: bool = False  # True: the rule may be asked for some rows alone
+    lacking: str = ""  # states with which the rule goes on, but which this optimizer lacks
 
     def updated(self, grad: Tensor, before: Tensors | None = None, **other: Any) -> Tensors:
         at = {"lr": self.lr, "weight_decay": self.weight_decay, "update": self.update} | other
@@ -51,15 +49,16 @@ class AskedUpdate:
         self, verdict: Verdict, attempt: int, after: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype],
         unseen: float = 0.0,
     ) -> None:  # fmt: skip
-        """Compare master and states after it with the equation in FP64.
+        """Compare master and states after the update with the equation in FP64.
 
         Bound: 64 FP32 roundings of the largest number that enters. The norm in the clip coefficient has 34 of them,
         unscaling and the equation fewer than 16; a square has the gradient's twice. A step of the master is at most
         about 4 lr in AdamW, whatever the gradient, and lr times gradient and momentum in NAG. A half state is rounded
-        once more, in its dtype. Where an equation jumps, as a sign does, 64 roundings of the gradient may decide.
-        `unseen`: how far the gradient may be from the one that the update used; the update may be off by what that
-        moves it, looked at in four places. A master that comes of halves, as Muon's, may be off by NOISE times what
-        their rounding in the gradient moves. Shapes: each of `after` as in `before`.
+        once more, in its dtype. In an equation that jumps, as a sign does, 64 roundings of the gradient may decide. A
+        master that comes of halves, as Muon's, may be off by NOISE times the effect of their rounding in the gradient.
+        `unseen`: how far the gradient may be from the one that the update used. The update may be off by the effect of
+        that, computed in four places.
+        Shapes: each of `after` as in `before`.
         """
         grad = self.grad
         for state, new in self.updated(grad).items():
@@ -68,7 +67,7 @@ class AskedUpdate:
             if dtypes[state] != torch.float32:
                 bound += (
                     2 * UNIT[dtypes[state]] * float(new.abs().max()) + 2.0**-25
-                )  # by chance, too; FP16's subnormals
+                )  # stochastic rounding included; 2**-25: FP16's subnormals
             if error.max() > bound:
                 others = [grad * (1 - 64 * U32), grad * (1 + 64 * U32)]
                 others += [grad + unseen * part for part in (-1.0, -0.5, 0.5, 1.0) if unseen]
@@ -90,7 +89,7 @@ class AskedUpdate:
         yield self.lr * max(8.0, largest) if state == MASTER else enters
 
     def explain(self, state: str, after: Tensor, bound: float) -> str:
-        """Say what kind of mistake `after`, which is master or a state, looks like; "" for no known one."""
+        """Say which kind of mistake `after`, a master or a state, looks like; "" for no known one."""
         if self.lacking:
             return f"another optimizer's: the plain one keeps {self.lacking}"
         want, found = self.updated(self.grad)[state], after.double()
@@ -103,7 +102,7 @@ class AskedUpdate:
         return kind or (self._average(found, want, bound) if state == MASTER else "")
 
     def _average(self, found: Tensor, want: Tensor, bound: float) -> str:
-        """Say if weights are a mean of this update's and of earlier ones, whatever the shares."""
+        """Return a kind if the weights are a mean of this update's and of earlier ones, whatever the shares."""
         before = self.before[MASTER].double()
         moves = torch.stack([one.double().flatten() for one in (want, *self.past)]) - before.flatten()
         if not moves.isfinite().all():
@@ -164,7 +163,7 @@ class AskedUpdate:
 
 
 class Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Notes the rounding of the coarsest half dtype in which an operation gives anything."""
+    """Watch that notes the rounding of the coarsest half dtype in which an operation gives anything."""
 
     unit = 0.0
 

@@ -1,4 +1,4 @@
-"""What became of a layout or of a trainer, and the bounds that every judge shares."""
+"""Result of a layout or of a trainer, and the bounds that every judge shares."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Tensors = dict[str, Tensor]
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # the largest rounding, relative
 U32 = 2.0**-24
-# Ranks add the same products in another order, and each order rounds as one rank does: some give a largest error twice
-# that of another one. What is wrong by a factor of two is wrong by hundreds of them.
+# Ranks add the same products in another order, and each order rounds as one rank does. The largest error of one order
+# may be twice that of another. A result that is wrong by a factor of two is wrong by hundreds of these errors.
 NOISE = 8.0
-# The largest share of the largest gradient that rounding may take on one rank, by the coarsest rounding: a mistake as
+# The largest share of the largest gradient that rounding may take on one rank, by the coarsest rounding. A mistake as
 # large as that would pass. Right runs came to 0.18 of it.
 NOISIEST = {UNIT[torch.bfloat16]: 0.1, UNIT[torch.float16]: 0.03, U32: 1e-3}
-EXPLAINED = 8  # differences of one run that are explained: the first ones name the cause
+EXPLAINED = 8  # differences of one run that are explained; the first ones name the cause
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that is further from one rank's than its bound."""
+    """Result that is further from one rank's than its bound."""
 
     attempt: int
     check: str
-    where: str  # a parameter, or what else was compared
+    where: str  # a parameter, or another thing that was compared
     error: float
     bound: float
-    looks_like: str = ""  # the kind of mistake whose numbers are these
+    looks_like: str = ""  # kind of mistake that gives these numbers
 
     def __str__(self) -> str:
         what = f"{f'attempt {self.attempt}' if self.attempt >= 0 else 'at the start'}: {self.check} of {self.where}"
-        if self.looks_like and not self.bound and self.error in (1.0, math.inf):  # a yes or no: there is no distance
+        if self.looks_like and not self.bound and self.error in (1.0, math.inf):  # a yes or no has no distance
             return f"{what}: {self.looks_like}"
         kind = f"; it looks like {self.looks_like}" if self.looks_like else ""
         return f"{what} is off by {self.error:.3g}, bound {self.bound:.3g}{kind}"
@@ -43,21 +43,24 @@ class Difference:
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of one layout."""
+    """Result of one layout."""
 
     attempts: int = 0
     skipped: int = 0
     worst: dict[str, float] = field(default_factory=dict)  # by check: the largest error, as a share of its bound
     differences: list[Difference] = field(default_factory=list)
-    left: dict[tuple[str, str], set[str]] = field(default_factory=dict)  # what is told of a kind of tensors: of which
-    culprit: str = ""  # the first module that is wrong, where modules are recorded
+    left: dict[tuple[str, str], set[str]] = field(default_factory=dict)  # (kind of tensor, message) -> names of tensors
+    culprit: str = ""  # first module that is wrong, if modules are recorded
 
     def note(
         self, attempt: int, check: str, where: str, error: float, bound: float, explain: Callable[[], str] | str = ""
     ) -> None:
-        """Add a comparison. `explain`: what kind of mistake it looks like, asked of the first ones only."""
+        """Add a comparison.
+
+        `explain`: the kind of mistake, or a function for it that is called for the first differences only.
+        """
         share = 0.0 if error == 0 else error / bound if bound else math.inf
-        if not (math.isfinite(error) and math.isfinite(bound)):  # what overflows, here or there, proves nothing
+        if not (math.isfinite(error) and math.isfinite(bound)):  # an overflow, here or there, proves nothing
             share = math.inf
         self.worst[check] = max(self.worst.get(check, 0.0), share)
         if share > 1:
@@ -76,13 +79,14 @@ class Verdict:
         self.note(attempt, check, where, gap, 0.0, explain)
 
     def leave(self, what: str, name: str, told: str) -> None:
-        """Tell what is no difference of a tensor: such as that it cannot be compared, and why."""
+        """Add a message on a tensor that is no difference, such as why it cannot be compared."""
         self.left.setdefault((what, told), set()).add(name)
 
 
 def note_noise(verdict: Verdict, attempt: int, native: Tensors, exact: Tensors, unit: float) -> None:
-    """Check that what rounding does to the gradients on one rank is too little to hide a mistake. `unit`: the coarsest
-    rounding of the step.
+    """Check that the rounding error of the gradients on one rank is too small to hide a mistake.
+
+    `unit`: the coarsest rounding of the step.
     """
     largest = max(float(grad.abs().max()) for grad in exact.values())
     noises = {name: float((native[name] - grad).abs().max()) for name, grad in exact.items()}
@@ -92,16 +96,16 @@ def note_noise(verdict: Verdict, attempt: int, native: Tensors, exact: Tensors, 
 
 
 def norm_of(grads: Tensors) -> float:
-    """Return that of all of them, FP64."""
+    """Return the norm of all gradients, FP64."""
     return math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
 
 
 def gradient_bound(noise: float, magnitude: float, roundings: int, unit: float, divisor: float | None) -> float:
     """Return how far a gradient may be from FP64's at the same weights.
 
-    NOISE times what rounding does on one rank, the largest over the parameter. And for the sums over micro-batches
-    and ranks, which one rank does not round, a rounding of the sums' dtype for each of them, of a partial sum that is
-    at most the sum of magnitudes; scaled gradients below FP16's normal numbers round to multiples of 2^-24.
+    It is NOISE times the rounding error on one rank, the largest over the parameter. One rank does not round the sums
+    over micro-batches and ranks. For these come one rounding each, in the sums' dtype, of a partial sum that is at most
+    the sum of magnitudes. Scaled gradients below FP16's normal numbers round to multiples of 2^-24.
     `divisor`: of a scaled FP16 gradient, else None.
     """
     tiny = 2.0**-25 * roundings / divisor if divisor else 0.0

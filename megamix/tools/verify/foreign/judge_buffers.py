@@ -1,4 +1,4 @@
-"""Buffers of somebody's own training: what they begin with, what forward moves, and what a skipped step must leave."""
+"""Buffers of somebody's own training: their first values, their changes by forward, and skipped steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from megamix.tools.verify.foreign.watch import SeenStep
 
 
 def check_first_buffers(verdict: Verdict, plain: Tensors, seen: Sequence[SeenStep]) -> None:
-    """Check every rank's buffers before the first step by those of the plain model, `plain`, in the dtype that the rank
-    keeps. Later steps go on from the trainer's own.
+    """Check every rank's buffers before the first step against the plain model's, in the dtype that the rank keeps.
+
+    `plain`: the plain model's buffers. Later steps go on from the trainer's own.
     """
     others = {name: _real(buffer) for name, buffer in plain.items()}
     for rank, buffers in enumerate(one.buffers for one in seen):
@@ -39,8 +40,9 @@ def check_first_buffers(verdict: Verdict, plain: Tensors, seen: Sequence[SeenSte
 
 
 def explain_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> str:
-    """Say what kind of mistake values look like that were set before the first step, or how many are others. `others`:
-    values with other names; `got` and `want` FP64.
+    """Say which kind of mistake the first values look like, or how many elements have other values.
+
+    `others`: values with other names. `got` and `want`: FP64.
     """
     bound = 64 * U32 * float(want.nan_to_num(0.0, 0.0, 0.0).abs().max())
     kind = _lost(got, want) or nearest(got, want, bound, _other_values(got, want, others))
@@ -73,14 +75,14 @@ def _other_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> It
 
 
 def _real(buffer: Tensor) -> Tensor:
-    """Return it as FP64: complex numbers as pairs, whole numbers and truths as numbers."""
+    """Return a buffer as FP64: complex numbers as pairs, whole numbers and truths as numbers."""
     return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).double()
 
 
 def check_buffers(verdict: Verdict, number: int, asked: AskedStep, before: SeenStep, after: SeenStep) -> None:
-    """Check rank 0's buffers: those that the plain model's forward moves, by it; others stay in a skipped step.
+    """Check rank 0's buffers: by the plain model's forward if it moves them; the others must stay in a skipped step.
 
-    A skipped step may leave what forward has moved, as torch's batch norm does, or put it back.
+    A skipped step may leave the changes by forward, as torch's batch norm does, or undo them.
     """
     mine, shares = asked.by_rank[0], asked.shares[0]
 
@@ -127,12 +129,12 @@ def check_buffers(verdict: Verdict, number: int, asked: AskedStep, before: SeenS
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Return how far elements are apart: not at all where both are NaN or the same infinity, as before a first look."""
+    """Return the distance of elements, which is 0 if both are NaN or the same infinity, as before a first look."""
     return (one - other).abs().masked_fill(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True), 0.0)
 
 
 def _counted(wanted: Tensors, before: Tensors, after: Tensors) -> str:
-    """Return what a buffer that counts forwards says of those of a step, "" if they are as many as micro-batches."""
+    """Return an explanation from a buffer that counts forwards, "" if it counts as many as micro-batches."""
     for name in (name for name, of in after.items() if name in wanted and not (of.dim() or of.is_floating_point())):
         went, goes = (float(_real(of) - _real(before[name])) for of in (after[name], wanted[name]))
         if went != goes:

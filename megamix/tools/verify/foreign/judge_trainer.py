@@ -28,7 +28,7 @@ from megamix.tools.verify.foreign.watch import SeenStep
 
 
 def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> Verdict:
-    """Compare a training with one process, step by step. `ranks`: what each rank saw, in rank order."""
+    """Compare a training with one process, step by step. `ranks`: steps of each rank, in rank order."""
     autocast = {dtype for mine in ranks for seen in mine for dtype in seen.autocast}
     judge, verdict = _Judge(trainer, len(ranks[0]) - 1, autocast), Verdict(attempts=len(ranks[0]) - 1)
     start, *steps = zip(*([judge.plain.comparable(verdict, one) for one in mine] for mine in ranks), strict=True)
@@ -57,7 +57,7 @@ class _Judge:
 
         with autocast_entered() as own, Halves() as halves:  # type: ignore[no-untyped-call]  # its base has no types
             trainer.loss(native, moved(next(iter(trainer.batches(0, 0, self.ranks))), torch.device("cpu")))
-        # What `loss` does not enter by itself is around it: in `step`, or in what wraps the module.
+        # An autocast that `loss` does not enter by itself is around it: in `step`, or in the module's wrapper.
         around = max(autocast - own, key=UNIT.__getitem__, default=None)
 
         def native_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -67,7 +67,7 @@ class _Judge:
         self.reference = Reference(native, exact, native_loss, exact_loss)
         self.unit = max([U32, halves.unit, *map(UNIT.__getitem__, autocast)])
         self.plain = PlainUpdates(trainer, exact, updates)
-        self.updates, self.known = 0, set[str]()  # of the plain model's parameters those that the training has
+        self.updates, self.known = 0, set[str]()  # parameters of the plain model that the training has
         self.earlier: AskedStep | None = None
 
     def started(self, verdict: Verdict, seen: Sequence[SeenStep]) -> SeenStep:
@@ -129,7 +129,7 @@ class _Judge:
             earlier=self.earlier, ranks=self.ranks,
         )  # fmt: skip
         exact = asked.exact
-        scale = after.loss_scale * self.ranks * max(asked.flat[1])  # by which a rank multiplies its largest loss
+        scale = after.loss_scale * self.ranks * max(asked.flat[1])  # factor by which a rank multiplies its largest loss
         native = self.reference.native_step(weights, *asked.flat, scale)
         if not any(after.updates):
             verdict.skipped += 1
@@ -146,7 +146,7 @@ class _Judge:
             unit = max(self.unit, *(UNIT.get(weights[name].dtype, U32) for name in self.initial))
             note_noise(verdict, number, native.grads, exact.grads, unit)
             norm = norm_of(exact.grads)
-            # Of all elements at once: that of one number, such as the norm, may be zero by chance.
+            # Noise over all elements at once: the noise of one number, such as the norm, may be zero by chance.
             noise = norm_of({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)
             off, bound, kind = self._loss(seen, asked, exact, native, noise)
             right = "a wrong backward or reduction: the loss is right" if bound else ""
@@ -183,8 +183,10 @@ class _Judge:
     def _loss(
         self, seen: Sequence[SeenStep], asked: AskedStep, exact: Step, native: Step, noise: float
     ) -> tuple[float, float, Callable[[], str]]:
-        """Return how far off the loss is, its bound, and its kind: that of all ranks where they report the same, else
-        each rank's own part of it. Zeros where none is reported.
+        """Return the loss's error, its bound, and its kind of mistake.
+
+        The loss is that of all ranks if they report the same, else each rank's own part of it. Without a report the
+        numbers are zeros.
         """
         told = [one.told["loss"] for one in seen if "loss" in one.told]
         rounded = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
@@ -219,7 +221,8 @@ class _Judge:
     ) -> dict[str, float]:  # fmt: skip
         """Check the gradients that the update used. Return how far they may be from FP64's, if the trainer shows none.
 
-        noise: of the native precision, relative, over all gradients; slack: that of the norm by which they are clipped.
+        noise: relative error of the native precision over all gradients. slack: relative error of the norm by which
+        they are clipped.
         """
         coefficient, clip = asked.coefficient, self.trainer.clip_grad
         roundings = sum(len(mine) for mine in asked.by_rank) + 1
@@ -235,7 +238,7 @@ class _Judge:
             return bounds
         found = {name: after.gradients[name].double() if name in after.gradients else torch.zeros_like(want)
                  for name, want in exact.grads.items()}  # fmt: skip
-        # One wrong gradient changes the norm with which all are clipped: it is named before those.
+        # One wrong gradient changes the norm by which all are clipped, so it is named before the others.
         factors = {name: factor_of(found[name], want) for name, want in exact.grads.items() if bool(want.any())}
         common = median(factors.values()) if clip and factors else coefficient
         apart = {name: float((found[name] - common * want).abs().max()) > bounds[name]

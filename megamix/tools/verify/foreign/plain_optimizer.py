@@ -1,6 +1,4 @@
-"""The optimizers of one process: every group's lr in every update, and a parameter's step alone in FP64, by which the
-trainer's are checked.
-"""
+"""Optimizers of one process, by which the trainer's are checked: groups' lr, and a parameter's step alone in FP64."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from megamix.tools.verify.foreign.watch import SeenStep
 
 
 class PlainUpdates:
-    """The trainer's optimizers in one process, of a model in FP64."""
+    """The trainer's optimizers in one process, over a model in FP64."""
 
     def __init__(self, trainer: ForeignTrainer, exact: nn.Module, updates: int):
         self.ranks, self.truth = trainer.ranks, trainer.truth
@@ -39,10 +37,10 @@ class PlainUpdates:
             for param in filter(names.__contains__, group["params"]):
                 self.groups[names[param]], self.kept[names[param]] = number, kept_states(optimizer, group, param)
         self.past: list[Tensors] = []  # weights before each step
-        self.counts: Counter[str] = Counter()  # of each parameter's updates: torch has none for one without a gradient
+        self.counts: Counter[str] = Counter()  # updates of each parameter: torch makes none without a gradient
 
     def comparable(self, verdict: Verdict, seen: SeenStep) -> SeenStep:
-        """Return it without the states that the plain optimizer does not keep, and say which these are."""
+        """Return a step without the states that the plain optimizer does not keep, and note these in the verdict."""
         states = {}
         for (state, name), tensor in seen.states.items():
             if (state, tensor.shape) in self.kept.get(name, {}).items():
@@ -55,8 +53,10 @@ class PlainUpdates:
         self, verdict: Verdict, number: int, updates: int, asked: AskedStep, before: SeenStep, after: SeenStep,
         unseen: Mapping[str, float],
     ) -> None:  # fmt: skip
-        """Check the options of every parameter, then weights and states. `updates`: with this one; `unseen`: how far
-        each gradient may be from the one that the update used.
+        """Check the options of every parameter, then weights and states.
+
+        `updates`: number of updates with this one. `unseen`: how far each gradient may be from the one that the update
+        used.
         """
         held: dict[str, Tensors] = defaultdict(dict)
         for (state, name), tensor in before.states.items():
@@ -107,7 +107,7 @@ class PlainUpdates:
         self, verdict: Verdict, number: int, name: str, group: Mapping[str, Any], lrs: Sequence[float], updates: int,
         after: SeenStep,
     ) -> None:  # fmt: skip
-        """Check lr, weight decay and what else both optimizers have of one parameter."""
+        """Check lr, weight decay and all other options that both optimizers have for one parameter."""
         here = after.options.get(name)
         if here is None:
             verdict.note(number, "optimizer", name, math.inf, 0.0, "not among the optimizer's parameters")
@@ -131,15 +131,16 @@ def lr_table(trainer: ForeignTrainer, optimizers: Sequence[Optimizer], updates: 
         schedule = trainer.scheduler(optimizer)
         for lrs in table:
             lrs += [float(group["lr"]) for group in optimizer.param_groups]
-            optimizer.step()  # of nothing: torch warns of a schedule that is ahead of its optimizer
+            optimizer.step()  # without gradients: torch warns of a schedule that is ahead of its optimizer
             if schedule is not None:
                 schedule.step()
     return table
 
 
 def kept_states(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dict[str, torch.Size | None]:
-    """Return the shape of each state that a torch optimizer keeps of a parameter, None for what is no tensor. What only
-    counts is none of them.
+    """Return the shape of each state that a torch optimizer keeps of a parameter, None for a state that is no tensor.
+
+    States that only count are left out.
     """
     _, left = _step(optimizer, group, param.detach(), torch.ones_like(param), {})
     return {
@@ -192,7 +193,7 @@ def _step(
     """Return the weight and the states after steps with this gradient, in FP64."""
     alone, param = copy.copy(optimizer), nn.Parameter(weight.double())
     param.grad = grad.clone()
-    eps = torch.finfo(weight.dtype).eps  # Adafactor's, if none is given: that of the dtype which the training keeps
+    eps = torch.finfo(weight.dtype).eps  # Adafactor's default: eps of the dtype that the training keeps
     given = {key: tuple(eps if one is None else one for one in value) if isinstance(value, tuple) else value
              for key, value in group.items()}  # fmt: skip
     alone.param_groups = [{**given, **dict.fromkeys(IMPLEMENTATIONS & group.keys(), False), "params": [param]}]
@@ -203,7 +204,7 @@ def _step(
 
 
 def _counters(optimizer: Optimizer, group: Mapping[str, Any], updates: int) -> dict[str, Tensor]:
-    """Return the states that only the number of updates moves, such as NAdam's product, after so many."""
+    """Return the states that only the number of updates moves, such as NAdam's product, after `updates` of them."""
     nothing = torch.zeros(1, 1, dtype=torch.float64)
     _, left = _step(optimizer, group, nothing, nothing, {}, min(updates, 100))
     return {state: of for state, of in left.items() if isinstance(of, Tensor) and of.dim() == 0}

@@ -1,4 +1,4 @@
-"""What `megamix verify --trainer` asks of anybody's training, and what it reads of the usual wrappers by itself."""
+"""Interface of `megamix verify --trainer` to anybody's training, and facts that it reads from the usual wrappers."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from megamix.tools.verify.core.reference import moved
 from megamix.tools.verify.core.tape import plain_name
 from megamix.tools.verify.core.verdict import U32, Tensors
 
-IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}  # how it is computed, not what
+IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}  # options that change no result
 
 
 class WrongTrainer(ValueError):
-    """What a trainer's author must change before anything can be compared."""
+    """Mistake that a trainer's author must mend before anything can be compared."""
 
 
 class ForeignTrainer:
     """Your training as `verify` asks for it: subclass this and write the first six methods.
 
-    The plain model, its loss and its optimizer say what one process would do. `setup` and `step` are your own code.
-    No dropout, and no data that is drawn anew: the same call gives the same.
+    The plain model, its loss and its optimizer say what one process would do. `setup` and `step` are your own code. No
+    dropout, and no data that is drawn anew: the same call gives the same.
     """
 
-    rank = 0  # both are set before `setup`
+    rank = 0  # rank and ranks are set before `setup`
     ranks = 1
-    clip_grad = 0.0  # the norm to which your step clips, 0 for none
-    truth = torch.float32  # the dtype in which the optimizer must keep the weights
-    scaler: torch.amp.GradScaler | None = None  # yours, where you use one
+    clip_grad = 0.0  # norm to which your step clips, 0 for none
+    truth = torch.float32  # dtype in which the optimizer must keep the weights
+    scaler: torch.amp.GradScaler | None = None  # your GradScaler, if you use one
 
     def model(self) -> nn.Module:
         """Return the model before any wrapping, FP32 on the CPU, with the weights that every run starts from."""
@@ -55,8 +55,9 @@ class ForeignTrainer:
         raise NotImplementedError(f"{type(self).__name__} lacks batches(self, step, rank, ranks): return a list")
 
     def optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
-        """Return your optimizer for this module, or all of them: called with the plain model here, and by your `setup`
-        if you like.
+        """Return your optimizer for this module, or all of them.
+
+        It is called with the plain model here, and by your `setup` if you like.
         """
         raise NotImplementedError(f"{type(self).__name__} lacks optimizer(self, model): return a torch optimizer")
 
@@ -65,17 +66,21 @@ class ForeignTrainer:
         raise NotImplementedError(f"{type(self).__name__} lacks setup(self, model): return (module, optimizer)")
 
     def step(self, batches: Sequence[Any]) -> Mapping[str, float] | None:
-        """Take one training step of these micro-batches, as your script does. Return what it reports, as far as it
-        does: `loss`, `grad_norm` (before clipping). Other keys are not read.
+        """Take one training step of these micro-batches, as your script does.
+
+        Return `loss` and `grad_norm` (before clipping), as far as it reports them. Other keys are not read.
         """
         raise NotImplementedError(f"{type(self).__name__} lacks step(self, batches): train on them")
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Return your schedule for the optimizer, for each of them, if you have one: one step of it for each update."""
+        """Return your schedule for an optimizer, if you have one.
+
+        It is called for each optimizer; one step is one update.
+        """
         return None
 
     def targets(self, batch: Any) -> float:
-        """Return how much a micro-batch counts in the mean of a step: its number of targets, if they differ."""
+        """Return the weight of a micro-batch in the mean of a step: its number of targets, if they differ."""
         return 1.0
 
     def weights(self, module: nn.Module, optimizer: Optimizer) -> Tensors:
@@ -84,7 +89,7 @@ class ForeignTrainer:
 
     def gradients(self, module: nn.Module, optimizer: Optimizer) -> Tensors:
         """Return the gradients that the optimizer is about to use, whole, unscaled and clipped."""
-        by_scale = getattr(optimizer, "grad_scale", None)  # GradScaler leaves it to a fused optimizer
+        by_scale = getattr(optimizer, "grad_scale", None)  # GradScaler leaves unscaling to a fused optimizer
         grads = {name: param.grad for name, param in named_parameters(module) if param.grad is not None}
         return {name: whole(grad) if by_scale is None else whole(grad) / by_scale for name, grad in grads.items()}
 
@@ -95,8 +100,11 @@ class ForeignTrainer:
         return {name: of[param] for param, name in names.items() if param in of}
 
     def states(self, module: nn.Module, optimizer: Optimizer) -> dict[tuple[str, str], Tensor]:
-        """Return the optimizer's states of each parameter, whole, by state and name: what only counts is none."""
-        inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds those of this rank in there
+        """Return the optimizer's states of each parameter, whole, by state and name.
+
+        States that only count are left out.
+        """
+        inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds this rank's states in there
         return {
             (state, name): whole(tensor) for name, param in named_parameters(module)
             for state, tensor in inner.state.get(param, {}).items()
@@ -110,13 +118,13 @@ def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
     path = Path(file)
     if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
         raise WrongTrainer(f"--trainer: got {where}, must be a file and a class in it; write my_trainer.py:MyTrainer")
-    module_name = str(path.resolve())  # by its stem a torch.py would take torch's place
+    module_name = str(path.resolve())  # the stem would let a torch.py take torch's place
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    sys.path.insert(0, str(path.parent.resolve()))  # what it imports lies beside it, as for a script
+    sys.path.insert(0, str(path.parent.resolve()))  # its imports lie beside it, as for a script
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -134,7 +142,7 @@ def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
 
 
 def check_trainer(trainer: ForeignTrainer) -> None:
-    """Ask twice for model, samples and loss: what is new each time is no reference. Raises: WrongTrainer."""
+    """Ask twice for model, samples and loss: values that are new each time are no reference. Raises: WrongTrainer."""
     who, ranks, cpu = type(trainer).__name__, trainer.ranks, torch.device("cpu")
     try:
         models: list[Any] = [trainer.model() for _ in range(2)]
@@ -145,7 +153,7 @@ def check_trainer(trainer: ForeignTrainer) -> None:
             kind = "nothing" if isinstance(made[0], Sequence) else type(made[0]).__name__
             raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned {kind}, must be a list of micro-batches")
         batches = [moved([*one], cpu) for one in made]
-        for needed in ("setup", "step"):  # yours run on the ranks alone; one that is inherited says what is missing
+        for needed in ("setup", "step"):  # yours run on the ranks only; an inherited one says what is missing
             if getattr(type(trainer), needed) is getattr(ForeignTrainer, needed):
                 getattr(trainer, needed)(models[0])
         optimizers_of(trainer.optimizer(models[0]), f"{who}.optimizer(model)")
@@ -167,9 +175,9 @@ def check_trainer(trainer: ForeignTrainer) -> None:
 
 
 def optimizers_of(made: Any, where: str) -> list[Optimizer]:
-    """Return one optimizer or several as a list. Raises: WrongTrainer for what is none."""
+    """Return one optimizer or several as a list. Raises: WrongTrainer for an object that is no optimizer."""
     listed = made if isinstance(made, list | tuple) else [made]
-    optimizers: list[Any] = [getattr(one, "optimizer", one) for one in listed]  # accelerate wraps one that has no hooks
+    optimizers: list[Any] = [getattr(one, "optimizer", one) for one in listed]  # accelerate's wrapper has no hooks
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise WrongTrainer(
@@ -180,7 +188,7 @@ def optimizers_of(made: Any, where: str) -> list[Optimizer]:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a parameter's group: lr, weight_decay, betas[0] and so on; how it is computed is none."""
+    """Return the numbers of a parameter's group: lr, weight_decay, betas[0] and so on, without IMPLEMENTATIONS."""
     options: dict[str, float] = {}
     for key, value in group.items():
         if isinstance(value, tuple):
@@ -191,7 +199,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Compare the tensors of two trees; a NaN equals another one."""
+    """Return whether the tensors of two trees are equal; a NaN equals another one."""
     mine, theirs = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (one, other))
     return len(mine) == len(theirs) and all(
         a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(mine, theirs, strict=True)
@@ -199,14 +207,18 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU, of its own dtype, of all of a tensor that ranks may have divided. All must call it."""
+    """Return a copy on the CPU, with its own dtype, of a whole tensor that ranks may have divided.
+
+    All ranks must call it.
+    """
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters by the plain model's names, in its order: what ranks divide and an optimizer holds, also
-    where FSDP2 has put gathered ones in their place.
+    """Yield the parameters by the plain model's names, in its order.
+
+    They are those that ranks divide and an optimizer holds, even if FSDP2 has put gathered ones in their place.
     """
     pairs = ((getattr(one, "_unsharded_param", None), one.sharded_param) for one, _ in fsdp_params(module))
     divided = {gathered: sharded for gathered, sharded in pairs if gathered is not None}
@@ -215,7 +227,7 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def fsdp_params(module: nn.Module) -> Iterator[tuple[Any, MixedPrecisionPolicy]]:
-    """Yield what FSDP2 knows of each parameter that it divides, and the policy."""
+    """Yield FSDP2's object and policy of each parameter that it divides."""
     for part in module.modules():
         if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group) is not None:
             for fsdp_param in group.fsdp_params:
@@ -223,7 +235,10 @@ def fsdp_params(module: nn.Module) -> Iterator[tuple[Any, MixedPrecisionPolicy]]
 
 
 def computes_in(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """Return in which dtypes each parameter computes, and sums its gradient: its own, unless FSDP2's policy says so."""
+    """Return the dtypes in which each parameter computes and sums its gradient.
+
+    They are its own, unless FSDP2's policy says otherwise.
+    """
     dtypes = {name: (param.dtype, param.dtype) for name, param in named_parameters(module)}
     names = {param: name for name, param in named_parameters(module)}
     for fsdp_param, policy in fsdp_params(module):
@@ -235,8 +250,9 @@ def computes_in(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]
 
 @contextmanager
 def autocast_entered() -> Iterator[set[torch.dtype]]:
-    """Collect the dtypes of every autocast that is entered: by a step, by a loss, or by what wraps a module's forward.
-    One that torch.compile traces is not seen.
+    """Collect the dtypes of every autocast that is entered: by a step, a loss, or the wrapper of a module's forward.
+
+    An autocast that torch.compile traces is not seen.
     """
     seen: set[torch.dtype] = set()
     enter = torch.autocast.__enter__

@@ -1,4 +1,4 @@
-"""`verify --trainer`: somebody's own training on ranks that this command starts, and a table of what became of it."""
+"""`verify --trainer`: somebody's own training on ranks that this command starts, and a table of its results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEADLINE_S = 1800.0
 
 
 def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = False) -> Iterator[str]:
-    """Yield what to print of somebody's own training on each number of ranks: FILE.py:CLASS for `steps` steps."""
-    check_trainer(load_trainer(where, ranks=worlds[0]))  # its mistakes are told before any rank is started
+    """Yield the lines on somebody's own training on each number of ranks. `where`: FILE.py:CLASS."""
+    check_trainer(load_trainer(where, ranks=worlds[0]))  # mistakes of the trainer are told before any rank is started
     yield row("ranks", "attempts", "skipped", *COLUMNS, "")
     for world in worlds:
         say(f"megamix verify: {where} on {world} rank(s)", sys.stderr)
@@ -33,7 +33,7 @@ def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = 
 
 
 def verify_trainer(where: str, world: int, steps: int, bisect: bool = False, deadline_s: float = DEADLINE_S) -> Verdict:
-    """Run FILE.py:CLASS on so many ranks and judge it."""
+    """Run FILE.py:CLASS on `world` ranks and judge it."""
     with RankPool(world, on_gpus=torch.cuda.is_available() and torch.cuda.device_count() >= world) as pool:
         ranks = pool.call(watch_trainer, where, steps, bisect, deadline_s=deadline_s)
     return judge_trainer(load_trainer(where, ranks=world), ranks)

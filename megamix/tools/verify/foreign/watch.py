@@ -1,4 +1,4 @@
-"""On every rank of somebody's own training: take steps, and write down what the optimizer saw and left."""
+"""Watch on every rank of somebody's own training: it takes steps, and writes down what the optimizer saw and left."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from megamix.tools.verify.foreign.trainer import (
     whole,
 )
 
-TOLD = ("loss", "grad_norm")  # what is compared of that which a step reports
+TOLD = ("loss", "grad_norm")  # keys of a step's report that are compared
 
 
 @dataclass(slots=True)
 class SeenStep:
-    """One step of a trainer as one rank saw it. Weights, states and buffers are those after it."""
+    """One step of a trainer as one rank saw it. Weights, states and buffers are those after the step."""
 
     told: Mapping[str, float]
     weights: Tensors
     states: dict[tuple[str, str], torch.Tensor]  # by state and parameter
     buffers: Tensors
-    updates: list[int]  # how often each optimizer stepped
-    gradients: Tensors  # those that it used
-    options: dict[str, dict[str, float]]  # of each parameter, when it stepped
+    updates: list[int]  # number of steps of each optimizer
+    gradients: Tensors  # gradients that the update used
+    options: dict[str, dict[str, float]]  # options of each parameter, when it stepped
     loss_scale: float
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]]  # computes in, sums in
-    autocast: set[torch.dtype]  # to which its autocasts cast
-    tape: Tape  # of the first micro-batch, where modules are recorded
-    losses: list[float] = field(default_factory=list)  # as often as the step has asked the trainer's `loss`
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]]  # dtypes in which a parameter computes, and sums
+    autocast: set[torch.dtype]  # dtypes to which its autocasts cast
+    tape: Tape  # tape of the first micro-batch, if modules are recorded
+    losses: list[float] = field(default_factory=list)  # results of the trainer's `loss` in this step
 
     @property
     def counted(self) -> str:
@@ -51,13 +51,13 @@ class SeenStep:
 
 
 def watch_trainer(where: str, steps: int, bisect: bool = False) -> list[SeenStep]:
-    """Take the steps. What is returned begins with what there was before the first. Every rank must call it.
+    """Take the steps. The list begins with the state before the first one. Every rank must call it.
 
-    `bisect`: record what passes through each module.
+    `bisect`: record the tensors through each module.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 0}
-    # As torchrun sets them: accelerate and DeepSpeed ask for no more, as the process group is there already.
+    # Variables that torchrun sets. accelerate and DeepSpeed ask for no more, for the process group exists already.
     with environment({name: str(value) for name, value in ours.items()} | {"MASTER_ADDR": "127.0.0.1"}):
         return _watch(load_trainer(where, rank, world), steps, bisect)
 
@@ -83,9 +83,9 @@ class _Witness:
     def __init__(self, trainer: ForeignTrainer, module: nn.Module, optimizers: Sequence[Optimizer]):
         self.trainer, self.module, self.optimizers = trainer, module, optimizers
         self.dtypes, self._loss = computes_in(module), trainer.loss
-        trainer.loss = self._noted_loss  # type: ignore[method-assign]  # of this one trainer: its step may call it
+        trainer.loss = self._noted_loss  # type: ignore[method-assign]  # its step may call it
         self._forget()
-        self.inside: Counter[Optimizer] = Counter()  # a step may be its base's with something around it
+        self.inside: Counter[Optimizer] = Counter()  # a step may call its base class's step
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one))
             optimizer.register_step_post_hook(lambda one, *_: self.inside.subtract([one]))
@@ -112,7 +112,7 @@ class _Witness:
         self.updates[optimizer] += 1
         grads = self.trainer.gradients(self.module, optimizer)
         groups = self.trainer.groups(self.module, optimizer)
-        # What clipping or unscaling does to another optimizer's gradients may come between this step and that one's.
+        # Clipping or unscaling of another optimizer's gradients may come between this step and the other one's.
         self.gradients = {**grads, **self.gradients, **{name: grads[name] for name in groups if name in grads}}
         self.options |= {name: options_of(group) for name, group in groups.items()}
 

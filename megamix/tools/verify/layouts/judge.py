@@ -1,4 +1,4 @@
-"""Every step of a layout against one rank's, and whether as many were applied as had to be."""
+"""Judge of a layout: every step against one rank's, and whether as many were applied as had to be."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def judge(
 ) -> Verdict:
     """Compare a layout's run with one rank's, step by step.
 
-    `config` of the layout; `ranks`: what each rank observed, in rank order; `updates`: how many steps had to be
-    applied; `overflow_at`: the attempt in which one rank's gradient was made infinite.
+    `config`: of the layout. `ranks`: steps that each rank observed, in rank order. `updates`: number of steps that had
+    to be applied. `overflow_at`: the attempt in which one rank's gradient was made infinite.
     """
     reference = Reference.of_config(config, device)
     initial = {name: param.detach() for name, param in reference.native.named_parameters()}
     verdict = judge_attempts(config, reference, ranks, initial, [overflow_at], partial(batches, config))
-    # A step that overflows has nothing to compare: where all of them do, every check above has passed.
+    # A step that overflows has nothing to compare: if all of them do, every check above has passed.
     applied = verdict.attempts - verdict.skipped
     missing = float(max(0, updates - applied))
     verdict.note(verdict.attempts, "applied updates", f"the run, {applied} of {updates},", missing, 0.0)

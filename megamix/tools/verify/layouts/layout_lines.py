@@ -1,4 +1,4 @@
-"""`verify --layouts`: each layout in turn on ranks that this command starts, and a table of what became of it."""
+"""`verify --layouts`: each layout in turn on ranks that this command starts, and a table of the results."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from megamix.tools.verify.layouts.judge import judge
 from megamix.tools.verify.layouts.observe import observe
 
 UPDATES = 3  # the first has no moments yet, the second both, the third a clip coefficient and scale of its own
-OVERFLOW_AT = 1  # in the middle: there is something to leave unchanged, and steps after it
+OVERFLOW_AT = 1  # in the middle: there is something to leave unchanged, and steps follow
 ATTEMPTS = f"{UPDATES} updates each, 1 overflow, and the steps that find the loss scale"
 DEADLINE_S = 1800.0
 
 
 def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False) -> Iterator[str]:
-    """Yield what to print, as it becomes known. What begins is said on stderr."""
+    """Yield the lines to print, as they become known. The beginning of each layout is told on stderr."""
     yield size_told(config)
     yield row("layout", "attempts", "skipped", *COLUMNS, "")
     pools: dict[int, RankPool] = {}
     begin_s = time.monotonic()
     try:
         for number, layout in enumerate(layouts):
-            # By their ranks, which share this machine.
+            # Weighted by the number of ranks, which share this machine.
             done, left = (sum(one.world_size for one in part) for part in (layouts[:number], layouts[number:]))
             rest = f"about {(time.monotonic() - begin_s) / done * left:.0f} s left" if done else ATTEMPTS
             what = f"{layout.name} on {layout.world_size} rank(s), {number + 1} of {len(layouts)}"
             say(f"megamix verify: {what}; {rest}", sys.stderr)
             on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= layout.world_size
-            # Ranks of one number serve all its layouts.
+            # One pool of a size serves all layouts of that size.
             pool = pools.setdefault(layout.world_size, RankPool(layout.world_size, on_gpus=on_gpus))
             try:
                 yield from result_lines(layout.name, verify_layout(config, layout, pool, bisect), bisect)

@@ -1,4 +1,4 @@
-"""On every rank of a layout: train on a made-up text, and write down each step."""
+"""Observation on every rank of a layout: train on a made-up text, and write down each step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _BRANCHING = 16  # successors of a token in the synthetic text: gradients of emb
 
 
 def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool = False) -> list[ObservedStep]:
-    """Train until `updates` steps are applied. In attempt `overflow_at` one rank's gradient is made infinite. What is
-    returned begins with what there was before the first step: no loss, and no gradient. `bisect`: record what
-    passes through each module, of which none is compiled then.
+    """Train until `updates` steps are applied, and return every attempt.
 
+    The list begins with the state before the first step, which has no loss and no gradient. In attempt `overflow_at`
+    one rank's gradient is made infinite. `bisect`: record the tensors through each module; no module is compiled then.
     Every rank of the layout that `config` names must call it.
     """
     device = rank_device()
@@ -42,7 +42,7 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     passes = build_passes(config, engine, model, stages)
     poison, used = Poison(engine), UsedValues()
     specs = [slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots]
-    divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # some see partial sums
+    divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # may see partial sums
     run = [observed(engine, None)]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
@@ -55,8 +55,10 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
 
 
 def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[Batch]:
-    """Yield the micro-batches of one rank, read as a job reads them: of a plugin's source where the job has one, else
-    of a made-up text; packed where the job packs documents.
+    """Yield the micro-batches of one rank, read as a job reads them.
+
+    They come from a plugin's source if the job has one, else from a made-up text. They are packed if the job packs
+    documents.
     """
     batch_size = config.training.global_batch_size
     made_up = _Documents if config.data.packing == "documents" else _chain

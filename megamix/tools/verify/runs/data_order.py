@@ -1,4 +1,4 @@
-"""Which samples each update of a run read, on which rank: what is wrong with that, in words."""
+"""Samples that each update of a run read, on which rank, and mistakes in that, in words."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What an attempt asked for and what its ranks were given."""
+    """Samples that an attempt asked for, and windows that its ranks were given."""
 
     run: str
     when: str  # "after the first resume", say
-    seen: Seen  # of one rank
+    seen: Seen  # as one rank saw it
     planned: Numbers  # samples, (global_batch_size,)
     by_rank: list[Numbers]  # windows, in the order of the global batch; -1 for none
 
 
 @dataclass
 class DataOrder:
-    """The order in which a run of one token file must read. `windows`: tokens (windows, seq_len)."""
+    """Order in which a run of one token file must read. `windows`: tokens (windows, seq_len)."""
 
     windows: NDArray[np.int64]
     seed: int
@@ -45,7 +45,7 @@ class DataOrder:
         return windows_of_samples(samples, len(self.windows), self.seed)
 
     def read(self, run: str, when: str, ranks: Sequence[Seen]) -> Read:
-        """Put together what the ranks of one attempt read."""
+        """Return what the ranks of one attempt read, put together."""
         ordered = {rank.dp_rank: rank for rank in ranks}
         known = [
             np.array([self._numbers.get(row.tobytes(), -1) for row in ordered[rank].rows]) for rank in sorted(ordered)
@@ -54,8 +54,9 @@ class DataOrder:
         return Read(run, when, ranks[0], planned, known)
 
     def problems(self, run: Sequence[Read], planned: Sequence[Numbers], lost: bool) -> Iterator[str]:
-        """Yield what is wrong with a run's reads. `planned`: of the run that never stopped, by attempt; `lost`: whether
-        a batch that overflows is.
+        """Yield the mistakes in a run's reads.
+
+        `planned`: samples of the run that never stopped, by attempt. `lost`: whether a batch that overflows is lost.
         """
         for read in run:
             number = read.seen.number
@@ -67,7 +68,7 @@ class DataOrder:
                 yield self._explained(run, read, samples, got, want)
             else:
                 continue
-            return  # what comes after it follows from it
+            return  # later mistakes follow from it
         final = [read for read in run if lost or not read.seen.found_inf]
         counts = np.bincount(np.concatenate([read.planned for read in final]), minlength=1)
         for count in sorted({*counts.tolist()} - {1}):
@@ -85,7 +86,7 @@ class DataOrder:
         return text + (f"; {twice}" if twice else "") + (f"; it looks like {kind}" if kind else "")
 
     def _twice(self, run: Sequence[Read], until: Read, epoch: int) -> str:
-        """Say what is read twice in an epoch, up to an attempt, and by whom."""
+        """Return which windows are read twice in an epoch, up to an attempt, and by which ranks."""
         size = len(self.windows)
         readers: dict[int, list[str]] = {}
         for read in run:
@@ -102,7 +103,7 @@ class DataOrder:
         return "; ".join(told[:2])
 
     def _kind(self, run: Sequence[Read], read: Read, samples: Numbers, got: Numbers) -> str:
-        """Return what mistake gives just these windows; "" for none that is known."""
+        """Return which mistake gives just these windows; "" for no known one."""
         ranks, size, wrong = read.by_rank, len(self.windows), got != self.of(samples)
         for one, part in enumerate(ranks):
             for other in range(one):
@@ -130,7 +131,7 @@ def _place(read: Read) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return them as 0..3, 7, shortened."""
+    """Return numbers as ranges, such as 0..3, 7, shortened."""
     sorted_once = np.unique([*numbers])
     runs = np.split(sorted_once, np.flatnonzero(np.diff(sorted_once) > 1) + 1)
     told = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]

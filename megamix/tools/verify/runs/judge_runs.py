@@ -1,5 +1,6 @@
-"""Runs instead of steps: a job that is interrupted twice, with other ranks at each resume, against one that never
-stopped; and the same job in two programs.
+"""Judge of runs: a job that is interrupted twice, with other ranks at each resume, against one that never stopped.
+
+The same job in two programs is judged here, too.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from megamix.tools.verify.core.verdict import equal_bits
 from megamix.tools.verify.runs.data_order import DataOrder, Read, write_data
 from megamix.tools.verify.runs.watched_run import BORDERS, STEPS, JobPart, Seen, run_config, watch_job
 
-Call = Callable[..., list[Any]]  # (function, part): what the function returns on each rank
+Call = Callable[..., list[Any]]  # (function, part) -> the function's result on each rank
 PARTS = len(BORDERS) + 1
 WHEN = ("", "after the first resume", "after the second resume")
-_LOGGED = ("train/", "valid/", "optim/")  # what of metrics.jsonl depends on no clock
+_LOGGED = ("train/", "valid/", "optim/")  # tags of metrics.jsonl that depend on no clock
 _LAYOUT_FREE = ("step", "train/tokens", "optim/lr", "optim/skipped_steps", "optim/loss_scale")
 
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """What the ranks of a job saw, part by part."""
+    """Attempts of a job as its ranks saw them, part by part."""
 
     name: str
-    configs: Sequence[Config]  # of each part
-    parts: Sequence[list[tuple[Seen, ...]]]  # the ranks' at its start, then those of each attempt
+    configs: Sequence[Config]  # configuration of each part
+    parts: Sequence[list[tuple[Seen, ...]]]  # the ranks at a part's start, then in each attempt
 
     @property
     def attempts(self) -> list[tuple[Seen, ...]]:
@@ -61,7 +62,7 @@ class WatchedRun:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Of its metrics, what depends on no clock."""
+        """Return the metrics that depend on no clock."""
         text = (Path(self.configs[0].checkpoint.folder) / METRICS).read_text(encoding="utf-8")
         rows = map(json.loads, text.splitlines())
         return [{tag: row[tag] for tag in row if tag == "step" or tag.startswith(_LOGGED)} for row in rows]
@@ -70,9 +71,10 @@ class WatchedRun:
 def run_results(
     config: Config, layouts: Sequence[Layout], folder: Path, ranks: Mapping[int, Call], device: torch.device
 ) -> Iterator[tuple[WatchedRun, list[str], float]]:
-    """Train a job that never stops, and two that are interrupted: on the first of the layouts, and on one after the
-    other. Yield each, what is wrong with it, and the largest share of a bound that a step of it took. `ranks`: by their
-    number; `device`: what they compute on.
+    """Train a job that never stops, and two that are interrupted: on the first layout, and on the layouts in turn.
+
+    Yields each run, its problems, and the largest share of a bound in its steps. `ranks`: by their number. `device`:
+    the ranks' device.
     """
 
     def watched(kind: str, on: Sequence[Layout], job: Config, *, judged: bool = False) -> WatchedRun:
@@ -92,7 +94,7 @@ def run_results(
     in_turn = [layouts[number % len(layouts)] for number in range(PARTS)]
     changed = watched("resumed twice", in_turn, without_dropout(config), judged=True)
     problems = [*problems_alone(changed, order, planned), *log_problems(straight, changed, _LAYOUT_FREE)]
-    steps, share = _judged(changed, device) if not problems else ([], 0.0)  # else the cause is known
+    steps, share = _judged(changed, device) if not problems else ([], 0.0)  # otherwise the cause is known
     yield changed, [*problems, *steps], share
 
 
@@ -102,8 +104,9 @@ def watched_part(call: Call, part: JobPart) -> list[tuple[Seen, ...]]:
 
 
 def problems_alone(run: WatchedRun, order: DataOrder, planned: Sequence[NDArray[np.int64]]) -> Iterator[str]:
-    """Yield what is wrong with a run's data, resumes, learning rates and logged losses. `planned`: the samples that
-    each attempt of the run that never stopped has tried.
+    """Yield the mistakes in a run's data, resumes, learning rates and logged losses.
+
+    `planned`: samples that each attempt of the run that never stopped has tried.
     """
     config = run.configs[0]
     yield from order.problems(run.reads(order), planned, lost=config.precision.on_overflow == "skip")
@@ -117,8 +120,9 @@ def problems_alone(run: WatchedRun, order: DataOrder, planned: Sequence[NDArray[
 
 
 def _border_problems(run: WatchedRun, when: str, last: Sequence[Seen], first: Sequence[Seen]) -> Iterator[str]:
-    """Yield what a part does not begin with as the one before it has left it, bit for bit. `last`, `first`: the ranks'
-    of these.
+    """Yield each difference, bit for bit, between a part's start and the end of the part before it.
+
+    `last`, `first`: the ranks at that end and at that start.
     """
     fresh = run.parts[0][0][0].numbers
     for name, value in first[0].numbers.items():
@@ -139,7 +143,7 @@ def _border_problems(run: WatchedRun, when: str, last: Sequence[Seen], first: Se
 
 
 def _kind_of_state(got: Tensor, want: Tensor, dtype: torch.dtype, last: Sequence[Seen], state: str) -> str:
-    """Return what mistake leaves just that; "" for none that is known."""
+    """Return which mistake leaves just that state; "" for no known one."""
     if not got.any():
         return "it was not loaded, and is zero"
     for half in dict.fromkeys((dtype, torch.float16, torch.bfloat16)):
@@ -177,7 +181,7 @@ def log_problems(straight: WatchedRun, run: WatchedRun, tags: Sequence[str] | No
 
 
 def first_difference(one: WatchedRun, other: WatchedRun) -> Iterator[str]:
-    """Yield the first attempt after which two runs of one layout are not the same, bit for bit, and what differs."""
+    """Yield the first attempt after which two runs of one layout are not the same, bit for bit, and the difference."""
     for want, got in zip(one.parts[0][:1] + one.attempts, other.parts[0][:1] + other.attempts, strict=False):
         for rank, (right, seen) in enumerate(zip(want, got, strict=True)):
             pairs = {name: (digest, seen.digests.get(name)) for name, digest in right.digests.items()}
@@ -192,7 +196,10 @@ def first_difference(one: WatchedRun, other: WatchedRun) -> Iterator[str]:
 
 
 def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
-    """Judge each step by itself, as `verify --layouts` does. Return what differs, and the largest share of a bound."""
+    """Judge each step by itself, as `verify --layouts` does.
+
+    Return the differences, and the largest share of a bound.
+    """
     problems, worst = list[str](), 0.0
     reference = Reference.of_config(run.configs[0], device)
     initial = {name: param.detach() for name, param in reference.native.named_parameters()}
@@ -208,7 +215,7 @@ def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
         planted = [number for number, seen in enumerate(attempts) if seen.planted]
         ranks = [[seen.observed for seen in rank if seen.observed] for rank in zip(*part, strict=True)]
         verdict = judge_attempts(config, reference, ranks, initial, planted, batches_of)
-        initial = {}  # of a later part the border was judged
+        initial = {}  # the start of a later part was judged at its border
         worst = max([worst, *verdict.worst.values()])
         first = attempts[0].number
         problems += [f"{run.name}: {replace(one, attempt=first + one.attempt)}" for one in verdict.differences]
@@ -216,8 +223,9 @@ def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
 
 
 def twice_problems(config: Config, layout: Layout, folder: Path, programs: Sequence[Call]) -> list[str]:
-    """Train one job in two programs. Return the first difference, and what torch knows of its operations; nothing if
-    there is none.
+    """Train one job in two programs.
+
+    Return the first difference and torch's indeterministic operations; nothing if equal.
     """
     names = ("the first program", "the second program")
     first, second, third = (run_config(config, [layout], layout, folder, name) for name in (*names, "third"))

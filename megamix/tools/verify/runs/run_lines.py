@@ -1,4 +1,4 @@
-"""`verify --runs` and `verify --twice`: on which ranks their jobs run, and what is printed of them."""
+"""`verify --runs` and `verify --twice`: the ranks on which their jobs run, and the lines that are printed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megamix.tools.verify.core.layout import Layout, size_told
 from megamix.tools.verify.runs.judge_runs import run_results, twice_problems
 from megamix.tools.verify.runs.watched_run import BORDERS, STEPS
 
-DEADLINE_S = 1800.0  # of a part of a job
-_SHOWN = 8  # differences of a run
+DEADLINE_S = 1800.0  # seconds of a part of a job
+_SHOWN = 8  # differences of a run that are shown
 
 
 def runs_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
-    """Yield what to print of a job that is interrupted twice, as it becomes known."""
+    """Yield the lines on a job that is interrupted twice, as they become known."""
     yield size_told(config)
     yield f"{'run':<48}{'attempts':>10}{'skipped':>10}"
     with ExitStack() as stack:
@@ -44,7 +44,7 @@ def runs_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
 
 
 def twice_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
-    """Yield what to print of one job in two new programs, layout by layout."""
+    """Yield the lines on one job in two new programs, layout by layout."""
     yield size_told(config)
     for layout in layouts:
         say(f"megamix verify: {layout.name} on {layout.world_size} rank(s), in two programs", sys.stderr)

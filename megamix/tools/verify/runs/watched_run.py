@@ -1,5 +1,6 @@
-"""On every rank: a part of a real job, from `run_job` to its end or to where it is asked to leave. What each attempt
-read and left behind is written down.
+"""A part of a real job on every rank, from `run_job` to its end or to where it is asked to leave.
+
+Everything that each attempt read and left behind is written down.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedVa
 from megamix.train.job import run_job
 from megamix.train.trainer import Trainer
 
-BORDERS = (3, 6)  # the updates after which a run is interrupted
+BORDERS = (3, 6)  # updates after which a run is interrupted
 STEPS = 9
-# The first attempts at these overflow: the last ones before a save, and the first ones after it.
+# The first attempts at these updates overflow: the last ones before a save, and the first ones after it.
 OVERFLOWS = frozenset(update for border in BORDERS for update in (border, border + 1))
 
 
@@ -44,20 +45,20 @@ class JobPart:
 
     config: Config
     until: int | None = None  # the update after which the ranks are asked to leave; None: to the end
-    judged: bool = False  # whether each attempt is kept whole; else what the first one began with and the last one left
+    judged: bool = False  # True: each attempt is kept whole; else only the first one's beginning and the last one's end
 
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """One attempt of one rank, or what there was before the first one of a part."""
+    """One attempt of one rank, or the state before the first attempt of a part."""
 
-    number: int = -1  # in the whole run
-    planted: bool = False  # an overflow
+    number: int = -1  # number in the whole run
+    planted: bool = False  # True: an overflow was planted
     dp_rank: int = 0
-    planned: tuple[range, ...] = ()  # the samples of the global batch
+    planned: tuple[range, ...] = ()  # samples of the global batch
     rows: NDArray[np.int64] | tuple[()] = ()  # tokens read: (samples, seq_len)
-    numbers: dict[str, Any]  # losses, counters, the loss scale and its state, afterwards
-    digests: dict[str, str]  # of all that the rank owns or holds afterwards
+    numbers: dict[str, Any]  # losses, counters, the loss scale and its state, after the attempt
+    digests: dict[str, str]  # digests of all tensors that the rank owns or holds after the attempt
     observed: ObservedStep | None
 
     @property
@@ -71,8 +72,9 @@ class Seen:
 
 
 def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder: Path, name: str) -> Config:
-    """Return the user's training as a job of STEPS updates on the data in `folder`, small enough to watch: the same
-    global batch on all of the layouts, two epochs, and settings that only long runs would come to.
+    """Return the user's training as a job of STEPS updates on the data in `folder`, small enough to watch.
+
+    It has the same global batch on all of the layouts, two epochs, and settings that only long runs would come to.
     """
     micro = config.training.micro_batch_size
     batch = math.lcm(*(one.apply(config).training.global_batch_size for one in layouts))
@@ -107,7 +109,7 @@ def watch_job(part: JobPart) -> list[Seen]:
 
 
 class _WatchedTrainer(Trainer):
-    """Writes down what comes in and out of each attempt, plants overflows, and leaves in time."""
+    """Trainer that writes down each attempt's input and result, plants overflows, and leaves in time."""
 
     def __init__(self, part: JobPart, seen: list[Seen], *built: Any):
         super().__init__(*built)
@@ -123,14 +125,14 @@ class _WatchedTrainer(Trainer):
 
     def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
         self._rows.clear()
-        if self.plan.launched:  # else the batch that probes the loss scale
+        if self.plan.launched:  # otherwise the batch probes the loss scale
             self._begin_attempt()
         for micro_batch in super()._load(global_batch):
             self._rows.append(micro_batch.batch.tokens)
             yield micro_batch
 
     def _begin_attempt(self) -> None:
-        update = self.plan.launched - self.overflows.count  # if all in flight are applied
+        update = self.plan.launched - self.overflows.count  # the update's number if all attempts in flight are applied
         self._poison.active = update in self._to_overflow
         self._to_overflow.discard(update)
         if update == self._part.until and not self._poison.active:
