@@ -305,7 +305,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "checkpoints in a job's folder": (
         lambda place: ((place / "run/checkpoints").mkdir(parents=True), Checkpoints(make_engine(), place / "run")),
-        "/run is of a job; its checkpoints lie in ",
+        "/run belongs to a job; its checkpoints lie in ",
     ),
     "no progress": (
         lambda place: Checkpoints(make_engine(), place / "out").save(None), "progress is a NoneType; give a dict"  # type: ignore[arg-type]

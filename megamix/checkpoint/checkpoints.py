@@ -49,7 +49,9 @@ class Checkpoints:
         if self._together.first(self._folder.is_file):
             raise ValueError(f"folder: {self._folder} is a file; give a folder, there already or not")
         if self._together.first((self._folder / "checkpoints").is_dir):
-            raise ValueError(f"folder: {self._folder} is of a job; its checkpoints lie in {self._folder}/checkpoints")
+            raise ValueError(
+                f"folder: {self._folder} belongs to a job; its checkpoints lie in {self._folder}/checkpoints"
+            )
         self._together.first(lambda: self._folder.parent.mkdir(parents=True, exist_ok=True))
 
     def load(self) -> dict[str, JsonValue] | None:

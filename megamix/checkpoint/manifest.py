@@ -114,7 +114,7 @@ def check_size(path: Path, record: FileRecord) -> None:
     if path.is_symlink() or not path.is_file():
         raise ValueError(f"{path}: not there, or no ordinary file")
     if (size := path.stat().st_size) != record.size:
-        raise ValueError(f"{path}: {size} bytes, written were {record.size}")
+        raise ValueError(f"{path}: {size} bytes, but {record.size} were written")
 
 
 class ParamRecord(Record):
@@ -204,7 +204,7 @@ def _refuse_other_version(path: Path, body: bytes) -> None:
     fix = "update megamix to the version that saved it"
     if found[1] == b"1":
         fix = f"commit {_LAST_TO_READ_1} is the last that reads it: load and save it there"
-    raise ConfigError([f"{path}: its version is {found[1].decode()}, and 2 is what is read here; {fix}"], "job")
+    raise ConfigError([f"{path}: its version is {found[1].decode()}, but this megamix reads version 2; {fix}"], "job")
 
 
 def read_manifest(path: Path) -> Manifest:

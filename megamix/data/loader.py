@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
     tokens: Tensor  # int64 (samples, seq_len)
     targets: Tensor  # int64 (samples, seq_len): the token after each token, IGNORE where another document begins
-    positions: Tensor | None  # int64 (samples, seq_len): places in packed documents, 0 begins one; None: not packed
+    positions: Tensor | None  # int64 (samples, seq_len) in packed documents, 0 begins one; None: 0 .. seq_len - 1
     num_counted: int  # targets that are not IGNORE
     num_documents: int = 0  # documents that positions begin, at most; 0: not counted
 

@@ -161,7 +161,7 @@ def contradictions(form: Format, base: str, config: DecoderConfig, shapes: Shape
     problems = []
     layers = _layers([name for name in names.values() if "{}" in name], shapes)
     if len(layers) != config.num_layers:
-        problems.append(f"{keys['num_layers']} is {shown(config.num_layers)}, the tensors are of {len(layers)} layers")
+        problems.append(f"{keys['num_layers']} is {shown(config.num_layers)}, the tensors have {len(layers)} layers")
     for module, dim, factors in form.factors:
         if module not in names or not keys.keys() >= set(factors):
             continue

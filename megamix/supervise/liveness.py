@@ -40,7 +40,7 @@ class Position(NamedTuple):
     spans: int  # spans entered since the start: of two ranks that wait for each other, the one with fewer is behind
     doing: str
     attempt: int
-    written: int  # bytes saved, loaded or drawn so far: a rank that waits for a slow disk still moves
+    written: int  # bytes of the save that it waits for, or drawn and loaded in a start: slow is not hung
 
 
 class Sign(NamedTuple):

@@ -90,7 +90,7 @@ def test_a_size_that_the_tensors_do_not_have_is_refused_by_key_and_value(name: s
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"num_hidden_layers": 10**8}, "num_hidden_layers is 100000000, the tensors are of 2 layers"),
+        ({"num_hidden_layers": 10**8}, "num_hidden_layers is 100000000, the tensors have 2 layers"),
         (
             {"hidden_size": 2**60, "head_dim": 6},
             "hidden_size 1152921504606846976 does not fit model.embed_tokens.weight [64, 12], which has 12",
@@ -139,7 +139,7 @@ def test_import_generate_and_evaluate_refuse_alike(folders, tmp_path: Path, caps
         ["evaluate", str(folder), "--data", str(tmp_path / "data/train")],
     ):
         assert main(verb) == 2
-        assert "num_hidden_layers is 100000000, the tensors are of 2 layers" in capsys.readouterr().err
+        assert "num_hidden_layers is 100000000, the tensors have 2 layers" in capsys.readouterr().err
     assert not (tmp_path / "in").exists()
 
 
@@ -197,7 +197,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "tensors that overlap": (_header({"a": F32, "b": F32}), "Error while deserializing header"),
     "a shape beyond 2^64": (_header({"a": F32 | {"shape": [2**33, 2**33]}}), "Error while deserializing header"),
     "a shape that its bytes are not": (_header({"a": F32 | {"shape": [2, 2]}}), "Error while deserializing header"),
-    "a name with a line's end": (_header({"a\nmegamix: all is well\x1b[2J": F32}), "the tensors are of 0 layers"),
+    "a name with a line's end": (_header({"a\nmegamix: all is well\x1b[2J": F32}), "the tensors have 0 layers"),
     "no rows": (
         _header({"model.embed_tokens.weight": {"dtype": "F32", "shape": [2**60, 0], "data_offsets": [0, 0]}}, body=b""),
         "does not fit model.embed_tokens.weight [1152921504606846976, 0]",

@@ -375,7 +375,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(
 ) -> None:
     path = checkpoints(stopped / "run/checkpoints")[0]
     edit(path, lambda fields: fields.update(version=version))
-    told = f"its version is {version}, and 2 is what is read here; {fix}"
+    told = f"its version is {version}, but this megamix reads version 2; {fix}"
     with pytest.raises(ConfigError, match=told):
         _run(_config(stopped, data))
     for action in ("ls", "verify"):

@@ -107,7 +107,8 @@ def elements(path: str, stretch: Stretch) -> Iterator[bytes]:
     text, start, place = b"", 0, 0  # start: the element's beginning; place: the end of the brackets counted so far
     depth, in_array = 0, 0  # depth: open brackets; in_array: 1 within an array of elements
     with _open(path) as file:
-        while block := file.read(_BLOCK + len(text) - start):  # twice as much for a long record
+        # Each block is longer than the record so far, since a long record is examined again with each block.
+        while block := file.read(_BLOCK + len(text) - start):
             text, start, place = text[start:] + block, 0, place - start
             plain = text.replace(rb"\\", b"..").replace(rb"\"", b"..")
             while step := _STEP.match(plain, place):
