@@ -100,6 +100,16 @@ def machine_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megamix.cli.keep_freed_memory", lambda: None)
 
 
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token files for `tiny_job`. Nobody changes them."""
+    from tests.train.jobs import write_data
+
+    folder = tmp_path_factory.mktemp("data") / "data"
+    write_data(folder)
+    return folder
+
+
 @pytest.fixture
 def doors(tmp_path: Path) -> Iterator[None]:
     """What a test's plugins register is forgotten after it, and they are imported anew."""

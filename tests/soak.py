@@ -78,10 +78,9 @@ def growth(watch: Watch) -> list[str]:
 
 def soak_config(folder: Path, steps: int, every: int) -> Config:
     """A small job with all that a run may carry over: dropout, overflows, validations, saves beside training."""
-    data = folder.parent / "data"
     return tiny_job(
         folder,
-        data={"train": str(data / "train"), "valid": str(data / "valid")},
+        tokens=folder.parent / "data",
         model={"dropout": 0.1},
         precision={"loss_scale": {"init_scale": 2.0**14, "growth_interval": 20}},
         training={"steps": steps, "global_batch_size": 4, "eval_interval": 50, "eval_batches": 1},

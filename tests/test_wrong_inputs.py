@@ -12,7 +12,7 @@ import pytest
 from megamix import AdamW, Checkpoints, Precision
 from megamix.cli import main
 from megamix.config import config_to_toml
-from tests.checkpoint.state import make_engine
+from tests.checkpoint.state import fp16_engine
 from tests.train.jobs import tiny_job, write_data
 
 IN, OUT = "--input texts", "--output out"
@@ -284,7 +284,7 @@ def test_plugins_of_an_empty_shell_variable_are_none(
 
 
 def _amid_a_step(folder: Path) -> Checkpoints:
-    engine = make_engine()
+    engine = fp16_engine()
     engine.progress.micro_batches = 1
     return Checkpoints(engine, folder)
 
@@ -301,14 +301,14 @@ WRONG_CALLS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda _: AdamW(lr=1e-3, betas=(0.9,)), "betas must lie in [0, 1) and be two, got (0.9,); use (0.9, 0.95)"  # type: ignore[arg-type]
     ),
     "checkpoints in a file": (
-        lambda place: Checkpoints(make_engine(), place / "file"), "/file is a file; give a folder, there already or not"
+        lambda place: Checkpoints(fp16_engine(), place / "file"), "/file is a file; give a folder, there already or not"
     ),
     "checkpoints in a job's folder": (
-        lambda place: ((place / "run/checkpoints").mkdir(parents=True), Checkpoints(make_engine(), place / "run")),
+        lambda place: ((place / "run/checkpoints").mkdir(parents=True), Checkpoints(fp16_engine(), place / "run")),
         "/run belongs to a job; its checkpoints lie in ",
     ),
     "no progress": (
-        lambda place: Checkpoints(make_engine(), place / "out").save(None), "progress is a NoneType; give a dict"  # type: ignore[arg-type]
+        lambda place: Checkpoints(fp16_engine(), place / "out").save(None), "progress is a NoneType; give a dict"  # type: ignore[arg-type]
     ),
     "a save amid a step": (
         lambda place: _amid_a_step(place / "out").save({}),

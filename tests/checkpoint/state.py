@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix import DynamicLossScale, Precision, ShardedEngine
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
@@ -21,17 +21,15 @@ from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Shard
-from tests.distributed.models import make_model
+from tests.engines import make_engine
 
 
-def make_engine(
+def fp16_engine(
     bucket_size: int | None = 1111, optimizer: Optimizer | None = None, model: nn.Module | None = None,
     shard: Shard = "states",
 ) -> ShardedEngine:  # fmt: skip
     precision = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**10))
-    model, optimizer = model or make_model(), optimizer or AdamW(lr=0.01)
-    sharding = Sharding([*getattr(model, "blocks", ())], bucket_size=bucket_size, shard=shard)
-    return ShardedEngine(model, optimizer, precision, sharding, compile_update=False)
+    return make_engine(model, optimizer, precision, shard=shard, bucket_size=bucket_size)
 
 
 def together_of(engine: ShardedEngine) -> Together:
@@ -97,7 +95,7 @@ def save_steps(
     folder: Path, steps: Sequence[int], bucket_size: int | None = 1111, keep: int = 2, shard: Shard = "states"
 ) -> list[str]:
     """Save the state of each step, on every rank. Return the names."""
-    engine = make_engine(bucket_size, shard=shard)
+    engine = fp16_engine(bucket_size, shard=shard)
     names = []
     for step in steps:
         fill(engine, step)
@@ -120,7 +118,7 @@ def resume_each(
     folders: Sequence[Path], bucket_size: int | None = 1111, shard: Shard = "states"
 ) -> list[tuple[int | None, list[str]]]:
     """Do the same for several folders, one after the other into one engine."""
-    engine = make_engine(bucket_size, shard=shard)
+    engine = fp16_engine(bucket_size, shard=shard)
     together = together_of(engine)
     answers: list[tuple[int | None, list[str]]] = []
     for folder in folders:

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megamix import AdamW, Precision, ShardedEngine
+from megamix import AdamW, ShardedEngine
 from megamix.checkpoint.actions import diff
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import HostCopy, take_snapshot
 from tests.checkpoint.state import together_of
+from tests.engines import BF16, make_engine
 
 
 class Counting(nn.Module):
@@ -39,7 +40,7 @@ class Counting(nn.Module):
 
 def _engine(tallies: bool = True) -> ShardedEngine:
     torch.manual_seed(0)
-    return ShardedEngine(Counting(tallies), AdamW(lr=0.1), Precision(torch.bfloat16), compile_update=False)
+    return make_engine(Counting(tallies), AdamW(lr=0.1), BF16)
 
 
 def _fill(engine: ShardedEngine, rank: int) -> None:
@@ -98,9 +99,9 @@ def test_a_dtype_that_no_checkpoint_holds_is_refused_with_the_buffer(dtype: torc
     model = Counting()
     model.register_buffer("turns", torch.ones(2).to(dtype))
     with pytest.raises(ValueError, match=rf"buffer turns is {dtype}, .*register_buffer\(..., persistent=False\)"):
-        ShardedEngine(model, AdamW(lr=0.1), compile_update=False)
+        make_engine(model, AdamW(lr=0.1), BF16)
     model.register_buffer("turns", model.turns, persistent=False)
-    engine = ShardedEngine(model, AdamW(lr=0.1), compile_update=False)
+    engine = make_engine(model, AdamW(lr=0.1), BF16)
     assert "turns" not in [entry.name for entry in engine.plan.entries.buffers]
 
 

@@ -17,11 +17,11 @@ from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import DamagedCheckpoint
 from megamix.hub.source import open_source
 from megamix.mixed_precision.settings import Shard
-from tests.checkpoint.state import differences, fill, make_engine
+from tests.checkpoint.state import differences, fill, fp16_engine
 
 
 def _at(step: int, folder: Path, shard: Shard = "states") -> Checkpoints:
-    engine = make_engine(shard=shard)
+    engine = fp16_engine(shard=shard)
     fill(engine, step)
     return Checkpoints(engine, folder)
 
@@ -34,7 +34,7 @@ def test_a_program_gets_back_what_it_saved(beside: bool, shard: Shard, tmp_path:
     assert saving.load() is None
     saving.save({"place": [7, "north"]}, beside=beside)
     saving.wait()
-    engine = make_engine(shard=shard)
+    engine = fp16_engine(shard=shard)
     assert Checkpoints(engine, folder).load() == {"place": [7, "north"]}
     assert differences(engine, 3) == []
 
@@ -127,7 +127,7 @@ def test_a_newer_checkpoint_that_was_not_loaded_stops_a_save(tmp_path: Path) -> 
 
 
 def _told(folder: Path) -> list[str]:
-    engine = make_engine()
+    engine = fp16_engine()
     rank = engine.topology.world.rank
     fill(engine, 2)
     told = []
@@ -157,7 +157,7 @@ def test_all_ranks_learn_alike_that_a_save_is_refused(run_ranks, tmp_path: Path)
 
 
 def _save_alone(folder: Path, call: str) -> str:
-    checkpoints = Checkpoints(make_engine(), folder, timeout_s=1.0)
+    checkpoints = Checkpoints(fp16_engine(), folder, timeout_s=1.0)
     if checkpoints._together.rank:
         return ""
     with pytest.raises(RuntimeError) as told:
@@ -172,7 +172,7 @@ def test_a_rank_that_calls_alone_is_told_that_every_rank_must(run_ranks, call: s
 
 
 def test_what_wants_a_model_says_that_the_library_s_checkpoint_has_none(tmp_path: Path) -> None:
-    engine = make_engine()
+    engine = fp16_engine()
     Checkpoints(engine, tmp_path / "mine").save({})
     with pytest.raises(ValueError, match=r"is a checkpoint of the library, without \[model\]; `megamix checkpoint"):
         open_source(tmp_path / "mine")

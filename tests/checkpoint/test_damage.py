@@ -22,7 +22,7 @@ from megamix.checkpoint.snapshot import owned_parts
 from megamix.checkpoint.verify import read_checkpoint, verify_checkpoint
 from megamix.mixed_precision.engine import ShardedEngine
 from tests.checkpoint.faults import listing
-from tests.checkpoint.state import alone, differences, fill, make_engine, resume, save_steps
+from tests.checkpoint.state import alone, differences, fill, fp16_engine, resume, save_steps
 from tests.conftest import FULL
 
 FLIPS, TRUNCATIONS, CLEAN = (200, 50, 100) if FULL else (30, 9, 5)
@@ -121,7 +121,7 @@ def _newest_loads_as(folder: Path, engine: ShardedEngine, hurt: Callable[[Path],
 @pytest.mark.parametrize("length", [1, -1, -3, -10_000])
 def test_a_file_that_is_cut_once_its_header_is_read_is_found(ready: Path, tmp_path: Path, length: int, caplog) -> None:
     shutil.copytree(ready, tmp_path / "copy")
-    engine = make_engine()
+    engine = fp16_engine()
 
     def cut(path: Path) -> None:
         file = path / FILES[1]
@@ -146,7 +146,7 @@ def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over(ready: Path, monk
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Files, "rename", rename)
-    checkpoint, engine = read_checkpoint(ready / NEWER), make_engine()
+    checkpoint, engine = read_checkpoint(ready / NEWER), fp16_engine()
     wrong = [record.model_copy(update={"crc32": record.crc32 ^ 1}) for record in checkpoint.manifest.files]
     manifest = checkpoint.manifest.model_copy(update={"files": tuple(wrong)})
     found = load_or_older(replace(checkpoint, manifest=manifest), engine, alone())
@@ -156,7 +156,7 @@ def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over(ready: Path, monk
 
 
 def test_where_none_is_good_there_is_none_and_nothing_damaged_can_train_on(ready: Path, tmp_path: Path) -> None:
-    folder, engine = tmp_path / "copy", make_engine()
+    folder, engine = tmp_path / "copy", fp16_engine()
     shutil.copytree(ready, folder)
     fill(engine, 5)
     half = [bucket.params.clone() for bucket in engine.buckets]

@@ -20,7 +20,7 @@ from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import owned_parts, take_snapshot
 from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli import main
-from tests.checkpoint.state import fill, make_engine, save_steps, together_of
+from tests.checkpoint.state import fill, fp16_engine, save_steps, together_of
 
 CONFIG = "[optimizer]\nlr = 0.5\n"
 
@@ -32,7 +32,7 @@ def _saved(
     config: str = CONFIG,
 ) -> Path:
     """Save the state of step 3 after a change."""
-    engine = engine or make_engine()
+    engine = engine or fp16_engine()
     fill(engine, 3)
     hurt(engine)
     run = RunRecord(progress={"consumed_samples": 3}, config=config)
@@ -105,8 +105,8 @@ def test_configuration_counters_and_shapes_are_told_by_name(tmp_path: Path) -> N
 
 def test_of_another_model_or_optimizer_what_both_have_is_compared(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    old = _saved(tmp_path / "old", engine=make_engine(model=nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))))
-    other = make_engine(model=nn.Sequential(nn.Linear(4, 3, bias=False), nn.LayerNorm(5)), optimizer=NAG(lr=0.1))
+    old = _saved(tmp_path / "old", engine=fp16_engine(model=nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))))
+    other = fp16_engine(model=nn.Sequential(nn.Linear(4, 3, bias=False), nn.LayerNorm(5)), optimizer=NAG(lr=0.1))
     new = _saved(tmp_path / "new", _set("0.weight", "master", {0: 100.0}), other)
     lines = _lines(old, new)
     told = {

@@ -22,7 +22,7 @@ from megamix.checkpoint.save import remove_old, save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.together import FailedTogether
 from tests.checkpoint.faults import FaultyFiles, listing
-from tests.checkpoint.state import alone, fill, make_engine, resume, save_steps, together_of
+from tests.checkpoint.state import alone, fill, fp16_engine, resume, save_steps, together_of
 from tests.conftest import FULL
 
 PLACES = 5 if FULL else 2  # faults of each kind on each rank
@@ -45,7 +45,7 @@ KINDS = (_full, _read_only, _gone)
 
 def _save_step_3(folder: Path, faults: list[tuple[int, int, Callable[..., None]]]) -> list[tuple[str, list[str]]]:
     """Try a save once per fault, (rank, call, what happens). Return each error, and the folder's content after it."""
-    engine = make_engine()
+    engine = fp16_engine()
     fill(engine, 3)
     together = together_of(engine)
     snapshot = take_snapshot(engine, RunRecord(progress={"consumed_samples": 3}))
@@ -60,7 +60,7 @@ def _save_step_3(folder: Path, faults: list[tuple[int, int, Callable[..., None]]
 
 def _calls(folder: Path) -> list[str]:
     """Return the calls of a save that works."""
-    engine = make_engine()
+    engine = fp16_engine()
     fill(engine, 3)
     files = FaultyFiles()
     save(folder, take_snapshot(engine, RunRecord()), together_of(engine), files)
@@ -95,7 +95,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_costs_nothing(run_ranks,
 
 def _save_within(folder: Path, rank: int, largest: int) -> str:
     """Save with files on one rank limited to `largest` bytes by the system itself."""
-    engine = make_engine()
+    engine = fp16_engine()
     fill(engine, 3)
     together = together_of(engine)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -132,7 +132,7 @@ class _Free(Files):
 
 def test_a_save_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
     save_steps(tmp_path, [1, 2])
-    engine = make_engine()
+    engine = fp16_engine()
     fill(engine, 3)
     snapshot = take_snapshot(engine, RunRecord())
     with pytest.raises(FailedTogether, match=r"a checkpoint takes \d MiB, \d MiB are free"):
@@ -144,7 +144,7 @@ def test_a_save_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
 
 def test_what_is_asked_for_is_never_less_than_what_is_written(tmp_path: Path) -> None:
     save_steps(tmp_path, [3])
-    snapshot = take_snapshot(make_engine(), RunRecord())
+    snapshot = take_snapshot(fp16_engine(), RunRecord())
     written = sum(file.stat().st_size for file in (tmp_path / "step_00000003").iterdir())
     assert written <= snapshot.largest_size
 
@@ -176,7 +176,7 @@ def test_a_real_disk_that_is_full_or_read_only(tmp_path: Path) -> None:
         pytest.skip("mounting is not allowed here")
     try:
         save_steps(folder / "checkpoints", [1, 2])
-        engine = make_engine()
+        engine = fp16_engine()
         fill(engine, 3)
         snapshot = take_snapshot(engine, RunRecord())
         (folder / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - (40 << 10)))

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from megamix import AdamW, Checkpoints, Precision, ShardedEngine
+from megamix import Checkpoints, Precision, ShardedEngine
 from megamix.checkpoint.folder import checkpoints
 from tests.distributed.models import TinyModel, make_model
+from tests.engines import make_engine
 
 
 def _engine(seed: int = 0, dtype: torch.dtype = torch.bfloat16, change: Callable[[TinyModel], object] | None = None):
@@ -28,7 +29,7 @@ def _engine(seed: int = 0, dtype: torch.dtype = torch.bfloat16, change: Callable
     model.register_parameter("index", nn.Parameter(torch.tensor(seed), requires_grad=False))
     if change is not None:
         change(model)
-    return ShardedEngine(model, AdamW(lr=0.01), Precision(dtype), compile_update=False)
+    return make_engine(model, precision=Precision(dtype))
 
 
 def _table(engine: ShardedEngine) -> Tensor:

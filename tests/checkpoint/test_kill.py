@@ -15,7 +15,7 @@ from megamix.checkpoint.manifest import RunRecord
 from megamix.mixed_precision.settings import Shard
 from megamix.tools.ranks import RankFailure, RankPool
 from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
-from tests.checkpoint.state import fill, make_engine, make_saver, resume, save_steps, together_of
+from tests.checkpoint.state import fill, fp16_engine, make_saver, resume, save_steps, together_of
 from tests.conftest import FULL
 from tests.programs import lines_counted
 
@@ -25,7 +25,7 @@ SAMPLE = 12  # points, where not all are taken
 
 @lines_counted(False)  # they would die with the rank
 def _save_step_3(folder: Path, shard: Shard, victim: int, at: int | None, midway: bool, beside: bool) -> list[str]:
-    engine = make_engine(shard=shard)
+    engine = fp16_engine(shard=shard)
     fill(engine, 3)
     together = together_of(engine)
     at = at if together.rank == victim else None

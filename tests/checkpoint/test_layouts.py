@@ -46,8 +46,8 @@ from megamix.mixed_precision.update_slice import MASTER
 from tests.checkpoint.state import (
     differences,
     fill,
+    fp16_engine,
     full_value,
-    make_engine,
     resume,
     resume_each,
     save_steps,
@@ -55,6 +55,7 @@ from tests.checkpoint.state import (
 )
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
+from tests.engines import make_engine, train_steps
 
 SIZES = (1, 2, 3, 4)
 BUCKETS = (1, 1111, None)
@@ -87,34 +88,24 @@ GROUPED = AdamW(lr=0.01, groups=(ParamGroup(pattern="blocks.1.*", lr_factor=0.5)
 
 def test_other_optimizer_groups_load_it_too(tmp_path: Path) -> None:
     save_steps(tmp_path, [3])
-    engine = make_engine(optimizer=GROUPED)
+    engine = fp16_engine(optimizer=GROUPED)
     checkpoint = newest_checkpoint(tmp_path, together_of(engine))
     assert checkpoint is not None
     load(checkpoint, engine, together_of(engine))
     assert differences(engine, 3) == []
 
 
-def _train(engine: ShardedEngine, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = loss_of(engine, make_batch(step, engine.topology.dp.rank, 0))
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return losses
-
-
 def _loaded_and_uninterrupted(folder: Path, shard: Shard) -> tuple[list[float], list[float], list[str]]:
     """Return the losses of a resumed run and of one that went on, and the differences at their ends."""
-    source = make_engine(shard=shard)
-    _train(source, range(3))
+    source = fp16_engine(shard=shard)
+    train_steps(source, range(3))
     save(folder, take_snapshot(source, RunRecord()), together_of(source))
-    resumed = make_engine(shard=shard)
-    _train(resumed, range(5, 7))  # something else, to be overwritten
+    resumed = fp16_engine(shard=shard)
+    train_steps(resumed, range(5, 7))  # something else, to be overwritten
     checkpoint = newest_checkpoint(folder, together_of(resumed))
     assert checkpoint is not None
     load(checkpoint, resumed, together_of(resumed))
-    went_on, again = _train(source, range(3, 6)), _train(resumed, range(3, 6))
+    went_on, again = train_steps(source, range(3, 6)), train_steps(resumed, range(3, 6))
     one, other = source.state_dict(), resumed.state_dict()
     unequal = [
         f"{key} {number}"
@@ -220,7 +211,7 @@ def _other_model() -> torch.nn.Module:
     ("engine", "told"),
     [
         (
-            lambda: make_engine(model=_other_model()),
+            lambda: fp16_engine(model=_other_model()),
             [
                 "missing extra.weight",
                 "unknown norm.bias",
@@ -229,7 +220,7 @@ def _other_model() -> torch.nn.Module:
             ],
         ),
         (
-            lambda: make_engine(optimizer=NAG(lr=0.1)),
+            lambda: fp16_engine(optimizer=NAG(lr=0.1)),
             ["it holds master, exp_avg, exp_avg_sq.*needs.*momentum_buffer", "give that engine's full_weights"],
         ),
     ],
@@ -258,12 +249,12 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, engine
 def test_another_optimizer_keeps_masters_counters_and_common_states(
     tmp_path: Path, caplog, saved: Optimizer, loaded: Optimizer
 ) -> None:
-    source, target = make_engine(optimizer=saved), make_engine(optimizer=loaded)
-    _train(source, range(3))
+    source, target = fp16_engine(optimizer=saved), fp16_engine(optimizer=loaded)
+    train_steps(source, range(3))
     save(tmp_path, take_snapshot(source, RunRecord()), together_of(source))
     checkpoint = newest_checkpoint(tmp_path, together_of(target))
     assert checkpoint is not None
-    _train(target, range(3, 5))  # states of its own, which must go
+    train_steps(target, range(3, 5))  # states of its own, which must go
     load(checkpoint, target, together_of(target), anew=True)
     anew = 0
     was = {owned.spec.name: owned for owned in source.owned_ranges()}  # a single rank: each parameter is one range
@@ -282,7 +273,7 @@ def test_another_optimizer_keeps_masters_counters_and_common_states(
 
 
 def _lines_of_a_load(folder: Path) -> list[str]:
-    engine, told = make_engine(optimizer=Muon(lr=0.02)), list[str]()
+    engine, told = fp16_engine(optimizer=Muon(lr=0.02)), list[str]()
     logger, handler = logging.getLogger("megamix"), logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     checkpoint = newest_checkpoint(folder, together_of(engine))
@@ -294,7 +285,7 @@ def _lines_of_a_load(folder: Path) -> list[str]:
 
 
 def test_what_begins_at_zero_is_said_once_and_not_by_every_rank(tmp_path: Path, run_ranks) -> None:
-    source = make_engine(optimizer=AdamW(lr=0.01))
+    source = fp16_engine(optimizer=AdamW(lr=0.01))
     save(tmp_path, take_snapshot(source, RunRecord()), together_of(source))
     first, second = run_ranks(_lines_of_a_load, 2, tmp_path)
     assert [line.partition(":")[0] for line in first] == ["another optimizer's checkpoint"]
@@ -304,10 +295,10 @@ def test_what_begins_at_zero_is_said_once_and_not_by_every_rank(tmp_path: Path, 
 def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:
     def build() -> ShardedEngine:
         precision = Precision(torch.float16, loss_scale=HeadroomLossScale(window=5))
-        return ShardedEngine(make_model(), AdamW(lr=0.01), precision, compile_update=False)
+        return make_engine(precision=precision)
 
     source, target = build(), build()
-    _train(source, range(3))
+    train_steps(source, range(3))
     save(tmp_path, take_snapshot(source, RunRecord()), together_of(source))
     checkpoint = newest_checkpoint(tmp_path, together_of(target))
     assert checkpoint is not None
@@ -320,7 +311,7 @@ def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:
 def test_another_rule_of_the_loss_scale_begins_anew(tmp_path: Path, caplog) -> None:
     save_steps(tmp_path, [3])
     precision = Precision(torch.float16, loss_scale=HeadroomLossScale(window=9, init_scale=2.0**7))
-    target = ShardedEngine(make_model(), AdamW(lr=0.01), precision, compile_update=False)
+    target = make_engine(precision=precision)
     checkpoint = newest_checkpoint(tmp_path, together_of(target))
     assert checkpoint is not None
     load(checkpoint, target, together_of(target))
@@ -331,7 +322,7 @@ def test_another_rule_of_the_loss_scale_begins_anew(tmp_path: Path, caplog) -> N
 
 def _scaled(scale: StaticLossScale | None) -> ShardedEngine:
     precision = Precision(torch.bfloat16 if scale is None else torch.float16, loss_scale=scale)
-    return ShardedEngine(torch.nn.Linear(2, 2), AdamW(lr=0.01), precision, compile_update=False)
+    return make_engine(torch.nn.Linear(2, 2), precision=precision)
 
 
 def _resumed_scale(folder: Path, saved: StaticLossScale, own: StaticLossScale | None) -> list[float]:
@@ -368,7 +359,7 @@ def test_a_loss_scale_goes_on_by_the_settings_of_now(tmp_path: Path, caplog, sav
 
 def test_no_save_or_load_in_the_middle_of_a_step(tmp_path: Path) -> None:
     save_steps(tmp_path, [3])
-    engine = make_engine()
+    engine = fp16_engine()
     checkpoint = newest_checkpoint(tmp_path, together_of(engine))
     assert checkpoint is not None
     fill(engine, 2)

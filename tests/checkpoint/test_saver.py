@@ -17,7 +17,7 @@ from megamix.checkpoint.save import Saver
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint
 from tests.checkpoint.faults import FaultyFiles, listing
-from tests.checkpoint.state import alone, differences, fill, make_engine, make_saver, together_of
+from tests.checkpoint.state import alone, differences, fill, fp16_engine, make_saver, together_of
 from tests.conftest import FULL
 
 REPEATS = 200 if FULL else 8
@@ -29,7 +29,7 @@ def _record(step: int) -> RunRecord:
 
 def _changed_right_after(folder: Path) -> list[list[str]]:
     """Return for each save the differences from the state that was to be saved."""
-    engine, target = make_engine(), make_engine()
+    engine, target = fp16_engine(), fp16_engine()
     together = together_of(engine)
     saver = make_saver(folder, together)
     wrong = []
@@ -65,7 +65,7 @@ class _Impatient(Saver):
 
 
 def test_the_second_save_waits_for_the_first(tmp_path: Path) -> None:
-    engine = make_engine()
+    engine = fp16_engine()
     saved: list[str] = []
     files = FaultyFiles(at=3, fault=lambda name, arguments: saver.waits.wait(60.0))  # the first file is begun
     saver = _Impatient(tmp_path, 2, alone(), lambda path: saved.append(path.name), _never, files)
@@ -82,7 +82,7 @@ def test_the_second_save_waits_for_the_first(tmp_path: Path) -> None:
 
 
 def test_what_is_no_longer_kept_is_removed_while_training_goes_on(tmp_path: Path) -> None:
-    engine = make_engine()
+    engine = fp16_engine()
     goes_on, saved = threading.Event(), []
 
     class Slow(Files):
@@ -107,7 +107,7 @@ def test_fewer_than_two_are_never_kept_nor_a_part_of_one(keep: Any, tmp_path: Pa
 
 
 def _tell(lengths: list[int]) -> list[list[str]]:
-    together = together_of(make_engine())
+    together = together_of(fp16_engine())
     return [together.every(lambda length=length: "x" * (length if together.rank else 7)) for length in lengths]
 
 
@@ -127,7 +127,7 @@ def _named(folder: Path, name: str) -> Checkpoint:
 
 def _fails_on_rank_1(folder: Path, beside: bool) -> list[str]:
     """Return the outcomes of a save that fails and of the save after it."""
-    engine = make_engine()
+    engine = fp16_engine()
     together = Together.apart(engine.topology.world, timeout_s=60.0)
     told: list[str] = []
 
@@ -159,7 +159,7 @@ def test_a_failure_is_told_alike_on_all_ranks_and_the_next_save_is_tried(run_ran
 
 def _uses_both_groups(folder: Path) -> list[float]:
     """Run collectives of training while a save's own are under way: each matches its own kind."""
-    engine = make_engine()
+    engine = fp16_engine()
     saver = make_saver(folder, Together.apart(engine.topology.world, timeout_s=60.0), Files())
     sums = []
     for step in range(5):

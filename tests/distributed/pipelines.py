@@ -53,7 +53,7 @@ class Case:
         return ModelConfig(**sizes, **MODELS[self.model], tie_embeddings=self.tied, init_std=0.1, **dict(self.more))
 
 
-def make_engine(
+def pipeline_engine(
     case: Case, model: Transformer, topology: Topology, placements: Any = None, *,
     copies: int = 1, fill: Fill | None = None,
 ) -> ShardedEngine:  # fmt: skip
@@ -75,7 +75,7 @@ def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tup
     config, per_rank = case.config(), 1 if case.schedule == "1f1b" else 2
     stages = plan_stages(config, topology.pp.size, per_rank, v_shaped=case.schedule in V_SHAPED)
     model, placements = build_model(config, topology, rank_device(), stages, sequence_parallel=sequence)
-    engine = make_engine(case, model, topology, placements, fill=drawn(model, 5))
+    engine = pipeline_engine(case, model, topology, placements, fill=drawn(model, 5))
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
     handover = Handover(topology.pp, len(stages), (B, T), topology.tp.size if sequence else 1)
     return engine, Pipeline(engine, model, own, case.schedule, handover)
@@ -85,7 +85,7 @@ def make_whole(case: Case, topology: Topology) -> ShardedEngine:
     """Build the whole model's engine on each of this stage's data-parallel ranks."""
     torch.manual_seed(5)
     alone = Topology() if topology.dp.group is None else Topology.current(topology.dp.group)
-    return make_engine(case, Transformer(case.config()), alone)
+    return pipeline_engine(case, Transformer(case.config()), alone)
 
 
 def batches(case: Case, step: int, dp_rank: int) -> list[Batch]:

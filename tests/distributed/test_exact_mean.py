@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from megamix.data.loader import IGNORE
 from megamix.mixed_precision.adamw import AdamW
-from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.settings import Precision
+from tests.engines import make_engine
 
 VOCAB, TARGETS, RANKS, MICRO_BATCHES, STEPS = 40, 16, 2, 2, 4
 
@@ -40,10 +40,8 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 def _trained(dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
     model = make_model()
     scale = DynamicLossScale(init_scale=2.0**10) if dtype == torch.float16 else None
-    engine = ShardedEngine(
-        model, AdamW(lr=0.02, eps=1e-3), Precision(dtype, loss_scale=scale), clip_grad=1.0,
-        grad_accum_steps=MICRO_BATCHES, compile_update=False,
-    )  # fmt: skip
+    precision, settings = Precision(dtype, loss_scale=scale), {"clip_grad": 1.0, "grad_accum_steps": MICRO_BATCHES}
+    engine = make_engine(model, AdamW(lr=0.02, eps=1e-3), precision, **settings)
     rank, losses = engine.topology.dp.rank, []
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
@@ -92,10 +90,8 @@ def test_two_ranks_with_different_counts_equal_one_process_over_all_targets(run_
 
 def _without_targets() -> tuple[float, float, bool, dict[str, Tensor], dict[str, Tensor]]:
     model = make_model()
-    engine = ShardedEngine(
-        model, AdamW(lr=0.02, weight_decay=0.0), Precision(torch.float16, loss_scale=DynamicLossScale()),
-        compile_update=False,
-    )  # fmt: skip
+    precision = Precision(torch.float16, loss_scale=DynamicLossScale())
+    engine = make_engine(model, AdamW(lr=0.02, weight_decay=0.0), precision)
     before = engine.full_weights()
     tokens = torch.arange(TARGETS)
     engine.backward(loss_of(model, tokens, torch.full((TARGETS,), IGNORE)), 0.0)
@@ -112,6 +108,6 @@ def test_a_step_in_which_no_target_counts_applies_a_zero_gradient(run_ranks) -> 
 @pytest.mark.parametrize("weight", [-0.5, float("nan"), float("inf")])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     model = make_model()
-    engine = ShardedEngine(model, AdamW(lr=0.1), Precision(torch.float32), compile_update=False)
+    engine = make_engine(model, AdamW(lr=0.1))
     with pytest.raises(ValueError, match="takes a weight of 0 or more, got"):
         engine.backward(loss_of(model, *make_batch(0, 0, 0)), weight)

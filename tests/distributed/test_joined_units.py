@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix import ShardedEngine
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.census import _joined
 from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.unit_hooks import Attributes
 from tests.distributed.models import LENGTH, VOCAB, WIDTH, Block, make_batch
+from tests.engines import bf16_engine
 
 pytestmark = pytest.mark.uncounted
 
@@ -58,11 +59,7 @@ class DeepModel(nn.Module):
 def _engine(shard: Shard = "parameters", recompute: str = "none", grad_accum_steps: int = 1) -> ShardedEngine:
     torch.manual_seed(3)
     model = DeepModel(recompute)
-    sharding = Sharding([*model.blocks], shard=shard)
-    precision = Precision(torch.bfloat16)
-    return ShardedEngine(
-        model, AdamW(lr=0.01), precision, sharding, 0.05, grad_accum_steps=grad_accum_steps, compile_update=False
-    )
+    return bf16_engine(model, shard=shard, clip_grad=0.05, grad_accum_steps=grad_accum_steps)
 
 
 def _loss(engine: ShardedEngine, step: int, rank: int, micro_batch: int, order: Sequence[int]) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
+from tests.engines import make_engine
 
 pytestmark = pytest.mark.uncounted
 
@@ -43,16 +44,9 @@ def _build(optimizer, dtype: torch.dtype, reduce_dtype: str = "half") -> tuple[S
     model = make_model()
     injector = Injector(model)
     scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
-    engine = ShardedEngine(
-        model,
-        optimizer,
-        Precision(dtype, loss_scale=scale, reduce_dtype=reduce_dtype),
-        Sharding(units=[*model.blocks], bucket_size=1500),
-        clip_grad=0.5,
-        grad_accum_steps=ACCUM,
-        compile_update=False,
-    )
-    return engine, injector
+    precision = Precision(dtype, loss_scale=scale, reduce_dtype=reduce_dtype)
+    settings = {"clip_grad": 0.5, "grad_accum_steps": ACCUM}
+    return make_engine(model, optimizer, precision, shard="states", bucket_size=1500, **settings), injector
 
 
 def _step(engine: ShardedEngine, injector: Injector, step: int):

@@ -19,6 +19,7 @@ from tests.conftest import FULL
 from tests.distributed.late_gather import late_gathers
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.test_equals_reference import Case, differences, run_engine
+from tests.engines import bf16_engine, make_engine
 
 pytestmark = pytest.mark.uncounted
 
@@ -53,7 +54,7 @@ def _read_early(shard: str) -> list[str]:
     """
     model = make_model(tied=False)
     sharding = Sharding(units=[*model.blocks], shard=shard, bucket_size=1)
-    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    engine = bf16_engine(model, sharding=sharding)
     block, told = type(model.blocks[0]), []
     for way in ("skips", "root", "calls", "blocks", "waits"):
         if way == "waits":
@@ -87,7 +88,7 @@ def _evaluate_early() -> tuple[Tensor, Tensor]:
     model = make_model(tied=False)
     sharding = Sharding(units=[*model.blocks], bucket_size=1)
     with late_gathers():
-        engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+        engine = bf16_engine(model, sharding=sharding)
         engine.backward(loss_of(model, make_batch(0, dist.get_rank(), 0)))
         engine.step()
         block = type(model.blocks[0])
@@ -106,7 +107,7 @@ def _order_of_events(overlap: bool, flavour: int) -> list[str]:
     """Return the arrivals of gradients and launches of buckets, in their order in one backward."""
     model = make_model(tied=False)
     sharding = Sharding(units=[*model.blocks], bucket_size=1, overlap=overlap)
-    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    engine = bf16_engine(model, sharding=sharding)
     events: list[str] = []
     (among,) = {bucket.owners for bucket in engine.buckets}
     launch = among.reduce_scatter
@@ -179,7 +180,7 @@ def test_a_backward_that_failed_under_way_leaves_nothing_in_the_next_step(run_ra
 
 def _drop_an_engine_in_flight_then_train() -> list[str]:
     model = make_model()
-    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), compile_update=False)
+    engine = bf16_engine(model)
     engine.backward(loss_of(model, make_batch(0, dist.get_rank(), 0)))
     engine.step()  # gathers are under way now
     del engine, model
@@ -200,14 +201,9 @@ def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[fl
         if compiled:
             for block in model.blocks:
                 block.compile(dynamic=False)
-        engine = ShardedEngine(
-            model,
-            AdamW(lr=0.01),
-            Precision(torch.float16, loss_scale=StaticLossScale(2.0**8), reduce_dtype=reduce_dtype),
-            Sharding(units=[*model.blocks], bucket_size=1500),
-            clip_grad=0.5,
-            compile_update=compiled,
-        )
+        precision = Precision(torch.float16, loss_scale=StaticLossScale(2.0**8), reduce_dtype=reduce_dtype)
+        settings = {"clip_grad": 0.5, "compile_update": compiled}
+        engine = make_engine(model, None, precision, shard="states", bucket_size=1500, **settings)
         losses = []
         for step in range(6):
             loss = loss_of(model, make_batch(step, dist.get_rank(), 0))

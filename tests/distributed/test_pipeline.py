@@ -32,10 +32,10 @@ from tests.distributed.pipelines import (
     Case,
     batches,
     by_name,
-    make_engine,
     make_pipeline,
     make_whole,
     micro_batches,
+    pipeline_engine,
     state_of,
 )  # fmt: skip
 
@@ -256,7 +256,7 @@ def _on_a_full_mesh(cases: list[Case]) -> list[_Trained]:
 def _by_one_process(case: Case) -> _Trained:
     """Train in one process, which takes the micro-batches of both data-parallel ranks."""
     torch.manual_seed(5)
-    whole, steps = make_engine(case, Transformer(case.config()), Topology(), copies=2), []
+    whole, steps = pipeline_engine(case, Transformer(case.config()), Topology(), copies=2), []
     for step in range(2):
         Passes(whole).backward(batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank))
         steps.append(whole.step())
@@ -313,7 +313,7 @@ def _moves(folder: Path) -> list[str]:
         pipeline.backward(micro_batches(case, step, 0))
         first.step()
     torch.manual_seed(6)
-    second = make_engine(case, Transformer(case.config()), Topology.current())
+    second = pipeline_engine(case, Transformer(case.config()), Topology.current())
     wrong = _move(first, second, folder / "first")
     Passes(second).backward(micro_batches(case, 3, topology.pp.rank))
     second.step()

@@ -33,6 +33,7 @@ from tests.conftest import FULL
 from tests.distributed import test_equals_reference as plain
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
 from tests.distributed.test_equals_reference import OPTIMIZERS, check_cases
+from tests.engines import bf16_engine, make_engine, train_step
 
 pytestmark = pytest.mark.uncounted
 
@@ -229,15 +230,7 @@ def _engine(
     if compiled:
         for block in model.blocks:
             block.compile(dynamic=False)
-    sharding = Sharding([*model.blocks], Topology.current(group), shard=shard)
-    settings = {"compile_update": False, "grad_accum_steps": grad_accum_steps}
-    return ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, **settings)
-
-
-def _take_step(engine: ShardedEngine, step: int = 0, flavour: int = 0) -> float:
-    rank = engine.topology.dp.rank
-    engine.backward(loss_of(engine.module, make_batch(step, rank, 0), flavour))
-    return float(engine.step().grad_norm)
+    return bf16_engine(model, shard=shard, topology=Topology.current(group), grad_accum_steps=grad_accum_steps)
 
 
 READS = {
@@ -267,7 +260,7 @@ def test_a_read_of_values_that_are_not_there_is_refused(name: str) -> None:
         READS[name](engine.module, weight)
     assert (weight.shape, weight.dtype, weight.requires_grad, weight.grad) == ((40, 24), torch.bfloat16, True, None)
     assert "in shards" in repr(weight)
-    assert _take_step(engine) > 0
+    assert train_step(engine).grad_norm > 0
     with engine.whole_parameters():
         READS["sum"](engine.module, weight)
         READS["state_dict"](engine.module, weight)
@@ -286,7 +279,7 @@ def test_a_write_to_values_that_are_not_there_is_refused_with_the_call_to_use(wr
         RuntimeError, match=r"parameter \S+\w, which has no memory.* engine\.load_weights\(state_dict\)"
     ):
         write(engine.module)
-    assert _take_step(engine) > 0
+    assert train_step(engine).grad_norm > 0
 
 
 def test_units_that_leave_out_much_of_the_model_are_told(caplog) -> None:
@@ -294,14 +287,14 @@ def test_units_that_leave_out_much_of_the_model_are_told(caplog) -> None:
     for tied, units in ((True, slice(3)), (False, slice(3)), (False, slice(1))):
         model = make_model(tied)
         sharding = Sharding(units=[*model.blocks[units]], shard="parameters")
-        ShardedEngine(model, AdamW(lr=0.01), sharding=sharding, compile_update=False)
+        bf16_engine(model, sharding=sharding)
     (said,) = (record.getMessage() for record in caplog.records)
     assert "5506 of 7539 parameters, such as embedding.weight, are in none of `units`, so" in said
 
 
 def _one_reads_alone() -> list[float]:
     engine = _engine()
-    _take_step(engine)
+    train_step(engine)
     state, weights = engine.state_dict(), engine.full_weights()
     with engine.whole_parameters():
         # A later reader in the block would read the values from before.
@@ -310,24 +303,21 @@ def _one_reads_alone() -> list[float]:
                 getattr(engine, call)(*arguments)
         alone = float(loss_of(engine.module, make_batch(5, 0, 0))) if engine.topology.dp.rank else 0.0
         with pytest.raises(RuntimeError, match=r"step\(\) inside engine.whole_parameters\(\)"):
-            _take_step(engine)
+            train_step(engine)
         engine.discard_step()
         copied = copy.deepcopy(engine.module)
     with torch.no_grad():
         together = float(loss_of(engine.module, make_batch(5, 0, 0)))
         of_copy = float(loss_of(copied, make_batch(5, 0, 0)))
-    return [alone, together, of_copy, _take_step(engine, 1)]
+    return [alone, together, of_copy, float(train_step(engine, 1).grad_norm)]
 
 
 def test_a_parameter_that_is_there_is_as_the_user_has_made_it() -> None:
     model = make_model()
     own = {param: (type(param), dict(vars(param))) for param in model.parameters()}
-    engine = ShardedEngine(
-        model, AdamW(lr=0.01), Precision(torch.float32), Sharding([*model.blocks], shard="parameters"),
-        compile_update=False,
-    )  # fmt: skip
+    engine = make_engine(model, shard="parameters")
     for step in range(2):
-        _take_step(engine, step)
+        train_step(engine, step)
         with engine.whole_parameters():
             assert {param: (type(param), dict(vars(param))) for param in model.parameters()} == own
 
@@ -395,7 +385,7 @@ def test_a_checkpoint_of_several_units_may_wait_for_its_backward(run_ranks, orde
 def test_a_step_forgets_which_units_were_called() -> None:
     """Free units that a later step leaves out: remembered calls would keep their memory to the end of its backward."""
     engine, held = _engine(), list[int]()
-    _take_step(engine)
+    train_step(engine)
     model = engine.module
     middle = next(bucket.params for bucket in engine.buckets if "blocks.1.gain" in bucket.named_params)
     model.embedding.weight.register_hook(lambda grad: held.append(middle.untyped_storage().nbytes()))
@@ -414,7 +404,7 @@ def _evaluates_otherwise(shard: str) -> list[float]:
     for step in range(3):
         with torch.set_grad_enabled(dist.get_rank() == 1):
             told.append(loss_of(engine.module, make_batch(100 + step, dist.get_rank(), 0)).item())
-        told.append(_take_step(engine, step))
+        told.append(float(train_step(engine, step).grad_norm))
     return told
 
 
@@ -471,10 +461,10 @@ def _gathers(shard: str = "parameters") -> tuple[int, list[float]]:
     """
     model = make_model(tied=True)
     sharding = Sharding([model.embedding, *model.blocks, model.norm], shard=shard)
-    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    engine = bf16_engine(model, sharding=sharding)
     seen = _Kinds()
     with engine.observe(seen):
-        norms = [_take_step(engine, step) for step in range(3)]
+        norms = [float(train_step(engine, step).grad_norm) for step in range(3)]
     return seen.kinds.count("all_gather") // 3, norms
 
 
@@ -488,7 +478,7 @@ def test_a_users_hook_of_before_the_engine_reads_its_units_parameters() -> None:
     model, seen = make_model(tied=False), list[float]()
     model.blocks[1].register_forward_pre_hook(lambda module, args: seen.append(float(module.up.weight.sum())))
     sharding = Sharding([*model.blocks], shard="parameters")
-    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    engine = bf16_engine(model, sharding=sharding)
     with engine.whole_parameters():
         want = float(model.blocks[1].up.weight.sum())
     engine.backward(loss_of(model, make_batch(0, 0, 0)))
@@ -509,12 +499,12 @@ def _fails_amid(forward: bool) -> list[float]:
 
     hook = plant(fails)
     with pytest.raises(_PlantedError):
-        _take_step(engine)
+        train_step(engine)
     hook.remove()
     engine.discard_step()
     flats = (flat for bucket in engine.buckets for flat in (bucket.params, bucket.grads))
     held = sum(flat.untyped_storage().nbytes() for flat in flats)
-    return [float(held), *(_take_step(engine, step) for step in range(2))]
+    return [float(held), *(float(train_step(engine, step).grad_norm) for step in range(2))]
 
 
 @pytest.mark.parametrize("forward", [True, False])
@@ -525,7 +515,7 @@ def test_a_pass_that_fails_leaves_nothing_behind(run_ranks, forward: bool) -> No
 
 def _norms(shard: str = "states", compiled: bool = False) -> list[float]:
     engine = _engine(shard, compiled=compiled)
-    return [_take_step(engine, step) for step in range(2)]
+    return [float(train_step(engine, step).grad_norm) for step in range(2)]
 
 
 def test_compiled_blocks_compute_the_bits_of_the_kept_copy(run_ranks) -> None:
@@ -569,7 +559,7 @@ class _Foreign(nn.Module):
 def _foreign(shard: str) -> list[float]:
     model = _Foreign()
     sharding = Sharding([*model.body.blocks, *model.routers], shard=shard)
-    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    engine = bf16_engine(model, sharding=sharding)
     norms = []
     for step in range(3):
         loss = loss_of(engine, make_batch(step, dist.get_rank(), 0))
@@ -589,7 +579,7 @@ def _fails_alone(shard: str, where: int, with_grad: bool) -> list[float]:
     def fails(*_: object) -> None:
         raise _PlantedError
 
-    _take_step(engine)
+    train_step(engine)
     hook = engine.module.blocks[where].register_forward_pre_hook(fails) if dist.get_rank() else None
     with torch.set_grad_enabled(with_grad), nullcontext() if hook is None else pytest.raises(_PlantedError):
         engine(make_batch(0, 0, 0))
@@ -597,7 +587,7 @@ def _fails_alone(shard: str, where: int, with_grad: bool) -> list[float]:
         hook.remove()
     if with_grad:
         engine.discard_step()
-    return [_take_step(engine, step) for step in range(1, 3)]
+    return [float(train_step(engine, step).grad_norm) for step in range(1, 3)]
 
 
 @pytest.mark.parametrize(("where", "with_grad"), [(0, False), (0, True), (2, False)])
@@ -622,17 +612,11 @@ def test_parameters_that_others_share_stay_in_memory(caplog) -> None:
     told = []
     for shard in ("states", "parameters"):
         model = make_model(tied=False)
-        engine = ShardedEngine(
-            model,
-            AdamW(lr=0.01),
-            Precision(torch.float32),
-            Sharding([*model.blocks], shard=shard),
-            compile_update=False,
-        )
+        engine = make_engine(model, shard=shard)
         with engine.whole_parameters():
             array = model.blocks[1].up.weight.detach().numpy()
             model.blocks[2].share_memory()
-        told.append([_take_step(engine, step) for step in range(2)])
+        told.append([float(train_step(engine, step).grad_norm) for step in range(2)])
     assert told[0] == told[1]
     assert array.shape == (40, 24)
     assert caplog.text.count("a NumPy array or another process shares them") == 2  # once for each unit

@@ -15,14 +15,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix import AdamW, ShardedEngine, Sharding
 from tests.conftest import FULL
 from tests.distributed.late_gather import late_gathers
 from tests.distributed.models import loss_of, make_batch, make_model
+from tests.engines import BF16, make_engine, train_step
 
 Read = Callable[[nn.Module, int], dict[str, Tensor]]  # reads a module's weights after a step
 
@@ -74,12 +74,7 @@ READS = BY_STATE_DICT | COPIES | OTHERS
 def _engine(units: bool) -> ShardedEngine:
     model = make_model()
     sharding = Sharding(units=[*model.blocks] if units else [], bucket_size=1500)
-    return ShardedEngine(model, AdamW(lr=0.05), Precision(torch.bfloat16), sharding, compile_update=False)
-
-
-def _train(engine: ShardedEngine, step: int) -> None:
-    engine.backward(loss_of(engine.module, make_batch(step, dist.get_rank(), 0)))
-    engine.step()
+    return make_engine(model, AdamW(lr=0.05), BF16, sharding)
 
 
 def _of_masters(engine: ShardedEngine) -> nn.Module:
@@ -96,7 +91,7 @@ def _stale(units: bool, names: list[str], steps: int, waits: bool = False) -> di
         for name in names:
             engine, stale, count = _engine(units), 0, 0
             for step in range(steps):
-                _train(engine, step)
+                train_step(engine, step)
                 if waits:
                     engine.wait()
                 got = {key: value.detach().clone() for key, value in READS[name](engine.module, step).items()}
@@ -133,7 +128,7 @@ def _refused_copies() -> list[str]:
     told = []
     with late_gathers():
         engine = _engine(units=True)
-        _train(engine, 0)
+        train_step(engine, 0)
         for name, copies in COPIES.items():
             try:
                 copies(engine.module, 0)
@@ -141,7 +136,7 @@ def _refused_copies() -> list[str]:
                 told.append(str(error))
             else:
                 told.append(f"{name} was not refused")
-        _train(engine, 1)
+        train_step(engine, 1)
         engine.wait()
         want = _of_masters(engine).state_dict()
         told += [name for name, value in engine.module.state_dict().items() if not torch.equal(value, want[name])]
@@ -159,7 +154,7 @@ def _read_after_a_load() -> list[bool]:
     with late_gathers():
         for units in (False, True):
             source, engine = _engine(units), _engine(units)
-            _train(source, 0)
+            train_step(source, 0)
             engine.load_state_dict(source.state_dict())
             if units:
                 engine.wait()
@@ -181,12 +176,12 @@ def _live_apart_from_the_engine() -> list[bool]:
     """
     with late_gathers() as begun:
         engine = _engine(units=True)
-        _train(engine, 0)
+        train_step(engine, 0)
         engine.wait()
         copied = copy.deepcopy(engine.module)
         unpickled = pickle.loads(pickle.dumps(engine.module))
         before = {name: value.clone() for name, value in copied.state_dict().items()}
-        _train(engine, 1)  # gathers are under way now
+        train_step(engine, 1)  # its gathers are under way
         for one in (copied, unpickled):
             one.state_dict(), loss_of(one, make_batch(1, 0, 0))
         answers = [any(not gather.done for gather in begun)]
@@ -197,10 +192,8 @@ def _live_apart_from_the_engine() -> list[bool]:
         gc.collect()
         answers += [one() is None for one in held]  # although the module and its copies live on
         answers.append(bool(torch.isfinite(loss_of(module, make_batch(2, 0, 0)))))
-        second = ShardedEngine(
-            unpickled, AdamW(lr=0.05), Precision(torch.bfloat16), Sharding([*unpickled.blocks]), compile_update=False
-        )
-        _train(second, 2)
+        second = make_engine(unpickled, AdamW(lr=0.05), BF16, shard="states")
+        train_step(second, 2)
         second.wait()
         want = _of_masters(second).state_dict()
         return answers + [torch.equal(value, want[name]) for name, value in unpickled.state_dict().items()]

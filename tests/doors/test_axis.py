@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix import ShardedEngine, Sharding
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
@@ -17,6 +17,7 @@ from megamix.comm.topology import Topology
 from tests.checkpoint.state import together_of
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.doors.replica_axis import connect_replicas, replicate
+from tests.engines import make_engine
 
 STEPS = 4
 
@@ -25,9 +26,7 @@ def _engine(topology: Topology | None = None) -> ShardedEngine:
     divided = {} if topology is None else {"topology": topology, "collectives": replicate(topology)}
     sharding = Sharding(bucket_size=1111, **divided)
     # Clipped, so that a share that is counted twice is seen.
-    return ShardedEngine(
-        make_model(), AdamW(lr=0.01), Precision(torch.float32), sharding, clip_grad=0.5, compile_update=False
-    )
+    return make_engine(sharding=sharding, clip_grad=0.5)
 
 
 def _reference() -> tuple[list[dict[str, Tensor]], list[float]]:
@@ -104,7 +103,7 @@ class _Own(nn.Linear):
 
 def _start_on_two_replicas() -> list[Tensor]:
     sharding = Sharding(topology=connect_replicas(2))
-    engine = ShardedEngine(_Own(), AdamW(lr=0.01), Precision(torch.float32), sharding, compile_update=False)
+    engine = make_engine(_Own(), sharding=sharding)
     return [tensor.clone() for tensor in engine.full_weights().values()]
 
 

@@ -56,7 +56,7 @@ def _job(folder: Path, data: Path, steps: int, **sections: Any) -> Config:
         precision={"loss_scale": {"rule": "stairs", "init_scale": 2.0**14, "patience": 1}},
         training={"steps": steps, "eval_interval": 4},
         lr_schedule={"decay_style": "constant"},
-        checkpoint={"folder": str(folder / "run"), "save_interval": 4},
+        checkpoint={"save_interval": 4},
         metrics={"log_interval": 1, "tensorboard": False, "precision_interval": 0} | sections.get("metrics", {}),
     )
 

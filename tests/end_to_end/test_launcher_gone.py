@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,18 +17,11 @@ import pytest
 from megamix.config import Config, config_to_toml
 from tests.conftest import FULL
 from tests.end_to_end import test_leaving as leaving
-from tests.train.jobs import tiny_job, write_data
+from tests.train.jobs import tiny_job
 
 ALONE = [sys.executable, "-m", "megamix", "train"]
 TERMINALS = [ALONE, leaving.LAUNCH]
 full_only = pytest.mark.skipif(not FULL, reason="--full: seconds of a real launcher; tests/train has its parts")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder)
-    return folder
 
 
 def _training(config: Config, **how: Any) -> tuple[leaving.Job, subprocess.Popen[str], dict[int, int]]:
@@ -82,7 +74,8 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, data, command: list[str]
 def test_a_launcher_that_was_stopped_for_long_ends_as_its_run_did(tmp_path, data) -> None:
     config = tiny_job(
         tmp_path / "job",
-        data={"train": str(data / "train"), "valid": None},
+        tokens=data,
+        data={"valid": None},
         training={"steps": 2000, "eval_interval": 0},
         parallelism={"timeout_s": 10.0},
         precision={"dtype": "bf16"},  # nobody reads its log: lines on overflows would fill the pipe, and stop the run

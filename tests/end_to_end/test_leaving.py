@@ -25,7 +25,7 @@ from megamix.tools.ranks import DEADLINE_S
 from tests.conftest import FULL
 from tests.programs import with_settings
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
+from tests.train.jobs import run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,8 @@ def _until(true: Callable[[], bool], what: str) -> None:
 def _config(folder: Path, data: Path, steps: int = STEPS) -> Config:
     return tiny_job(
         folder,
-        data={"train": str(data / "train"), "valid": None},
+        tokens=data,
+        data={"valid": None},
         training={"steps": steps, "eval_interval": 0},
         metrics={"tensorboard": False, "log_interval": 20},
     )
@@ -206,13 +207,6 @@ def _forked_again(config: Config, nodes: int) -> str:
 def _saved(folder: Path) -> int:
     """The update of the newest checkpoint."""
     return read_manifest(checkpoints(folder / "run/checkpoints")[0] / "manifest.json").applied_updates
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -25,18 +24,11 @@ from megamix.run.batch_plan import Attempt, BatchPlan
 from megamix.train.trainer import Trainer
 from tests.gpu.pools import processes_with_gpus
 from tests.supervise import test_signals, test_watchdog
-from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job, write_data
+from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of
 
 FIRST, STEADY = 4, 50
 READOUT = "synchronize of an event at megamix/report/interval_report.py"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "data"
-    write_data(folder)
-    return folder
 
 
 def _synchronize() -> None:
@@ -86,7 +78,8 @@ def _waits(config: Config) -> list[Counter[str]]:
 def test_steady_steps_make_the_host_wait_in_the_readout_alone(gpu_ranks, data: Path, tmp_path: Path) -> None:
     config = tiny_job(
         tmp_path,
-        data={"train": str(data / "train"), "valid": None},
+        tokens=data,
+        data={"valid": None},
         precision={"loss_scale": {"rule": "static", "init_scale": 2.0**8}},
         training={"steps": FIRST + STEADY + len(PLANTS) + 1, "eval_interval": 0},
         metrics={"log_interval": 1000},
@@ -130,7 +123,8 @@ def test_a_job_that_saves_beside_training_and_profiles_steps_keeps_to_its_own_gp
 ) -> None:
     config = tiny_job(
         tmp_path,
-        data={"train": str(data / "train"), "valid": None},
+        tokens=data,
+        data={"valid": None},
         training={"steps": 4, "eval_interval": 0},
         checkpoint={"save_interval": 2},
         profiling={"start_step": 1, "num_steps": 2},

@@ -20,17 +20,10 @@ from megamix.model.generation import generate
 from megamix.model.transformer import Transformer
 from tests.conftest import FULL
 from tests.hub.folders import FAMILIES, job_from, random_model, shapes
-from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks, write_data
+from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks
 
 COUNT = 24 if FULL else 2
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder)
-    return folder
 
 
 def _tokens(seed: int, length: int = SEQ_LEN) -> Tensor:

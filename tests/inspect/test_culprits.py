@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale, StepResult
+from megamix import Precision, ShardedEngine, StaticLossScale, StepResult
 from megamix.inspect.culprits import (
     Origin,
     Origins,
@@ -25,6 +25,7 @@ from megamix.inspect.culprits import (
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.test_overflow import Injector
+from tests.engines import make_engine
 
 ACCUM, TRIALS = 2, 20
 INF, NAN = math.inf, math.nan
@@ -33,15 +34,8 @@ INF, NAN = math.inf, math.nan
 def _build(dtype: torch.dtype = torch.float16) -> tuple[ShardedEngine, Injector]:
     model = make_model()
     injector = Injector(model)
-    engine = ShardedEngine(
-        model,
-        AdamW(lr=0.01),
-        Precision(dtype, loss_scale=StaticLossScale(2.0**8)),
-        Sharding(units=[*model.blocks], bucket_size=1500),
-        grad_accum_steps=ACCUM,
-        compile_update=False,
-    )
-    return engine, injector
+    precision = Precision(dtype, loss_scale=StaticLossScale(2.0**8))
+    return make_engine(model, precision=precision, shard="states", bucket_size=1500, grad_accum_steps=ACCUM), injector
 
 
 def _attempt(engine: ShardedEngine, injector: Injector, step: int) -> StepResult:

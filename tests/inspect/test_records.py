@@ -13,19 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megamix
-from megamix import AdamW, HeadroomLossScale, Precision, ShardedEngine, record
+from megamix import HeadroomLossScale, Precision, record
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.inspect.records import FromRank, combine, gather_recorded
 from megamix.model.transformer import Transformer
 from tests.distributed.models import loss_of, make_batch, make_model
+from tests.engines import make_engine
 from tests.mixed_precision.test_no_host_read import no_host_read
-
-FP32 = Precision(torch.float32)
-
-
-def _engine(model: nn.Module, **settings) -> ShardedEngine:
-    return ShardedEngine(model, AdamW(lr=0.01), FP32, compile_update=False, **settings)
 
 
 def _record_all(name: str, value: Tensor) -> None:
@@ -49,7 +44,7 @@ def _expected(name: str, values: list[float]) -> dict[str, float]:
 
 def test_values_of_all_calls_and_micro_batches_of_a_step_are_combined_as_they_say() -> None:
     model, seen = make_model(), []
-    engine = _engine(model, grad_accum_steps=2)
+    engine = make_engine(model, grad_accum_steps=2)
     for block in model.blocks:
         block.register_forward_hook(_record_output)
         block.register_forward_hook(lambda module, args, out: seen.append(float(out.detach().abs().amax())))
@@ -73,7 +68,7 @@ def test_values_of_all_calls_and_micro_batches_of_a_step_are_combined_as_they_sa
 
 
 def test_nan_and_inf_are_told() -> None:
-    engine = _engine(make_model())
+    engine = make_engine()
     for value in (1.0, torch.nan, 2.0):
         _record_all("odd", torch.tensor(value))
     engine.backward(loss_of(engine, make_batch(0, 0, 0)))
@@ -84,7 +79,7 @@ def test_what_is_no_part_of_a_step_does_not_count() -> None:
     model = make_model()
     record("alone", torch.ones(()))  # no engine: no effect
     scale = HeadroomLossScale(window=4)
-    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.float16, loss_scale=scale), compile_update=False)
+    engine = make_engine(model, precision=Precision(torch.float16, loss_scale=scale))
 
     def forward(value: float) -> Tensor:
         record("value", torch.tensor(value), "sum")
@@ -108,7 +103,7 @@ def test_what_is_no_part_of_a_step_does_not_count() -> None:
 
 
 def test_each_engine_has_what_its_own_forward_recorded() -> None:
-    engines = [_engine(make_model()) for _ in range(2)]
+    engines = [make_engine() for _ in range(2)]
     losses = []
     for number, engine in enumerate(engines):
         losses.append(loss_of(engine, make_batch(0, 0, 0)))
@@ -127,7 +122,7 @@ def test_what_backward_computes_again_counts_once(recompute: str) -> None:
         for name, module in model.named_modules():
             if name.endswith(("norm", "feed_forward")):
                 module.register_forward_hook(_record_output)
-        engine = _engine(model)
+        engine = make_engine(model)
         tokens = torch.randint(32, (2, 8))
         engine.backward(engine(tokens, tokens))
         result = engine.step()
@@ -151,7 +146,7 @@ def test_compiled_blocks_record_in_a_graph_that_new_names_do_not_change() -> Non
             block.register_forward_hook(_record_output)
             if compiled:
                 block.compile(dynamic=False, backend=note)
-        engine = _engine(model, grad_accum_steps=2)
+        engine = make_engine(model, grad_accum_steps=2)
         values = []
         for step in range(5):
             record(f"another/{step}", torch.ones(()))
@@ -183,7 +178,7 @@ BAD = [
 
 @pytest.mark.parametrize(("call", "message"), BAD)
 def test_what_cannot_be_recorded_is_refused_by_name(call, message: str) -> None:
-    engine = _engine(make_model())
+    engine = make_engine()
     record("good", torch.ones(()))
     with pytest.raises(ValueError, match=message):
         call()
@@ -192,7 +187,7 @@ def test_what_cannot_be_recorded_is_refused_by_name(call, message: str) -> None:
 
 def _on_ranks(others: bool) -> dict[str, float] | str:
     rank = dist.get_rank()
-    engine = _engine(make_model(), grad_accum_steps=2)
+    engine = make_engine(grad_accum_steps=2)
     for micro_batch in range(2):
         _record_all("rank", torch.tensor(10.0 * rank + micro_batch))
         if others:

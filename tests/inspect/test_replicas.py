@@ -22,7 +22,6 @@ from megamix import (
     MegatronLossScale,
     Precision,
     ShardedEngine,
-    Sharding,
     StaticLossScale,
     TorchLossScale,
 )
@@ -31,7 +30,8 @@ from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Shard
 from tests.conftest import FULL
-from tests.distributed.models import loss_of, make_batch, make_model
+from tests.distributed.models import loss_of, make_batch
+from tests.engines import make_engine, train_steps
 
 pytestmark = pytest.mark.uncounted
 
@@ -52,14 +52,9 @@ def _trained(
     dtype: torch.dtype, steps: int = 3, optimizer: Optimizer | None = None, rule: str = "StaticLossScale",
     shard: Shard = "states",
 ) -> ShardedEngine:  # fmt: skip
-    model = make_model()
-    rank = dist.get_rank() if dist.is_initialized() else 0
     precision = Precision(dtype, loss_scale=RULES[rule](2.0**8))
-    sharding = Sharding([*model.blocks], bucket_size=1500, shard=shard)
-    engine = ShardedEngine(model, optimizer or AdamW(lr=0.01), precision, sharding, compile_update=False)
-    for step in range(steps):
-        engine.backward(loss_of(model, make_batch(step, rank, 0)))
-        engine.step()
+    engine = make_engine(None, optimizer, precision, shard=shard, bucket_size=1500)
+    train_steps(engine, range(steps))
     return engine
 
 

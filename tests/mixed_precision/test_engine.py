@@ -37,22 +37,7 @@ from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.step import StepProgress
 from megamix.mixed_precision.weights import without_values
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
-
-FP32 = Precision(torch.float32)
-
-
-def _engine(model: nn.Module | None = None, precision: Precision = FP32, **settings) -> ShardedEngine:
-    return ShardedEngine(model or make_model(), AdamW(lr=0.01), precision, compile_update=False, **settings)
-
-
-def _train(engine: ShardedEngine, steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(steps):
-        loss = loss_of(engine.module, make_batch(step, 0, 0))
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return losses
+from tests.engines import bf16_engine, make_engine, train_steps
 
 
 class BorrowedHead(nn.Module):
@@ -73,9 +58,7 @@ class BorrowedHead(nn.Module):
 def _learn_to_count(rank: int = 0) -> tuple[float, float]:
     torch.manual_seed(0)
     model = BorrowedHead()
-    engine = ShardedEngine(
-        model, AdamW(lr=0.01), Precision(torch.bfloat16), Sharding(units=[*model.encoder.layers]), compile_update=False
-    )
+    engine = bf16_engine(model, sharding=Sharding(units=[*model.encoder.layers]))
     tokens = (torch.arange(12) + torch.arange(8).unsqueeze(1) + rank) % 20
     losses = []
     for _ in range(60):
@@ -103,7 +86,7 @@ def test_parameters_are_cast_and_buffers_keep_their_dtype() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
     model[0].bias.requires_grad_(False)
     params = list(model.parameters())
-    _engine(model, Precision(torch.bfloat16))
+    bf16_engine(model)
     assert all(param.dtype == torch.bfloat16 for param in params)
     assert list(model.parameters()) == params  # the same objects
     assert model[1].running_mean.dtype == torch.float32
@@ -113,14 +96,14 @@ def test_a_frozen_parameter_is_left_alone() -> None:
     model = make_model()
     model.blocks[0].up.weight.requires_grad_(False)
     before = model.blocks[0].up.weight.detach().clone()
-    engine = _engine(model)
-    _train(engine)
+    engine = make_engine(model)
+    train_steps(engine)
     assert torch.equal(model.blocks[0].up.weight, before)
     assert "blocks.0.up.weight" not in {name for bucket in engine.buckets for name in bucket.named_params}
 
 
 def test_a_shared_parameter_has_one_place_under_its_first_name() -> None:
-    engine = _engine(make_model(tied=True))
+    engine = make_engine(make_model(tied=True))
     specs = {slot.spec.name: slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots}
     assert specs["embedding.weight"].aliases == ("head.weight",)
     assert "head.weight" not in specs
@@ -129,7 +112,7 @@ def test_a_shared_parameter_has_one_place_under_its_first_name() -> None:
 
 def test_a_parameter_without_a_gradient_counts_as_zeros_and_is_named_once(caplog) -> None:
     model = make_model()
-    engine = _engine(model)
+    engine = make_engine(model)
     with caplog.at_level(logging.WARNING, logger="megamix"):
         for step in range(3):
             engine.backward(loss_of(model, make_batch(step, 0, 0), flavour=1))  # skips block 0
@@ -148,15 +131,15 @@ def test_groups_set_lr_factor_and_weight_decay_by_name() -> None:
     assert optimizer.group_of("embedding.weight", (3, 2))[:2] == (1.0, 0.0)
     model = make_model()
     up, down = model.blocks[0].up.weight.detach().clone(), model.blocks[0].down.weight.detach().clone()
-    engine = ShardedEngine(model, optimizer, FP32, compile_update=False)
-    _train(engine)
+    engine = make_engine(model, optimizer)
+    train_steps(engine)
     assert torch.equal(model.blocks[0].up.weight, up)
     assert not torch.equal(model.blocks[0].down.weight, down)
 
 
 def test_a_group_that_matches_no_parameter_is_named(caplog) -> None:
     groups = (ParamGroup(pattern="*.biass"), ParamGroup(pattern="*.up.*"))
-    ShardedEngine(make_model(), AdamW(lr=0.01, groups=groups), FP32, compile_update=False)
+    make_engine(optimizer=AdamW(lr=0.01, groups=groups))
     assert [record.getMessage() for record in caplog.records] == [
         "the optimizer's group '*.biass' matches no parameter of the model"
     ]
@@ -191,7 +174,7 @@ def test_a_gradient_that_shares_memory_is_taken_before_others_write_there() -> N
     """
     model = nn.Linear(8, 8)
     model.table = nn.Parameter(torch.zeros(4, 8))
-    engine = ShardedEngine(model, AdamW(lr=0.1), Precision(torch.float32), compile_update=False)
+    engine = make_engine(model, AdamW(lr=0.1))
     out = _InPlace.apply(model(torch.ones(1, 4, 8)))
     engine.backward(((out + model.table[None]) * torch.ones(1, 4, 8)).sum())
     (bucket,) = engine.buckets
@@ -204,8 +187,8 @@ def test_a_gradient_that_shares_memory_is_taken_before_others_write_there() -> N
 @pytest.mark.parametrize("when", ["before backward", "before step"])
 def test_a_call_that_breaks_a_view_is_refused(breaker, message: str, when: str, dtype: torch.dtype) -> None:
     model = make_model()
-    engine = _engine(model, Precision(dtype))
-    _train(engine, 1)
+    engine = make_engine(model, precision=Precision(dtype))
+    train_steps(engine, range(1))
     loss = loss_of(model, make_batch(1, 0, 0))
     if when == "before step":
         engine.backward(loss)
@@ -222,8 +205,8 @@ def test_a_call_that_breaks_a_view_is_refused(breaker, message: str, when: str, 
 
 
 def test_zero_grad_breaks_nothing() -> None:
-    plain, zeroed = _engine(), _engine()
-    _train(plain)
+    plain, zeroed = make_engine(), make_engine()
+    train_steps(plain)
     for step in range(3):
         loss = loss_of(zeroed.module, make_batch(step, 0, 0))
         zeroed.module.zero_grad(set_to_none=True)
@@ -234,11 +217,11 @@ def test_zero_grad_breaks_nothing() -> None:
 
 
 def test_loss_backward_outside_the_engine_is_refused() -> None:
-    engine = _engine()
+    engine = make_engine()
     with pytest.raises(RuntimeError, match=r"outside the engine.*Call engine.backward\(loss\) instead"):
         loss_of(engine.module, make_batch(0, 0, 0)).backward()
     assert all(param.grad is None for param in engine.module.parameters())
-    assert _train(engine) == _train(_engine())
+    assert train_steps(engine) == train_steps(make_engine())
 
 
 class _Planted(torch.autograd.Function):
@@ -256,7 +239,7 @@ class _Planted(torch.autograd.Function):
 @pytest.mark.parametrize("fails_in", [0, 1])
 def test_a_backward_that_raised_leaves_nothing_in_the_next_step(fails_in: int) -> None:
     def run(fail: bool) -> Tensor:
-        engine = _engine(grad_accum_steps=2)
+        engine = make_engine(grad_accum_steps=2)
         if fail:
             for micro_batch in range(fails_in):
                 engine.backward(loss_of(engine.module, make_batch(9, 0, micro_batch)))
@@ -276,7 +259,7 @@ def test_a_backward_that_raised_leaves_nothing_in_the_next_step(fails_in: int) -
 def test_units_share_buckets_unless_their_parameters_come_and_go() -> None:
     def buckets(shard: Shard) -> int:
         model = make_model()
-        return len(_engine(model, sharding=Sharding([*model.blocks], shard=shard)).buckets)
+        return len(make_engine(model, shard=shard).buckets)
 
     assert buckets("gradients") == buckets("states") == 1
     assert buckets("parameters") == len(make_model().blocks) + 2  # plus one before and one after the blocks
@@ -286,13 +269,13 @@ def test_units_share_buckets_unless_their_parameters_come_and_go() -> None:
 def test_an_update_that_raised_leaves_nothing_in_the_next_step(shard: Shard) -> None:
     def run(fail: bool) -> list[Tensor]:
         model = make_model()
-        engine = _engine(model, sharding=Sharding([*model.blocks], shard=shard))
+        engine = make_engine(model, shard=shard)
         if fail:
             engine.backward(loss_of(engine.module, make_batch(9, 0, 0)))
             planted = mock.patch.object(AdamW, "library_update_", side_effect=ValueError("planted"))
             with planted, pytest.raises(ValueError, match="planted"):
                 engine.step()
-        _train(engine)
+        train_steps(engine)
         return [bucket.master for bucket in engine.buckets]
 
     assert all(map(torch.equal, run(fail=True), run(fail=False)))
@@ -300,7 +283,7 @@ def test_an_update_that_raised_leaves_nothing_in_the_next_step(shard: Shard) -> 
 
 def test_a_step_that_is_discarded_leaves_nothing_in_the_next_one() -> None:
     def run(discard: bool) -> Tensor:
-        engine = _engine(grad_accum_steps=2)
+        engine = make_engine(grad_accum_steps=2)
         if discard:
             engine.backward(loss_of(engine.module, make_batch(9, 0, 0)))
             engine.discard_step()
@@ -314,7 +297,7 @@ def test_a_step_that_is_discarded_leaves_nothing_in_the_next_one() -> None:
 
 def test_a_sparse_gradient_is_refused() -> None:
     model = nn.Embedding(10, 4, sparse=True)
-    engine = _engine(model)
+    engine = make_engine(model)
     with pytest.raises(RuntimeError, match="weight got a torch.sparse_coo gradient"):
         engine.backward(model(torch.tensor([1, 2])).sum())
 
@@ -331,7 +314,7 @@ def test_a_reentrant_recompute_that_sends_a_second_gradient_is_refused() -> None
             return x
 
     model = Twice()
-    engine = _engine(model)
+    engine = make_engine(model)
     with pytest.raises(RuntimeError, match="second gradient.*use_reentrant=False"):
         engine.backward(model(torch.ones(3, requires_grad=True)).sum())
 
@@ -345,14 +328,14 @@ def test_a_reentrant_recompute_before_the_last_micro_batch_adds_up() -> None:
 
     model = Twice(2, 2, bias=False)
     weight = model.weight.detach().clone().requires_grad_()
-    engine = _engine(model, grad_accum_steps=2)
+    engine = make_engine(model, grad_accum_steps=2)
     engine.backward(model(torch.ones(1, 2, requires_grad=True)).sum())
     (torch.ones(1, 2) @ weight.T @ weight.T).sum().backward()
     assert torch.allclose(engine.buckets[0].grads[:4].view(2, 2), weight.grad)
 
 
 def test_calls_out_of_order_are_refused() -> None:
-    engine = _engine(grad_accum_steps=2)
+    engine = make_engine(grad_accum_steps=2)
     with pytest.raises(RuntimeError, match=r"step\(\) needs 2 backward\(\) calls \(grad_accum_steps\), got 0"):
         engine.step()
     engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
@@ -368,29 +351,35 @@ def test_calls_out_of_order_are_refused() -> None:
 
 
 WRONG_SETTINGS = [
-    (lambda: _engine(precision=Precision(torch.float16)), "FP16 gradients need one; pass loss_scale=DynamicLossScale"),
-    (lambda: _engine(precision=Precision(torch.float64)), "precision.dtype must be .* got torch.float64"),
-    (lambda: _engine(precision=Precision(torch.bfloat16, torch.float16)), "precision.grad_dtype must be None"),
     (
-        lambda: _engine(precision=Precision(torch.bfloat16, reduce_dtype="fp32")),
+        lambda: make_engine(precision=Precision(torch.float16)),
+        "FP16 gradients need one; pass loss_scale=DynamicLossScale",
+    ),
+    (lambda: make_engine(precision=Precision(torch.float64)), "precision.dtype must be .* got torch.float64"),
+    (lambda: make_engine(precision=Precision(torch.bfloat16, torch.float16)), "precision.grad_dtype must be None"),
+    (
+        lambda: make_engine(precision=Precision(torch.bfloat16, reduce_dtype="fp32")),
         "precision.reduce_dtype must be .* with half gradients .'fp32' needs grad_dtype=torch.float32., got 'fp32'",
     ),
     (
-        lambda: _engine(precision=Precision(torch.bfloat16, torch.float32, reduce_dtype="half_fp32_sum")),
+        lambda: make_engine(precision=Precision(torch.bfloat16, torch.float32, reduce_dtype="half_fp32_sum")),
         "precision.reduce_dtype must be None or 'fp32' with FP32 gradients .* got 'half_fp32_sum'",
     ),
-    (lambda: _engine(precision=Precision(torch.float32, reduce_dtype="half")), "'fp32' with FP32 gradients"),
-    (lambda: _engine(precision=Precision(reduce_dtype="bf16")), "precision.reduce_dtype must be .* got 'bf16'"),
-    (lambda: _engine(clip_grad=-1.0), "clip_grad must be a number of at least 0, got -1.0"),
-    (lambda: _engine(clip_grad=math.nan), "clip_grad must be a number of at least 0, got nan; 0 turns clipping off"),
-    (lambda: _engine(grad_accum_steps=0), "grad_accum_steps must be at least 1, got 0"),
-    (lambda: _engine(nn.ParameterList([torch.ones(2, dtype=torch.complex64)])), "0 is torch.complex64"),
+    (lambda: make_engine(precision=Precision(torch.float32, reduce_dtype="half")), "'fp32' with FP32 gradients"),
+    (lambda: make_engine(precision=Precision(reduce_dtype="bf16")), "precision.reduce_dtype must be .* got 'bf16'"),
+    (lambda: make_engine(clip_grad=-1.0), "clip_grad must be a number of at least 0, got -1.0"),
     (
-        lambda: _engine(sharding=Sharding(units=[nn.Linear(1, 1)])),
+        lambda: make_engine(clip_grad=math.nan),
+        "clip_grad must be a number of at least 0, got nan; 0 turns clipping off",
+    ),
+    (lambda: make_engine(grad_accum_steps=0), "grad_accum_steps must be at least 1, got 0"),
+    (lambda: make_engine(nn.ParameterList([torch.ones(2, dtype=torch.complex64)])), "0 is torch.complex64"),
+    (
+        lambda: make_engine(sharding=Sharding(units=[nn.Linear(1, 1)])),
         "units must be different submodules of the model; Linear is not one",
     ),
     (
-        lambda: _engine(blocks := nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), sharding=Sharding([blocks[0]])),
+        lambda: make_engine(blocks := nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), sharding=Sharding([blocks[0]])),
         r"a ModuleList is none, having no forward: .* Pass what it holds, e\.g\. \[\*model\.blocks\]",
     ),
     (lambda: single_device(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])), "must lie on one device"),
@@ -419,10 +408,10 @@ def test_a_wrong_setting_is_named(build, message: str) -> None:
 
 def test_a_second_engine_on_the_same_model_is_refused() -> None:
     model = make_model()
-    first = _engine(model)
+    first = make_engine(model)
     with pytest.raises(ValueError, match="parameter embedding.weight belongs to another engine, or did"):
-        _engine(model)
-    assert _train(first) == _train(_engine())  # the first one is unchanged
+        make_engine(model)
+    assert train_steps(first) == train_steps(make_engine())  # the first one is as it was
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
@@ -433,8 +422,8 @@ def test_a_dropped_engine_gives_its_memory_back(shard: Shard) -> None:
 
     def use() -> tuple[nn.Module, Tensor, list[weakref.ref]]:
         model = make_model()
-        engine = _engine(model, sharding=Sharding([*model.blocks], shard=shard))
-        _train(engine)
+        engine = make_engine(model, shard=shard)
+        train_steps(engine)
         loss = loss_of(model, make_batch(0, 0, 0))
         flats = (flat for bucket in engine.buckets for flat in (bucket.params, bucket.grads, bucket.master))
         held = (engine, engine.world, *(bucket.owners for bucket in engine.buckets), *flats)
@@ -457,7 +446,7 @@ def test_gradients_are_collected_of_what_is_trained() -> None:
         model = make_model()
         model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
         model.blocks[0].requires_grad_(False)
-        engines.append(_engine(model))
+        engines.append(make_engine(model))
     by_hooks, collected = engines
     by_hooks.backward(loss_of(by_hooks.module, make_batch(0, 0, 0)))
     params = {name: param for name, param in collected.module.named_parameters() if param.requires_grad}
@@ -481,8 +470,8 @@ def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
 
 
 def test_loaded_weights_reach_masters_and_half_parameters() -> None:
-    source, engine = make_model(), _engine(make_model(tied=True), Precision(torch.bfloat16))
-    _train(engine)
+    source, engine = make_model(), bf16_engine(make_model(tied=True))
+    train_steps(engine)
     weights = {name: torch.randn_like(tensor) for name, tensor in source.state_dict().items()}
     weights["head.weight"] = weights["embedding.weight"]
     engine.load_weights(weights)
@@ -491,7 +480,7 @@ def test_loaded_weights_reach_masters_and_half_parameters() -> None:
     assert all(torch.equal(out[name], weights[name]) for name in weights)  # FP32, bit for bit
     for name, tensor in engine.module.state_dict().items():
         assert torch.equal(tensor, weights[name].bfloat16())
-    _train(engine)  # the guards accept it
+    train_steps(engine)  # the guards accept it
 
 
 def _trained_from_shapes_alone() -> bool:
@@ -509,8 +498,8 @@ def _trained_from_shapes_alone() -> bool:
         out.copy_(values[spec.name][start : start + out.numel()])
 
     ends = []
-    for engine in (_engine(real), _engine(hollow, fill=fill)):
-        _train(engine)
+    for engine in (make_engine(real), make_engine(hollow, fill=fill)):
+        train_steps(engine)
         ends.append(engine.full_weights())
     return all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
 
@@ -520,7 +509,7 @@ def test_a_module_without_values_takes_those_that_fill_writes(run_ranks) -> None
 
 
 def test_wrong_weights_are_refused_all_at_once_and_change_nothing() -> None:
-    engine = _engine()
+    engine = make_engine()
     before = engine.full_weights()
     weights = make_model().state_dict()
     weights["norm.weight"] = torch.ones(3)
@@ -546,8 +535,8 @@ def test_values_that_the_dtype_cannot_hold_are_refused_by_name(
 ) -> None:
     model = make_model()
     model.blocks[0].gain.requires_grad_(False)
-    model.norm.register_buffer("mask", torch.full((2,), -math.inf))  # a frozen mask may have it
-    engine = _engine(model, Precision(dtype, loss_scale=StaticLossScale(1.0)))
+    model.norm.register_buffer("mask", torch.full((2,), -math.inf))  # as it may be
+    engine = make_engine(model, precision=Precision(dtype, loss_scale=StaticLossScale(1.0)))
     before = engine.full_weights()
     weights = {one: weight.float() for one, weight in before.items()}
     engine.load_weights(weights)
@@ -567,7 +556,7 @@ def test_values_that_the_dtype_cannot_hold_are_refused_by_name(
 
 def test_of_another_models_weights_the_first_names_of_each_kind_are_told_and_the_count() -> None:
     with pytest.raises(ValueError, match="load_weights") as error:
-        _engine().load_weights({f"layers.{number}.weight": torch.ones(2) for number in range(300)})
+        make_engine().load_weights({f"layers.{number}.weight": torch.ones(2) for number in range(300)})
     told = str(error.value)
     assert "unknown layers.0.weight" in told
     assert told.endswith("unknown layers.7.weight; and 292 more unknown")
@@ -577,7 +566,7 @@ def test_of_another_models_weights_the_first_names_of_each_kind_are_told_and_the
 def test_full_weights_holds_buffers_and_frozen_parameters_too() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[0].bias.requires_grad_(False)
-    engine = _engine(model)
+    engine = make_engine(model)
     weights = {name: torch.full_like(value, 3) for name, value in engine.full_weights().items()}
     engine.load_weights(weights)
     assert all((value == 3).all() for value in model.state_dict().values())
@@ -586,18 +575,14 @@ def test_full_weights_holds_buffers_and_frozen_parameters_too() -> None:
 def _resumed_equals_uninterrupted() -> list[bool]:
     def make() -> ShardedEngine:
         scale = DynamicLossScale(2.0**24, growth_interval=3)
-        return ShardedEngine(
-            make_model(), AdamW(lr=[0.01, 0.005]), Precision(torch.float16, loss_scale=scale), compile_update=False
-        )
+        return make_engine(None, AdamW(lr=[0.01, 0.005]), Precision(torch.float16, loss_scale=scale))
 
     straight, first, second = make(), make(), make()
-    _train(straight, 24)
-    _train(first, 12)
-    _train(second, 2)
+    train_steps(straight, range(24))
+    train_steps(first, range(12))
+    train_steps(second, range(2))
     second.load_state_dict(first.state_dict())
-    for step in range(12, 24):
-        second.backward(loss_of(second.module, make_batch(step, 0, 0)))
-        second.step()
+    train_steps(second, range(12, 24))
     straight.wait()
     second.wait()
     held = [
@@ -614,8 +599,8 @@ def test_a_restored_engine_continues_bitwise(run_ranks) -> None:
 
 
 def test_a_foreign_state_is_refused() -> None:
-    engine = _engine()
-    other = _engine(sharding=Sharding(bucket_size=100))
+    engine = make_engine()
+    other = make_engine(sharding=Sharding(bucket_size=100))
     with pytest.raises(ValueError, match=r"rank 0's of layout \w+, here is rank 0 of"):
         engine.load_state_dict(other.state_dict())
 
@@ -630,25 +615,25 @@ def test_the_sums_of_a_step_are_fp32_whatever_torchs_default_is() -> None:
 
 
 def test_the_modules_own_state_is_answered_with_load_weights() -> None:
-    engine = _engine()
+    engine = make_engine()
     with pytest.raises(ValueError, match=r"call engine.load_weights\(state_dict\)"):
         engine.load_state_dict(engine.module.state_dict())
 
 
 @pytest.mark.parametrize("spoil", [Tensor.item, Tensor.detach], ids=["number", "detached"])
 def test_a_loss_without_a_graph_is_refused_and_forgotten(spoil) -> None:
-    engine = _engine()
+    engine = make_engine()
     with pytest.raises(ValueError, match=r"before \.item\(\) or \.detach\(\)"):
         engine.backward(spoil(loss_of(engine.module, make_batch(0, 0, 0))))
-    _train(engine, 1)
+    train_steps(engine, range(1))
     assert int(engine.applied_updates) == 1
 
 
 def test_a_state_that_lacks_a_tensor_changes_nothing() -> None:
-    engine = _engine()
-    _train(engine)
+    engine = make_engine()
+    train_steps(engine)
     before = engine.full_weights()
-    state = _engine().state_dict()
+    state = make_engine().state_dict()
     state["states"].pop()
     with pytest.raises(RuntimeError, match="same number of tensors"):
         engine.load_state_dict(state)
@@ -657,12 +642,12 @@ def test_a_state_that_lacks_a_tensor_changes_nothing() -> None:
 
 def test_a_state_of_another_loss_scale_rule_is_refused_and_changes_nothing() -> None:
     def build(scale: StaticLossScale) -> ShardedEngine:
-        return _engine(precision=Precision(torch.bfloat16, loss_scale=scale))
+        return make_engine(precision=Precision(torch.bfloat16, loss_scale=scale))
 
     engine, others = build(TorchLossScale()), [build(rule()) for rule in (HeadroomLossScale, MegatronLossScale)]
     before = engine.full_weights()
     for other in others:
-        _train(other, 1)
+        train_steps(other, range(1))
         with pytest.raises(ValueError, match="build the engine as it was: .* kind of loss scale"):
             engine.load_state_dict(other.state_dict())
         assert all(torch.equal(before[name], value) for name, value in engine.full_weights().items())
@@ -672,10 +657,10 @@ def test_a_state_of_another_loss_scale_rule_is_refused_and_changes_nothing() -> 
 def test_a_state_leaves_an_engine_its_own_settings() -> None:
     def build(lr: float, scale: float) -> ShardedEngine:
         precision = Precision(torch.bfloat16, loss_scale=StaticLossScale(scale))
-        return ShardedEngine(make_model(), AdamW(lr=lr), precision, compile_update=False)
+        return make_engine(None, AdamW(lr=lr), precision)
 
     engine, other = build(0.5, 4.0), build(0.25, 8.0)
-    _train(other, 1)
+    train_steps(other, range(1))
     engine.load_state_dict(other.state_dict())
     engine.backward(loss_of(engine.module, make_batch(1, 0, 0)))
     result = engine.step()
@@ -683,7 +668,7 @@ def test_a_state_leaves_an_engine_its_own_settings() -> None:
 
 
 def test_the_step_reports_what_a_user_logs() -> None:
-    engine = _engine(precision=Precision(torch.float16, loss_scale=StaticLossScale(2.0**6)))
+    engine = make_engine(precision=Precision(torch.float16, loss_scale=StaticLossScale(2.0**6)))
     engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
     result = engine.step()
     assert re.fullmatch(r"\d+\.\d+", f"{float(result.grad_norm):.3f}")
@@ -693,13 +678,13 @@ def test_the_step_reports_what_a_user_logs() -> None:
 
 
 def test_what_is_no_observer_is_refused_before_the_step() -> None:
-    engine = _engine()
+    engine = make_engine()
     with pytest.raises(TypeError, match=r"observe\(\) takes a megamix.StepObserver, got 3"), engine.observe(3):
         pass
     seen = mock.Mock(spec=megamix.StepObserver)
     seen.cut.side_effect = lambda bucket, spans: spans
     with engine.observe(seen):
-        _train(engine, steps=2)
-    _train(engine, steps=1)
+        train_steps(engine, range(2))
+    train_steps(engine, range(1))
     assert seen.on_gradient.call_count == 2 * len([*engine.module.parameters()])
     assert seen.on_use.call_count == 2 * len(engine.buckets)

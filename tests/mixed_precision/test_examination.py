@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, Precision, ShardedEngine, Sharding
+from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, Precision, ShardedEngine
 from megamix.mixed_precision import examination
 from megamix.mixed_precision.examination import count_exponents, layer_of, layers_of
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
+from tests.engines import make_engine
 
 pytestmark = pytest.mark.uncounted
 
@@ -57,10 +58,8 @@ def test_every_value_is_counted_in_the_bin_of_its_exponent(dtype: torch.dtype) -
 
 
 def _build(model: TinyModel, optimizer, precision: Precision) -> ShardedEngine:
-    sharding = Sharding(units=[*model.blocks], bucket_size=1500)
-    return ShardedEngine(
-        model, optimizer, precision, sharding, clip_grad=0.5, grad_accum_steps=ACCUM, compile_update=False
-    )
+    settings = {"clip_grad": 0.5, "grad_accum_steps": ACCUM}
+    return make_engine(model, optimizer, precision, shard="states", bucket_size=1500, **settings)
 
 
 def _trained(examined: bool, dtype: torch.dtype, grad_dtype: torch.dtype, recompute: bool) -> list[Tensor]:

@@ -18,20 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from megamix import NAG, AdamW, Checkpoints, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix import NAG, AdamW, Checkpoints, ParamGroup, Precision, ShardedEngine, StaticLossScale
 from megamix.mixed_precision.settings import Shard
 from tests.distributed.models import loss_of, make_batch, make_model
-
-BF16 = Precision(torch.bfloat16)
-
-
-def _engine(model: nn.Module | None = None, precision: Precision = BF16, **settings) -> ShardedEngine:
-    return ShardedEngine(model or make_model(), AdamW(lr=0.01), precision, compile_update=False, **settings)
-
-
-def _step(engine: ShardedEngine, step: int = 0) -> None:
-    engine.backward(loss_of(engine.module, make_batch(step, 0, 0)))
-    engine.step()
+from tests.engines import BF16, bf16_engine, make_engine, train_step
 
 
 def _with_batch_norm(kind: type[nn.Module], **settings) -> nn.Module:
@@ -55,11 +45,15 @@ WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
         "model is a generator, not of Module",
     ),
     (
-        lambda: _engine(precision=torch.bfloat16),
+        lambda: make_engine(precision=torch.bfloat16),
         TypeError,
         r"precision is a dtype, not of Precision; pass megamix.Pr",
     ),
-    (lambda: _engine(sharding=[]), TypeError, r"sharding is a list, not of Sharding; pass megamix.Sharding\(...\)"),
+    (
+        lambda: bf16_engine(sharding=[]),
+        TypeError,
+        r"sharding is a list, not of Sharding; pass megamix.Sharding\(...\)",
+    ),
     (
         lambda: AdamW(lr=1.0, groups=[{"params": [], "lr": 0.1}]),
         TypeError,
@@ -87,29 +81,37 @@ WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
         r"ParamGroup: got an unexpected .* 'betas'; write its settings by name: ParamGroup\(pattern=..., lr_factor=",
     ),
     (lambda: Checkpoints(make_model(), "runs"), TypeError, "engine is a .*; pass the ShardedEngine that trains it"),
-    (lambda: _engine(nn.ReLU()), ValueError, "no trainable parameter: it has none, or"),
+    (lambda: bf16_engine(nn.ReLU()), ValueError, "no trainable parameter: it has none, or"),
     (
-        lambda: _engine(nn.Linear(2, 2).requires_grad_(False)),
+        lambda: bf16_engine(nn.Linear(2, 2).requires_grad_(False)),
         ValueError,
         "no trainable parameter: it has none, or every requires_grad is False",
     ),
-    (lambda: copy.deepcopy(_engine()), TypeError, r"neither copied nor pickled.* take deepcopy\(engine.module\)"),
+    (
+        lambda: copy.deepcopy(bf16_engine()),
+        TypeError,
+        r"neither copied nor pickled.* take deepcopy\(engine.module\)",
+    ),
     (lambda: AdamW(lr=torch.tensor(1.0)), ValueError, "lr must be a finite number .* or a sequence of such"),
     (lambda: AdamW(lr="1e-3"), ValueError, "lr must be a finite number .* got '1e-3'"),
-    (lambda: _engine(nn.Linear(2, 2, device="meta")), ValueError, "weight is on the meta device .* model.to_empty"),
     (
-        lambda: _engine(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta"))),
+        lambda: bf16_engine(nn.Linear(2, 2, device="meta")),
+        ValueError,
+        "weight is on the meta device .* model.to_empty",
+    ),
+    (
+        lambda: bf16_engine(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta"))),
         ValueError,
         "1.running_mean is on the meta device",
     ),
     (
-        lambda: _engine(nn.DataParallel(nn.Linear(2, 2))),
+        lambda: bf16_engine(nn.DataParallel(nn.Linear(2, 2))),
         ValueError,
         "the model is wrapped by DataParallel.*module inside",
     ),
     *(
         (
-            lambda kind=kind: _engine(_with_batch_norm(kind)),
+            lambda kind=kind: bf16_engine(_with_batch_norm(kind)),
             ValueError,
             f"module 1.norm is a {kind.__name__} whose torch.bfloat16 weights would .* GroupNorm or LayerNorm",
         )
@@ -130,7 +132,7 @@ def test_a_wrong_kind_is_answered_with_the_right_one(build, kind: type[Exception
 )
 def test_the_ways_out_of_batch_norm_train(precision: Precision, settings: dict[str, bool]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, **settings))
-    engine = _engine(model, precision)
+    engine = make_engine(model, precision=precision)
     before = copy.deepcopy(model.state_dict())
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).to(precision.dtype)
     engine.backward((engine(x).float() * torch.arange(32).view(8, 4)).mean())
@@ -154,7 +156,7 @@ def _wrapped() -> list[str]:
     told = []
     for model in models:
         try:
-            _engine(model)
+            bf16_engine(model)
         except ValueError as error:
             told.append(str(error))
     from torch.distributed.tensor import distribute_tensor
@@ -162,7 +164,7 @@ def _wrapped() -> list[str]:
     plain = nn.Linear(4, 4)
     plain.weight = nn.Parameter(distribute_tensor(plain.weight.data, mesh))
     with pytest.raises(ValueError, match="weight is a DTensor, .* pass the plain module") as error:
-        _engine(plain)
+        bf16_engine(plain)
     return [*told, str(error.value)]
 
 
@@ -181,7 +183,7 @@ class _Masked(nn.Linear):
 
 
 def test_fp32_inputs_are_named_when_the_module_cannot_take_them() -> None:
-    engine = _engine(_Masked(4, 4))
+    engine = bf16_engine(_Masked(4, 4))
     with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype") as error:
         engine(torch.ones(2, 4), mask=torch.ones(2, 4).bfloat16())
     (note,) = error.value.__notes__
@@ -216,7 +218,7 @@ ATTEMPTS: list[tuple[Callable[[ShardedEngine], object], str]] = [
 @pytest.mark.parametrize(("attempt", "message"), ATTEMPTS)
 def test_what_torchs_objects_have_is_answered_with_what_the_engine_has(attempt, message: str) -> None:
     with pytest.raises(AttributeError, match=message):
-        attempt(_engine())
+        attempt(bf16_engine())
 
 
 def _ema(average: Tensor, weight: Tensor, count: Tensor) -> Tensor:
@@ -224,7 +226,7 @@ def _ema(average: Tensor, weight: Tensor, count: Tensor) -> Tensor:
 
 
 def _ema_in_half(caplog, precision: Precision) -> list[str]:
-    engine = _engine(precision=precision)
+    engine = make_engine(precision=precision)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="megamix"):
         AveragedModel(engine.module, avg_fn=get_ema_avg_fn(0.999))
@@ -239,12 +241,12 @@ def test_an_average_copied_in_half_is_told_and_what_the_words_say_works(caplog) 
     assert _ema_in_half(caplog, Precision(torch.float32)) == []
     model = make_model()
     early = AveragedModel(model, avg_fn=_ema)
-    engine = _engine(model)
+    engine = bf16_engine(model)
     late = AveragedModel(engine.module, avg_fn=_ema).float()
     half = AveragedModel(engine.module, avg_fn=get_ema_avg_fn(0.999))
     want: dict[str, Tensor] = {}
     for step in range(4):
-        _step(engine, step)
+        train_step(engine, step)
         for average in (early, late, half):
             average.update_parameters(engine.module)
         now = {name: param.detach().double() for name, param in model.named_parameters()}
@@ -260,9 +262,9 @@ def test_an_average_copied_in_half_is_told_and_what_the_words_say_works(caplog) 
 
 
 def test_a_copy_trains_under_an_engine_of_its_own() -> None:
-    engine = _engine()
-    _step(engine)
-    other = _engine(copy.deepcopy(engine.module))
+    engine = bf16_engine()
+    train_step(engine)
+    other = bf16_engine(copy.deepcopy(engine.module))
     other.load_weights(engine.full_weights())
     for one in (engine, other):
         one.backward(loss_of(one.module, make_batch(1, 0, 0)))
@@ -348,8 +350,8 @@ CHANGES = [
 def test_a_later_change_of_the_module_is_refused_by_name(change, message: str, when: str) -> None:
     model = make_model()
     model.blocks[0].requires_grad_(False)
-    engine = _engine(model)
-    _step(engine)
+    engine = bf16_engine(model)
+    train_step(engine)
     loss = loss_of(model, make_batch(1, 0, 0))
     if when == "before step":
         engine.backward(loss)
@@ -360,24 +362,24 @@ def test_a_later_change_of_the_module_is_refused_by_name(change, message: str, w
 
 def test_a_change_that_leaves_the_parameters_alone_is_none() -> None:
     model = make_model()
-    engine, plain = _engine(model), _engine()
+    engine, plain = bf16_engine(model), bf16_engine()
     for step in range(3):
         if step == 1:
             model.blocks[1].probe = nn.Dropout(0.5)
-        _step(engine, step)
-        _step(plain, step)
+        train_step(engine, step)
+        train_step(plain, step)
     assert torch.equal(engine.buckets[0].master, plain.buckets[0].master)
 
 
 def test_a_parameter_is_frozen_later_as_the_message_says() -> None:
-    engine = _engine()
-    _step(engine)
+    engine = bf16_engine()
+    train_step(engine)
     frozen = make_model()
     frozen.load_state_dict(engine.full_weights())
     frozen.blocks[0].requires_grad_(False)
     before = frozen.blocks[0].up.weight.detach().bfloat16()
-    second = _engine(frozen)
-    _step(second, 1)
+    second = bf16_engine(frozen)
+    train_step(second, 1)
     assert torch.equal(frozen.blocks[0].up.weight, before)
 
 
@@ -385,19 +387,19 @@ def test_a_parameter_is_frozen_later_as_the_message_says() -> None:
 def test_a_group_without_a_rate_keeps_its_parameters(optimizer) -> None:
     groups = (ParamGroup(pattern="blocks.0.*", lr_factor=0.0),)
     precision = Precision(torch.float16, loss_scale=StaticLossScale(2.0**8))
-    engine = ShardedEngine(make_model(), optimizer(lr=0.1, groups=groups), precision, compile_update=False)
+    engine = make_engine(None, optimizer(lr=0.1, groups=groups), precision)
     before = engine.full_weights()
-    _step(engine)
+    train_step(engine)
     after = engine.full_weights()
     kept = [name for name in before if torch.equal(before[name], after[name])]
     assert kept == [name for name in before if name.startswith("blocks.0.")]
 
 
 def test_a_loss_in_half_is_told_once_with_what_to_write() -> None:
-    engine, tokens = _engine(), make_batch(0, 0, 0)
+    engine, tokens = bf16_engine(), make_batch(0, 0, 0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
-        _step(engine)
+        train_step(engine)
         assert not told
         for _ in range(2):
             engine.backward(engine(tokens).mean())
@@ -416,7 +418,7 @@ def _grad_before_the_build(engine_of: Callable[[nn.Module], ShardedEngine]) -> N
 
 def _grad_before_a_pass(engine_of: Callable[[nn.Module], ShardedEngine]) -> None:
     engine = engine_of(make_model())
-    _step(engine)
+    train_step(engine)
     weight = engine.module.blocks[1].up.weight
     weight.grad = torch.ones(weight.shape, dtype=weight.dtype)
     engine.backward(loss_of(engine.module, make_batch(1, 0, 0)))
@@ -441,7 +443,7 @@ def _grad_before_the_step(engine_of: Callable[[nn.Module], ShardedEngine]) -> No
 )
 def test_a_gradient_that_somebody_put_there_is_refused_by_name(put, message: str, shard: Shard) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message):
-        put(lambda model: _engine(model, sharding=Sharding([*model.blocks], shard=shard)))
+        put(lambda model: bf16_engine(model, shard=shard))
 
 
 def test_a_gradient_left_by_a_backward_that_failed_is_in_no_step() -> None:
@@ -454,8 +456,8 @@ def test_a_gradient_left_by_a_backward_that_failed_is_in_no_step() -> None:
                 fails.clear()
                 raise ValueError("planted")
 
-        weight.register_post_accumulate_grad_hook(user_hook)  # runs before the engine's hook
-        engine = _engine(model)
+        weight.register_post_accumulate_grad_hook(user_hook)  # in front of the engine's
+        engine = bf16_engine(model)
         if fail:
             with pytest.raises(ValueError, match="planted"):
                 engine.backward(loss_of(model, make_batch(0, 0, 0)) * 1000)
@@ -466,7 +468,7 @@ def test_a_gradient_left_by_a_backward_that_failed_is_in_no_step() -> None:
 
 
 WRITERS: list[Callable[[ShardedEngine], object]] = [
-    _step,
+    train_step,
     lambda engine: engine.load_weights(engine.full_weights()),
     lambda engine: engine.load_state_dict(engine.state_dict()),
     lambda engine: engine.publish_masters(),
@@ -478,19 +480,19 @@ WRITERS: list[Callable[[ShardedEngine], object]] = [
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_loss_from_before_the_weights_were_written_is_refused(write, recompute: bool, shard: Shard) -> None:
     model = make_model(recompute=recompute)
-    engine = _engine(model, sharding=Sharding([*model.blocks], shard=shard))
-    _step(engine)
+    engine = bf16_engine(model, shard=shard)
+    train_step(engine)
     stale = loss_of(model, make_batch(1, 0, 0))
     write(engine)
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
         engine.backward(stale)
     assert "before step() or a load wrote the weights: call engine.backward(loss) first" in error.value.__notes__[-1]
     for step in range(2):
-        _step(engine, step)
+        train_step(engine, step)
 
 
 def test_a_probe_of_the_loss_scale_writes_nothing_and_takes_no_graph_away() -> None:
-    engine = _engine()
+    engine = bf16_engine()
     loss = loss_of(engine.module, make_batch(0, 0, 0))
     engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
     engine.probe_loss_scale()
@@ -510,7 +512,7 @@ def test_a_parameter_outside_the_module_is_told_by_shape_and_by_what_reads_it(ca
         x = nn.functional.embedding(tokens, table).mean(-1)
         return ((x * scale) * leaf).mean() + loss_of(model, tokens)
 
-    engine = _engine(model, sharding=Sharding([*model.blocks], shard=shard))
+    engine = bf16_engine(model, shard=shard)
     with caplog.at_level(logging.WARNING, logger="megamix"):
         for step in range(4):
             if step == 2:
@@ -528,7 +530,7 @@ def test_a_parameter_outside_the_module_is_told_by_shape_and_by_what_reads_it(ca
 def test_the_modules_own_parameters_are_told_of_nobody(caplog) -> None:
     with caplog.at_level(logging.WARNING, logger="megamix"):
         for recompute in (False, True):
-            _step(_engine(make_model(recompute=recompute)))
+            train_step(bf16_engine(make_model(recompute=recompute)))
     assert not caplog.records
 
 
@@ -536,7 +538,7 @@ def test_the_modules_own_parameters_are_told_of_nobody(caplog) -> None:
 def test_a_second_thread_in_backward_or_step_is_refused(shard: Shard) -> None:
     def norms(second: bool) -> list[float]:
         model, inside, go = make_model(), threading.Event(), threading.Event()
-        engine = _engine(model, sharding=Sharding([*model.blocks], shard=shard))
+        engine = bf16_engine(model, shard=shard)
         loss, found = loss_of(model, make_batch(0, 0, 0)), list[float]()
 
         def wait(grad: Tensor) -> None:
@@ -568,6 +570,6 @@ def test_a_second_thread_in_backward_or_step_is_refused(shard: Shard) -> None:
 def test_a_hook_that_takes_a_gradient_away_is_named() -> None:
     model = make_model()
     model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    engine = _engine(model)
+    engine = bf16_engine(model)
     with pytest.raises(RuntimeError, match=r"a hook on parameter blocks.1.up.weight has set its .grad to None.*"):
-        _step(engine)
+        train_step(engine)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamix import NAG, AdamW, Precision, ShardedEngine, Sharding, tuned
+from megamix import NAG, AdamW, Precision, Sharding, tuned
 from megamix.mixed_precision.fused_update import gated_update_
 from megamix.mixed_precision.half_states import by_chance, needs_chance
 from megamix.mixed_precision.update_slice import UpdateScalars
 from tests.distributed.models import loss_of, make_batch, make_model
+from tests.engines import make_engine
 
 BF16 = torch.bfloat16
 
@@ -73,8 +74,7 @@ def test_a_second_moment_decays_as_beta2_says() -> None:
 
 def _trained(optimizer, sharding: dict[str, object]) -> dict[tuple[str, str], tuple[int, Tensor]]:
     model = make_model(tied=False)
-    units = [*model.blocks]
-    engine = ShardedEngine(model, optimizer, Precision(BF16), Sharding(units, **sharding), compile_update=False)
+    engine = make_engine(model, optimizer, Precision(BF16), Sharding([*model.blocks], **sharding))
     for step in range(4):
         engine.backward(loss_of(model, make_batch(step, 0, 0)))  # the same on every rank: a mean of equals is exact
         engine.step()

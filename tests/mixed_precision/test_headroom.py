@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from megamix import AdamW, DynamicLossScale, HeadroomLossScale, Precision, ShardedEngine, Sharding
+from megamix import DynamicLossScale, HeadroomLossScale, Precision, ShardedEngine, Sharding
 from megamix.mixed_precision.headroom import FP16_MAX
-from tests.distributed.models import loss_of, make_batch, make_model
+from tests.distributed.models import loss_of, make_batch
+from tests.engines import make_engine
 
 NAN = float("nan")
 
@@ -109,9 +110,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, float], message: str) -> N
 
 def _engine(scale: DynamicLossScale | HeadroomLossScale, model: nn.Module | None = None, **settings) -> ShardedEngine:
     precision = Precision(torch.float16, loss_scale=scale)
-    sharding = Sharding(bucket_size=1500)
-    model = model or make_model()
-    return ShardedEngine(model, AdamW(lr=0.01), precision, sharding, compile_update=False, **settings)
+    return make_engine(model, None, precision, Sharding(bucket_size=1500), **settings)
 
 
 def _backward(engine: ShardedEngine, step: int, times: float = 1.0) -> None:

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix import Precision, ShardedEngine, Sharding, StaticLossScale
 from megamix.mixed_precision.settings import Shard
+from tests.engines import make_engine
 
 STAY = ["norms.1.table", "track.num_batches_tracked"]
 FP16 = Precision(torch.float16, loss_scale=StaticLossScale(8.0))
@@ -57,7 +58,7 @@ def _engine(shard: Shard = "states", recompute: bool = False, **more: Any) -> Sh
     torch.manual_seed(0)
     model = Net(recompute)
     sharding = Sharding([model.first, model.last], shard=shard)
-    return ShardedEngine(model, AdamW(lr=0.01), FP16, sharding, compile_update=False, **more)
+    return make_engine(model, None, FP16, sharding, **more)
 
 
 def _forward(engine: ShardedEngine, step: int, times: float = 1.0) -> Tensor:
@@ -205,7 +206,7 @@ def test_statistics_of_compiled_blocks_are_put_back() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)), nn.Linear(4, 1))
     model[0].compile(backend="aot_eager")
-    engine = ShardedEngine(model, AdamW(lr=0.01), FP16, compile_update=False)
+    engine = make_engine(model, precision=FP16)
     _step(engine, 0)
     before = _buffers(engine)
     _step(engine, 1, overflows=True)
@@ -239,8 +240,8 @@ def test_buffers_of_any_kind_are_left_alone_if_nothing_moves_them() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
     for name, buffer in kinds.items():
         model[0].register_buffer(name, buffer, persistent=False)
-    engine = ShardedEngine(model, AdamW(lr=0.01), FP16, compile_update=False)
-    _step(engine, 0, overflows=True)  # the engine learns in this step's first forward
+    engine = make_engine(model, precision=FP16)
+    _step(engine, 0, overflows=True)  # in its first forward it learns which ones move
     with _Operands() as operands:
         _step(engine, 1)
         _step(engine, 2, overflows=True)

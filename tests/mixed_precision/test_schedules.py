@@ -11,7 +11,8 @@ from megamix import AdamW, Checkpoints, DynamicLossScale, Precision, ShardedEngi
 from megamix.builders.objects import lr_table
 from megamix.config.optimizers import OptimizerConfig
 from megamix.config.sections import LrScheduleConfig
-from tests.distributed.models import loss_of, make_batch, make_model
+from tests.distributed.models import loss_of, make_batch
+from tests.engines import make_engine
 
 RATES = {
     "cosine": schedules.cosine(3e-3, 30, warmup_steps=4, decay_steps=20, min_lr=1e-4),
@@ -31,7 +32,7 @@ def test_a_program_has_the_rates_of_a_job(style: str) -> None:
 
 def _engine(lr: list[float]) -> ShardedEngine:
     precision = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**10))
-    return ShardedEngine(make_model(), AdamW(lr=lr), precision, compile_update=False)
+    return make_engine(None, AdamW(lr=lr), precision)
 
 
 def _train(engine: ShardedEngine, steps: range) -> list[float]:

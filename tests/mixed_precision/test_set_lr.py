@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix import AdamW, ParamGroup, Precision, ShardedEngine
-from tests.distributed.models import loss_of, make_batch, make_model
+from megamix import AdamW, ParamGroup, ShardedEngine
+from tests.distributed.models import loss_of, make_batch
+from tests.engines import make_engine
 from tests.mixed_precision.test_no_host_read import no_host_read
 
 GROUPS = (ParamGroup(pattern="blocks.1.*", lr_factor=0.5),)
@@ -17,7 +18,7 @@ RATES = [0.01, 0.007, 0.02, 0.02, 0.0, 0.005]
 
 
 def _engine(lr: float | list[float] = 1.0) -> ShardedEngine:
-    return ShardedEngine(make_model(), AdamW(lr=lr, groups=GROUPS), Precision(torch.float32), compile_update=False)
+    return make_engine(optimizer=AdamW(lr=lr, groups=GROUPS))
 
 
 def _step(engine: ShardedEngine, step: int, overflow: bool = False) -> float:

@@ -13,13 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from megamix import AdamW, ShardedEngine
 from megamix.mixed_precision.weights import without_values
 from tests.distributed.models import TinyModel, make_model
-
-
-def _engine(model: nn.Module, **settings: object) -> ShardedEngine:
-    return ShardedEngine(model, AdamW(lr=0.01), compile_update=False, **settings)
+from tests.engines import bf16_engine
 
 
 def _same_data(model: TinyModel) -> None:
@@ -65,7 +61,7 @@ def test_tensors_that_share_elements_are_refused_by_both_names(
     model = make_model(tied=False)
     tie(model)
     with pytest.raises(ValueError, match=rf"{first} and {second} share .* one Parameter: module.weight = other.weight"):
-        _engine(model)
+        bf16_engine(model)
 
 
 def _one_vector(model: TinyModel, folder: Path) -> None:
@@ -93,16 +89,16 @@ def test_disjoint_parts_of_one_memory_train(share: Callable[[TinyModel, Path], N
     model = make_model(tied=False)
     share(model, tmp_path)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    assert all(torch.equal(weight, before[name]) for name, weight in _engine(model).full_weights().items())
+    assert all(torch.equal(weight, before[name]) for name, weight in bf16_engine(model).full_weights().items())
 
 
 def test_tied_parameters_and_such_without_values_train() -> None:
-    _engine(make_model(tied=True))
+    bf16_engine(make_model(tied=True))
     model = make_model()
     without_values(model, torch.device("cpu"))
-    engine = _engine(model, fill=lambda spec, start, master: master.fill_(1.0))
+    engine = bf16_engine(model, fill=lambda spec, start, master: master.fill_(1.0))
     assert float(engine.full_weights()["norm.weight"].sum()) == 24
     one = nn.Parameter(torch.zeros(()).expand(24))
     model = make_model()
     model.norm.weight, model.blocks[0].norm.bias = one, nn.Parameter(one.data)
-    _engine(model, fill=lambda spec, start, master: master.fill_(1.0))
+    bf16_engine(model, fill=lambda spec, start, master: master.fill_(1.0))

@@ -30,8 +30,8 @@ from megamix.mixed_precision import unseen_writes
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Shard
 from tests.distributed.models import loss_of, make_batch, make_model
+from tests.engines import BF16, bf16_engine, make_engine, train_step
 
-BF16 = Precision(torch.bfloat16)
 ADAMW = AdamW(lr=0.01)
 NAME = "blocks.1.up.weight"
 SHARDS = get_args(Shard)
@@ -41,13 +41,7 @@ def _engine(shard: Shard = "states") -> ShardedEngine:
     model = make_model(tied=False)
     units = [model.embedding, *model.blocks, model.norm, model.head]
     sharding = Sharding(units=units, bucket_size=1500, shard=shard)
-    return ShardedEngine(model, ADAMW, BF16, sharding, compile_update=False)
-
-
-def _step(engine: ShardedEngine, step: int = 0) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    engine.backward(loss_of(engine.module, make_batch(step, rank, 0)))
-    engine.step()
+    return bf16_engine(model, sharding=sharding)
 
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
@@ -64,25 +58,25 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_a_write_that_moves_no_version_is_refused_by_name(write: Callable[[nn.Parameter], object]) -> None:
     engine = _engine()
-    _step(engine)
+    train_step(engine)
     write(engine.module.get_parameter(NAME))
-    _step(engine)
-    _step(engine)
+    train_step(engine)
+    train_step(engine)
     with pytest.raises(RuntimeError, match=f"parameter {NAME} was written past the engine.*engine.load_weights"):
-        _step(engine)
+        train_step(engine)
     engine.discard_step()
     engine.load_weights(engine.full_weights())
     for step in range(4):
-        _step(engine, step)
+        train_step(engine, step)
 
 
 def test_a_write_before_the_first_step_is_refused_two_steps_later() -> None:
     engine = _engine()
     nn.init.normal_(engine.module.get_parameter(NAME).data)
-    _step(engine)
-    _step(engine)
+    train_step(engine)
+    train_step(engine)
     with pytest.raises(RuntimeError, match=NAME):
-        _step(engine)
+        train_step(engine)
 
 
 READERS: dict[str, Callable[[ShardedEngine, Any], object]] = {
@@ -96,10 +90,10 @@ READERS: dict[str, Callable[[ShardedEngine, Any], object]] = {
 @pytest.mark.parametrize("steps_later", [0, 1])
 def test_weights_are_not_given_away_after_a_write(read, steps_later: int, tmp_path) -> None:
     engine = _engine()
-    _step(engine)
+    train_step(engine)
     engine.module.get_parameter(NAME).data.clamp_(-0.01, 0.01)
     for _ in range(steps_later):
-        _step(engine)
+        train_step(engine)
     with pytest.raises(RuntimeError, match=NAME):
         read(engine, tmp_path / "folder")
     assert not [*tmp_path.glob("folder/step_*")]
@@ -121,7 +115,7 @@ def _found_in(shard: Shard, written_in: int, examined: bool) -> int | None:
         if examined and under_way[0] == written_in:
             engine.examine_next_step()
         with contextlib.suppress(RuntimeError):
-            _step(engine, under_way[0])
+            train_step(engine, under_way[0])
             continue
         return under_way[0]
     return None
@@ -138,8 +132,8 @@ def test_steps_are_checked_at_the_beginning_then_rarely_and_when_examined(shard:
 def test_a_write_inside_whole_parameters_is_told_two_steps_later_and_before_weights_are_given() -> None:
     engine = _engine("parameters")
     for step in range(5):
-        _step(engine, step)
-    for ends in (lambda: [_step(engine, 5 + step) for step in range(3)], engine.full_weights):
+        train_step(engine, step)
+    for ends in (lambda: [train_step(engine, 5 + step) for step in range(3)], engine.full_weights):
         with engine.whole_parameters():
             engine.module.get_parameter(NAME).data.clamp_(-0.01, 0.01)
         with pytest.raises(RuntimeError, match=f"parameter {NAME} was written past"):
@@ -150,7 +144,7 @@ def test_a_write_inside_whole_parameters_is_told_two_steps_later_and_before_weig
     assert largest > 0.01
     with pytest.raises(KeyError), engine.whole_parameters():
         raise KeyError
-    _step(engine)
+    train_step(engine)
 
 
 def _one_rank_writes(shard: Shard) -> list[str]:
@@ -176,7 +170,7 @@ def _one_rank_writes(shard: Shard) -> list[str]:
     if shard == "parameters":
         call(inside)
         for step in range(3):
-            call(lambda step=step: _step(engine, step))
+            call(lambda step=step: train_step(engine, step))
     else:
         engine.wait()
         write()
@@ -185,7 +179,7 @@ def _one_rank_writes(shard: Shard) -> list[str]:
         engine.wait()
         write()
         for step in range(3):
-            call(lambda step=step: _step(engine, step))
+            call(lambda step=step: train_step(engine, step))
     return told
 
 
@@ -203,7 +197,7 @@ def _one_rank_differs() -> list[float]:
     if dist.get_rank() == 0:
         engine.examine_next_step()
     for step in range(4):
-        _step(engine, step)
+        train_step(engine, step)
     return [float(param.double().sum()) for param in engine.full_weights().values()]
 
 
@@ -216,7 +210,7 @@ def test_a_rank_that_nests_fails_or_examines_alone_holds_nobody_up(run_ranks) ->
 def test_parameters_of_one_tensor_s_views_share_a_counter_and_train(parts: int) -> None:
     model = nn.Module()
     model.parts = nn.ParameterList(torch.zeros(parts, 8).unbind())
-    engine = ShardedEngine(model, AdamW(lr=0.1), Precision(torch.bfloat16), compile_update=False)
+    engine = make_engine(model, AdamW(lr=0.1), BF16)
     for _ in range(3):
         engine.backward(sum(part.float().sum() for part in model.parts))
         engine.step()
@@ -270,7 +264,7 @@ def _trains(case: Right) -> int:
     model = make_model()
     units = [*model.blocks]
     sharding = Sharding(units, shard=case.shard, accumulate=case.accumulate, overlap=case.overlap, bucket_size=1500)
-    engine = ShardedEngine(model, case.optimizer, case.precision, sharding, grad_accum_steps=2, compile_update=False)
+    engine = make_engine(model, case.optimizer, case.precision, sharding, grad_accum_steps=2)
     if case.large:
         for owned in engine.owned_ranges():
             owned.tensors["master"].mul_(2.0**20)
@@ -316,7 +310,7 @@ def test_a_checked_step_trains_the_bits_of_one_that_is_not(monkeypatch) -> None:
         monkeypatch.setattr(unseen_writes, "_EVERY", every)
         engine = _engine()
         for step in range(6):
-            _step(engine, step)
+            train_step(engine, step)
         return torch.cat([bucket.master for bucket in engine.buckets])
 
     assert torch.equal(masters(1), masters(1000))

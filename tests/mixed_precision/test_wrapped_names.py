@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from megamix import AdamW, Checkpoints, Muon, ParamGroup, Precision, ShardedEngine, Sharding
-from megamix.checkpoint.manifest import ParamRecord
+from megamix import Checkpoints, Muon, ParamGroup, ShardedEngine, Sharding
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.settings import Placement
-from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
+from tests.distributed.models import TinyModel, make_model
+from tests.engines import BF16, bf16_engine, make_engine, train_steps
 
 GROUPS = (ParamGroup(pattern="blocks.0.up.weight", lr_factor=0.0), ParamGroup(pattern="blocks.1.*", lr_factor=0.5))
 
@@ -40,14 +40,7 @@ def _plain() -> TinyModel:
 
 def _engine(model: nn.Module, shard: str = "states") -> ShardedEngine:
     optimizer = Muon(lr=0.01, groups=GROUPS, matrix=["blocks.2.down.*"])
-    sharding = Sharding(units=[*model.blocks], shard=shard)
-    return ShardedEngine(model, optimizer, Precision(torch.bfloat16), sharding, compile_update=False)
-
-
-def _train(engine: ShardedEngine, steps: range) -> None:
-    for step in steps:
-        engine.backward(loss_of(engine.module, make_batch(step, 0, 0)))
-        engine.step()
+    return make_engine(model, optimizer, BF16, shard=shard)
 
 
 def _same(one: ShardedEngine, other: ShardedEngine) -> bool:
@@ -61,19 +54,19 @@ def _same(one: ShardedEngine, other: ShardedEngine) -> bool:
 def test_a_wrapped_model_trains_and_is_kept_under_the_plain_one_s_names(shard: str, tmp_path: Path) -> None:
     wrapped, plain = _engine(_wrapped(), shard), _engine(_plain(), shard)
     assert wrapped.plan.param_names == plain.plan.param_names
-    _train(wrapped, range(2))
-    _train(plain, range(2))
+    train_steps(wrapped, range(2))
+    train_steps(plain, range(2))
     assert _same(wrapped, plain)
     for saving, loading in ((wrapped, _plain), (plain, _wrapped)):
         folder = tmp_path / type(loading).__name__ / loading.__name__
         Checkpoints(saving, folder).save({})
         going_on = _engine(loading(), shard)
         assert Checkpoints(going_on, folder).load() == {}
-        _train(going_on, range(2, 3))
+        train_steps(going_on, range(2, 3))
         fresh = _engine(loading(), shard)
         fresh.load_weights(saving.full_weights())
         assert _same(fresh, saving)
-        _train(saving, range(2, 3))
+        train_steps(saving, range(2, 3))
         assert _same(going_on, saving)
         assert not _same(fresh, saving)
 
@@ -98,22 +91,17 @@ def _whole(model: TinyModel) -> dict[str, torch.Tensor]:
 def test_a_placement_may_bear_a_wrapped_name() -> None:
     placements = {"blocks.0._orig_mod.up.weight": Placement((80, 24), (40, 0), Axis())}
     sharding = Sharding(placements=placements)
-    engine = ShardedEngine(_wrapped(), AdamW(lr=0.01), sharding=sharding, compile_update=False)
+    engine = bf16_engine(_wrapped(), sharding=sharding)
     assert {entry.name: entry.full_shape for entry in engine.plan.entries.params}["blocks.0.up.weight"] == (80, 24)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_read_under_plain_names() -> None:
-    old = '{"name": "a._orig_mod.w", "shape": [2], "aliases": ["b._checkpoint_wrapped_module.w"], "states": 0}'
-    assert ParamRecord.from_json(old) == ParamRecord(name="a.w", shape=(2,), aliases=("b.w",), states=0)
 
 
 def test_a_block_may_be_compiled_after_the_engine_is_built() -> None:
     engine, plain = _engine(_plain()), _engine(_plain())
-    _train(engine, range(1))
+    train_steps(engine, range(1))
     engine.module.blocks[1] = torch.compile(engine.module.blocks[1], backend="eager")
     engine.module.blocks[2].compile(backend="eager")
-    _train(engine, range(1, 3))
-    _train(plain, range(3))
+    train_steps(engine, range(1, 3))
+    train_steps(plain, range(3))
     assert _same(engine, plain)
 
 
@@ -131,12 +119,12 @@ def test_a_compile_of_the_whole_model_is_told_once(compiled: Callable[[TinyModel
     plain, model = _engine(_plain()), compiled(_plain())
     units = list(model.blocks)
     with caplog.at_level(logging.WARNING):
-        engine = ShardedEngine(model, plain.optimizer, Precision(torch.bfloat16), Sharding(units), compile_update=False)
-        _train(engine, range(2))
+        engine = make_engine(model, plain.optimizer, BF16, Sharding(units))
+        train_steps(engine, range(2))
     told = [line for line in caplog.messages if "torch.compile wraps the whole model" in line]
     assert len(told) == 1
     assert "block.compile()" in told[0]
-    _train(plain, range(2))
+    train_steps(plain, range(2))
     assert _same(engine, plain)
 
 
@@ -144,5 +132,5 @@ def test_a_compile_after_the_build_is_told_at_the_next_step(caplog) -> None:
     engine = _engine(_plain())
     _in_place(engine.module)
     with caplog.at_level(logging.WARNING):
-        _train(engine, range(2))
+        train_steps(engine, range(2))
     assert len([line for line in caplog.messages if "wraps the whole model" in line]) == 1

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megamix import Muon, Precision, ShardedEngine, Sharding
+from megamix import Muon, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.muon import MOMENTUM, orthogonalised
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.update_slice import MASTER
+from tests.engines import make_engine
 from tests.parallel import layouts
 from tests.parallel.layouts import Case, Owned, assemble
 
@@ -97,7 +98,7 @@ def _engine(dim: int, adamw: Sequence[str] = ()) -> ShardedEngine:
     offset = tuple(2 if at == dim else 0 for at in range(3))  # place of the second of two ranks
     place = {"experts": Placement((4, 8, 6), offset, Topology().owners)}
     sharding = Sharding(placements=place)
-    return ShardedEngine(model, Muon(lr=0.1, adamw=adamw), Precision(torch.float32), sharding, compile_update=False)
+    return make_engine(model, Muon(lr=0.1, adamw=adamw), sharding=sharding)
 
 
 def test_matrices_that_a_rank_has_whole_are_its_own() -> None:

@@ -28,12 +28,12 @@ from tests.train.broken_disk import BROKEN, FULL, NO_INODES, BrokenDisk, broken_
 from tests.train.jobs import (
     Crash,
     Record,
+    Sections,
     attempts_recorded,
     crash_contained,
     overflows_injected,
     run_on_ranks,
     tiny_job,
-    write_data,
 )
 from tests.train.outcome import differences, end_of, metrics_of
 
@@ -43,30 +43,20 @@ STEPS = 10
 BAD_SAMPLE = 41  # in the sixth batch, which is set aside
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder / "data")
-    return folder / "data"
-
-
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch) -> None:
     monkeypatch.setattr(log_file, "LAST_WAIT_S", 0.0)
 
 
 def _config(folder: Path, data: Path, **sections: Any) -> Config:
-    tree: dict[str, dict[str, Any]] = {
-        "data": {"train": str(data / "train"), "valid": str(data / "valid")},
+    own: Sections = {
         "model": {"num_layers": 1},
         "precision": {"loss_scale": {"init_scale": 2.0**10}, "max_retries": 1},
         "training": {"steps": STEPS, "eval_interval": 4, "micro_batch_size": 8},
-        "checkpoint": {"folder": str(folder / "run"), "save_interval": 3, "async_save": False, "max_restarts": 1000},
+        "checkpoint": {"save_interval": 3, "async_save": False, "max_restarts": 1000},
         "metrics": {"precision_interval": 2, "log_interval": 1},
     }
-    for section, keys in sections.items():
-        tree[section] = tree.get(section, {}) | keys
-    return tiny_job(folder, **tree)
+    return tiny_job(folder, own, tokens=data, **sections)
 
 
 def _run(config: Config, before: Callable[[BatchPlan], None] = lambda plan: None) -> None:

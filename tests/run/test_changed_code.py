@@ -71,7 +71,7 @@ def _config(folder: Path, steps: int, rho: float, **sections: Any) -> Config:
         precision={"dtype": "fp32"},
         training={"steps": steps, "eval_interval": 0},
         lr_schedule={"decay_style": "constant"},
-        checkpoint={"folder": str(folder / "run"), "save_interval": 2} | sections.get("checkpoint", {}),
+        checkpoint={"save_interval": 2} | sections.get("checkpoint", {}),
         metrics={"tensorboard": False},
     )
 

@@ -35,11 +35,9 @@ from megamix.supervise.status import NoAnswerError
 from megamix.tools.ranks import DEADLINE_S
 from tests.conftest import FULL
 from tests.programs import with_settings
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
+from tests.train.jobs import Sections, run_on_ranks, tiny_job, write_data
 
 ROOT = Path(__file__).resolve().parents[2]
-
-Overrides = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +56,17 @@ def data(tmp_path_factory) -> Path:
     return base
 
 
-def _job(folder: Path, data: Path, *overrides: Overrides) -> Config:
-    sections: Overrides = {
+def _job(folder: Path, data: Path, *overrides: Sections) -> Config:
+    own: Sections = {
         "model": {"vocab_size": 300, "dropout": 0.1},
-        "data": {
-            "train": str(data / "one/train"),
-            "valid": str(data / "one/valid"),
-            "tokenizer": str(data / "one/tokenizer.json"),
-        },
+        "data": {"tokenizer": str(data / "one/tokenizer.json")},
         "training": {"steps": 2},
         "metrics": {"tensorboard": False},
     }
-    for override in overrides:
-        sections = {
-            section: sections.get(section, {}) | override.get(section, {}) for section in {*sections, *override}
-        }
-    return tiny_job(folder, **sections)
+    return tiny_job(folder, own, *overrides, tokens=data / "one")
 
 
-def _in_other(name: str) -> Callable[[Path], Overrides]:
+def _in_other(name: str) -> Callable[[Path], Sections]:
     key, file = ("tokenizer", "tokenizer.json") if name == "tokenizer" else (name, name)
     return lambda data: {"data": {key: str(data / "other" / file)}}
 
@@ -89,7 +79,7 @@ class Paths(Section):
 
 # What all ranks have; what rank 1 has beside it; what is said of it.
 SPLIT = {"data": {"valid": None, "split": [80, 20]}}
-DIFFERENT: dict[str, tuple[Overrides, Overrides | Callable[[Path], Overrides], str]] = {
+DIFFERENT: dict[str, tuple[Sections, Sections | Callable[[Path], Sections], str]] = {
     "data": ({}, _in_other("train"), "content of data.train (SHA-256): "),
     "validation data": ({}, _in_other("valid"), "content of data.valid (SHA-256): "),
     "tokenizer": ({}, _in_other("tokenizer"), "content of data.tokenizer (SHA-256): "),

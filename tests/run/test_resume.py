@@ -39,6 +39,7 @@ from tests.programs import lines_counted
 from tests.train.jobs import (
     Crash,
     Record,
+    Sections,
     attempts_recorded,
     counted_calls,
     crash_contained,
@@ -60,22 +61,14 @@ BAD = frozenset((3, 4, 9, 15, 16, 21, 40, 41, 90))  # attempts that overflow
 
 
 def _config(folder: Path, data: Path, steps: int = STEPS, **sections: Any) -> Config:
-    tree: dict[str, dict[str, Any]] = {
-        "data": {"train": str(data / "train"), "valid": str(data / "valid")},
+    own: Sections = {
         "model": {"dropout": 0.1, "num_layers": 1},
         "precision": {"loss_scale": {"init_scale": 2.0**10}},
         "training": {"steps": steps},
-        "checkpoint": {
-            "folder": str(folder / "run"),
-            "save_interval": 3,
-            "max_restarts": 1000,
-            "replica_check_interval": 0,
-        },
+        "checkpoint": {"save_interval": 3, "max_restarts": 1000, "replica_check_interval": 0},
         "metrics": {"tensorboard": False, "precision_interval": 7},
     }
-    for section, keys in sections.items():
-        tree[section] = tree.get(section, {}) | keys
-    return tiny_job(folder, **tree)
+    return tiny_job(folder, own, tokens=data, **sections)
 
 
 def _run(config: Config, crash_at: int | None = None, leave_at: int | None = None) -> list[Attempt]:
@@ -142,13 +135,6 @@ def _killed(config: Config, victim: int, at_call: int) -> bool:
     finally:
         pool.close(kill=True)
     return False
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder / "data")
-    return folder / "data"
 
 
 Uninterrupted = Callable[[str], tuple[Path, int, list[Attempt]]]

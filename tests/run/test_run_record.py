@@ -37,7 +37,7 @@ from megamix.supervise.status import PreemptedError
 from tests.checkpoint.seal import edit, seal
 from tests.checkpoint.state import alone
 from tests.conftest import FULL
-from tests.train.jobs import Record, attempts_recorded, overflows_injected, run_on_ranks, tiny_job, write_data
+from tests.train.jobs import Record, attempts_recorded, overflows_injected, run_on_ranks, tiny_job
 
 MUTANTS = 5_000 if FULL else 100
 TRAINED = 5_000 if FULL else 1  # of those that are accepted
@@ -51,11 +51,12 @@ def _config(data: Path, folder: Path, loss_scale: str = "dynamic", steps: int = 
     longer = {} if loss_scale == "headroom" else {"growth_interval": 1000}  # than any run here
     return tiny_job(
         folder,
-        data={"train": str(data / "train"), "valid": None},
+        tokens=data,
+        data={"valid": None},
         model={"num_layers": 1, "dropout": 0.1},
         precision={"loss_scale": {"rule": loss_scale, "init_scale": 2.0**4} | longer},
         training={"steps": steps, "eval_interval": 0},
-        checkpoint={"folder": str(folder / "run"), "resume": resume, "save_interval": 3, "async_save": False},
+        checkpoint={"resume": resume, "save_interval": 3, "async_save": False},
         metrics={"tensorboard": False, "log_interval": 50},
     )  # fmt: skip
 
@@ -74,13 +75,6 @@ def _interrupted(config: Config, leave_at: int) -> None:
         overflows_injected(record, frozenset((3, 5, 6, 7, 8)), frozenset()),
     ):
         run_on_ranks(config)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = Path(tmp_path_factory.mktemp("data"))
-    write_data(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

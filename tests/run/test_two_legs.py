@@ -17,9 +17,7 @@ import pytest
 from megamix.checkpoint.folder import checkpoints
 from megamix.config import Config, ConfigError
 from megamix.data.token_file import TokenFileWriter
-from tests.train.jobs import VOCAB, run_on_ranks, tiny_job, write_data
-
-Sections = dict[str, dict[str, Any]]
+from tests.train.jobs import VOCAB, Sections, run_on_ranks, tiny_job, write_data
 
 
 @dataclass(frozen=True)
@@ -68,15 +66,12 @@ LEGS: dict[str, Leg] = {
 
 
 def _config(data: Path, run: Path, changed: Sections) -> Config:
-    tree: Sections = {
+    own: Sections = {
         "training": {"steps": 6, "eval_interval": 0},
-        "data": {"train": f"{data}/train", "valid": f"{data}/valid"},
         "checkpoint": {"folder": str(run), "save_interval": 2},
         "metrics": {"tensorboard": False},
     }
-    for section, keys in changed.items():
-        tree[section] = tree.get(section, {}) | keys
-    return tiny_job(data.parent, **tree)
+    return tiny_job(data.parent, own, changed, tokens=data)
 
 
 def _in(folder: Path, tree: Any) -> Any:

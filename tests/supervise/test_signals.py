@@ -41,7 +41,7 @@ from megamix.train import joined
 from megamix.train.trainer import Trainer
 from tests.checkpoint.faults import FaultyFiles
 from tests.conftest import FULL
-from tests.train.jobs import counted_calls, run_on_ranks, tiny_job, write_data
+from tests.train.jobs import counted_calls, run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of
 
 STEPS, EVAL_INTERVAL, SAVE_INTERVAL = 20, 7, 5
@@ -52,10 +52,10 @@ PLACES = ("training", "saving", "saving aside", "validating")  # places at which
 def _config(folder: Path, data: Path, **checkpoint: Any) -> Config:
     return tiny_job(
         folder,
-        data={"train": str(data / "train"), "valid": str(data / "valid")},
+        tokens=data,
         precision={"loss_scale": {"init_scale": 2.0**10}},
         training={"steps": STEPS, "eval_interval": EVAL_INTERVAL, "eval_batches": 4},
-        checkpoint={"folder": str(folder / "run"), "save_interval": SAVE_INTERVAL} | checkpoint,
+        checkpoint={"save_interval": SAVE_INTERVAL} | checkpoint,
         metrics={"tensorboard": False, "precision_interval": 0},
     )
 
@@ -149,13 +149,6 @@ def _status(folder: Path) -> dict[str, Any]:
 
 def _saved(folder: Path) -> list[int]:
     return [read_manifest(path / "manifest.json").applied_updates for path in checkpoints(folder / "run/checkpoints")]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder / "data")
-    return folder / "data"
 
 
 class Whole(NamedTuple):

@@ -111,7 +111,8 @@ def _start(folder: Path, data: Path, fault: Callable[..., None], victim: int, ti
     folder.mkdir()
     config = tiny_job(
         folder,
-        data={"train": str(data / "train"), "valid": None},
+        tokens=data,
+        data={"valid": None},
         training={"steps": FAULT_AT + 2 if fault is _writes_slowly else 100_000, "eval_interval": 0},
         parallelism={"timeout_s": timeout_s, "pp_size": 2 if fault is _hangs_in_a_stage else 1},
         metrics={"tensorboard": False},

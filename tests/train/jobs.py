@@ -39,13 +39,22 @@ def write_data(folder: Path, tokenizer: bool = False) -> None:
         Tokenizer.train(["def f(x):\n    return x\n"] * 10, 280).save(folder / "tokenizer.json")
 
 
-def tiny_job(folder: Path, **overrides: Any) -> Config:
-    """A job in folder/run on folder/data; overrides are sections with keys, e.g. training={"steps": 3}. Its loss scale
-    fits from the start: the search for it from 2^24, for tests of it, is as many attempts as a short job has.
+Sections = dict[str, Any]  # the keys of each, and `plugins`
+
+
+def tiny_job(folder: Path, *layers: Sections, tokens: Path | None = None, **overrides: Any) -> Config:
+    """A job in folder/run on the files in `tokens`, or in folder/data. Overrides are sections with keys, e.g.
+    training={"steps": 3}; so are layers, each of which covers keys of those before it. The loss scale fits from the
+    start: the search for it from 2^24, for tests of it, is as many attempts as a short job has.
     """
+    tokens = tokens or folder / "data"
+    changes: Sections = {}
+    for layer in (*layers, overrides):
+        for name, keys in layer.items():
+            changes[name] = changes.get(name, {}) | keys if isinstance(keys, dict) else keys
     tree: dict[str, dict[str, Any]] = {
         "model": {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "hidden_size": 32, "num_layers": 2, "num_heads": 2},
-        "data": {"train": str(folder / "data/train"), "valid": str(folder / "data/valid")},
+        "data": {"train": str(tokens / "train"), "valid": str(tokens / "valid")},
         "optimizer": {"lr": 0.01, "compile": False},
         "lr_schedule": {"warmup_steps": 2},
         "precision": {"dtype": "fp16", "loss_scale": {"init_scale": 2.0**10, "growth_interval": 5}},
@@ -55,7 +64,7 @@ def tiny_job(folder: Path, **overrides: Any) -> Config:
         "metrics": {"log_interval": 4},
         "profiling": {},
     }
-    return config_from_dict(tree, overrides)
+    return config_from_dict(tree, changes)
 
 
 def _unpickle(*arguments: Any) -> None:

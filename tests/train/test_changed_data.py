@@ -29,7 +29,7 @@ from megamix.tools.ranks import DEADLINE_S
 from megamix.train import job
 from tests.conftest import FULL
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.jobs import BatchPlan, run_on_ranks, tiny_job, write_data
+from tests.train.jobs import BatchPlan, Sections, run_on_ranks, tiny_job, write_data
 
 LENGTHS = [5, 0, 300, 1, 1, 90] * 40
 
@@ -165,13 +165,13 @@ def _cut_file(path: Path, victim: int, rank: int, number: int) -> None:
 
 def _config(folder: Path, **overrides: dict[str, object]) -> Config:
     write_data(folder / "data")
-    sections: dict[str, dict[str, object]] = {
+    own: Sections = {
         "precision": {"loss_scale": {"init_scale": 2.0**10}},  # no search for it: each attempt is an update
         "training": {"steps": 5000, "eval_interval": 0},
-        "checkpoint": {"folder": str(folder / "run"), "save_interval": SAVE_INTERVAL, "async_save": False},
+        "checkpoint": {"save_interval": SAVE_INTERVAL, "async_save": False},
         "metrics": {"tensorboard": False},
     }
-    return tiny_job(folder, **{key: sections.get(key, {}) | overrides.get(key, {}) for key in {*sections, *overrides}})
+    return tiny_job(folder, own, **overrides)
 
 
 @pytest.mark.parametrize("victim", [0, 1] if FULL else [1])

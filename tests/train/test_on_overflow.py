@@ -27,21 +27,14 @@ from megamix.supervise.console import COLUMNS
 from megamix.train import trainer
 from tests.checkpoint.seal import edit
 from tests.conftest import FULL
-from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job, write_data
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder / "data")
-    return folder / "data"
+from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job
 
 
 def _job(folder: Path, data: Path, precision: dict[str, Any], **training: Any) -> Config:
     return tiny_job(
         folder,
+        tokens=data,
         lr_schedule={"decay_style": "constant"},
-        data={"train": str(data / "train"), "valid": str(data / "valid")},
         precision=precision,
         training={"eval_interval": 0, "global_batch_size": 4, "micro_batch_size": 1, **training},
         metrics={"tensorboard": False, "log_interval": 1000},

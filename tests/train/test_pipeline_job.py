@@ -14,22 +14,19 @@ import torch
 from safetensors.torch import load_file
 
 from megamix.report.metrics import TAGS
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
+from tests.train.jobs import Sections, run_on_ranks, tiny_job, write_data
 
 LAYOUT = {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}
 
 
 def _job(folder: Path, tokens: Path, **overrides: Any):
-    sections: dict[str, dict[str, Any]] = {
+    own: Sections = {
         "model": {"vocab_size": 280, "num_layers": 4, "tie_embeddings": False},
-        "data": {"train": str(tokens / "train"), "valid": str(tokens / "valid")},
         "training": {"steps": 6, "micro_batch_size": 2, "global_batch_size": 8, "eval_interval": 3},
         "metrics": {"tensorboard": False, "log_interval": 1, "precision_interval": 2},
         "checkpoint": {"save_interval": 3, "replica_check_interval": 2},
     }
-    for section, keys in overrides.items():
-        sections[section] = sections.get(section, {}) | keys
-    return tiny_job(folder, **sections)
+    return tiny_job(folder, own, tokens=tokens, **overrides)
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

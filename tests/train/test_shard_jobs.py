@@ -107,7 +107,7 @@ def _chain(folder: Path, data: Path, legs: list[tuple[dict[str, Any], Shard]]) -
         job = tiny_job(
             folder,
             model={"num_layers": 4, "dropout": 0.1},
-            data={"train": f"{data}/train", "valid": f"{data}/valid"},
+            tokens=data,
             training={"steps": number, "eval_interval": 0, "micro_batch_size": 1, "eval_batches": 1},
             lr_schedule={"decay_style": "constant", "warmup_steps": 0},
             parallelism={**layout, "shard": shard},
