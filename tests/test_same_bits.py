@@ -1,11 +1,10 @@
-"""The comparison of the engine with an earlier one shows every pair of settings that there can be, on one rank every
-combination; a bit that differs is named by attempt, rank and tensor, and a tree that fails is no equal one.
+"""The comparison of the engine with an earlier one shows every pair of settings that there can be; a bit that differs
+is named by attempt, rank and tensor, and a tree that fails is no equal one.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ import pytest
 
 from tests.same_bits.compare import first_difference, lies_alike
 from tests.same_bits.configurations import (
-    AXES,
     FORBIDDEN,
     NAMED,
-    PRODUCT,
     allowed_pairs,
     choose,
     pairs_of,
-    product,
     restricted,
 )
 from tests.same_bits.worker import joined, train
@@ -37,40 +33,6 @@ def test_every_pair_of_settings_that_can_be_is_shown(only: tuple[str, ...]) -> N
     assert allowed_pairs(axes) <= set().union(*map(pairs_of, chosen))
     assert all(pairs_of(one).isdisjoint(FORBIDDEN) for one in chosen)
     assert all(value in axes[axis] for one in chosen for axis, value in one.items())
-
-
-def test_the_seed_decides() -> None:
-    assert choose(AXES, 10, seed=1) == choose(AXES, 10, seed=1)
-    assert choose(AXES, 10, seed=1) != choose(AXES, 10, seed=2)
-
-
-def test_no_pair_is_forbidden_by_accident() -> None:
-    """What is not shown is what FORBIDDEN names, and what no third setting goes with."""
-    items = [(axis, value) for axis, values in AXES.items() for value in values]
-    every = {pair for pair in itertools.combinations(items, 2) if pair[0][0] != pair[1][0]}
-    assert every >= FORBIDDEN
-    assert len(every - allowed_pairs(AXES)) <= len(FORBIDDEN) + 20
-
-
-def test_named_ones_are_allowed() -> None:
-    assert all(pairs_of(one).isdisjoint(FORBIDDEN) for one in NAMED)
-
-
-def test_the_product_has_every_combination_on_one_rank() -> None:
-    axes = {**AXES, "bucket_size": (1, 700), "optimizer": ("adamw", "muon")}
-    found = product(axes, seed=0)
-    values = itertools.product(*(axes[axis] for axis in PRODUCT))
-    combinations = [dict(zip(PRODUCT, some, strict=True)) for some in values]
-    allowed = [one for one in combinations if pairs_of(one).isdisjoint(FORBIDDEN)]
-    assert [{axis: one[axis] for axis in PRODUCT} for one in found] == allowed
-    assert {one["layout"] for one in found} == {"dp1"}
-
-
-def test_a_setting_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(ValueError, match="shard has no value half; it has states, gradients, parameters"):
-        restricted(["shard=states,half"])
-    with pytest.raises(ValueError, match="'shards=states', must begin with one of layout, model"):
-        restricted(["shards=states"])
 
 
 TOLD: dict[str, Any] = {

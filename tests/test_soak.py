@@ -4,12 +4,11 @@ faults; the soak finds it if not.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.soak import Fight, Usage, Watch, faults_of, growth, soak
+from tests.soak import Fight, faults_of, soak
 
 SEED = 43  # strikes with a flipped bit, SIGINT, a death in a save and a full disk
 
@@ -25,11 +24,3 @@ def test_a_short_soak_passes_and_finds_what_is_wrong(tmp_path: Path, capsys) -> 
     (tmp_path / "fire/run/checkpoints/step_00000099.partial-0").mkdir()
     wrong = faults_of(Fight([], 1, 0, ["a start without end"]), tmp_path / "clean", tmp_path / "fire")
     assert [line.partition(" ")[0] for line in wrong] == ["surprise:", "metrics", "0", "left"]
-
-
-def test_what_grows_for_good_is_found_and_what_comes_and_goes_is_not(tmp_path: Path) -> None:
-    steady = [Usage(20 + number % 2, 10 + number % 3, 100.0) for number in range(100)]
-    grown = [usage._replace(memory_mib=100.0 + 0.08 * number) for number, usage in enumerate(steady)]
-    for rank, rows in enumerate((steady, grown)):
-        (tmp_path / f"usage{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert growth(Watch(tmp_path)) == ["rank 1: memory_mib grew from 100.8 to 107.2"]

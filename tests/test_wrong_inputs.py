@@ -4,6 +4,7 @@ instead; nothing of it is a traceback, and nothing is written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,19 +75,12 @@ WRONG: dict[str, tuple[str, ...]] = {
     "train job.toml optimizer.lr 1e-3": ("optimizer.lr 1e-3", "settings are written section.key=value: optimizer.lr="),
     "train job.toml training.steps 5": ("training.steps 5", "settings are written section.key=value: training.steps=5"),
     "train job.toml training.steps:5": ("training.steps:5", "settings are written section.key=value: training.steps=5"),
-    "train job.toml optimizer.lr=-1": ("optimizer.lr", "got -1", "greater than 0; write for example lr = 0.0003"),
-    "train job.toml optimizer.adamw.betas=[0.9]": (
-        "optimizer.adamw.betas", "got [0.9]", "2 items (Decay rates of the first and second moment, each in [0, 1))",
-        "write for example betas = [0.9, 0.95]",
-    ),
     "train job.toml optimizer.eps=1": (
-        "optimizer.eps", "got 1", "is optimizer.adamw.eps today; write eps = 1 under [optimizer.adamw]",
+        "optimizer.eps", "unknown key, got 1", "write it under [optimizer.adamw]",
     ),
-    "train weights.bin": ("config: got weights.bin", "is no text in UTF-8, so no TOML", "path of a TOML file"),
     "plan job.toml --world 3": ("global_batch_size: got 8", "write global_batch_size = 6 or 12, or take 2 ranks"),
     "train job.toml optimizer.lr=fast": ("optimizer.lr", 'got "fast"', "write for example lr = 0.0003"),
     "train job.toml optimizer.learning_rate=1": ("optimizer.learning_rate", "got 1", "known are name, lr"),
-    "train job.toml training.stepz=5": ("training.stepz", "got 5", "did you mean training.steps?"),
     "train job.toml training.steps=1e4": ("training.steps", "got 10000.0", "write steps = 10000"),
     "train job.toml training.epochs=3": ("training.epochs", "got 3", "known are steps"),
     "train job.toml precision.dtype=float16": ("precision.dtype", '"float16"', "'fp16'", 'write dtype = "fp16"'),
@@ -127,7 +121,9 @@ WRONG: dict[str, tuple[str, ...]] = {
     f"prepare {IN} {OUT} --max-bad-records -1": ("--max-bad-records", "-1", "0 stops at the first"),
     f"prepare {IN} {OUT} --valid-fraction 1.5": ("--valid-fraction", "1.5", "0.05 keeps one document in twenty"),
     "generate nowhere": ("nowhere", "is no folder", MODELS),
-    "generate empty": ("empty", "holds no model", MODELS),
+    "generate empty": (
+        "empty", "holds no model: none of checkpoints/step_*, manifest.json and config.json is in it", MODELS,
+    ),
     "generate gpt2 --prompt hi": ("gpt2", "is no folder", "hf download NAME"),
     "evaluate job.toml": ("job.toml", "is no folder", MODELS),
     "export empty --to hf out": ("empty", "holds no model", MODELS),
@@ -138,9 +134,11 @@ WRONG: dict[str, tuple[str, ...]] = {
     "checkpoint ls nowhere": ("nowhere", "is no folder", "give a run, a folder of checkpoints, or a checkpoint"),
     "checkpoint verify empty": ("empty", "holds no checkpoint", "give a run that has saved"),
     "checkpoint export empty --to dcp out": ("empty", "holds no checkpoint", "give a run that has saved"),
-    "bench --rounds 0": ("--rounds", "got 0", "write --rounds 15"),
+    "bench all --rounds 0 --output texts": (
+        "flags: 2 problems", "--rounds: got 0, must be at least 1; write --rounds 15", "--output: got texts",
+    ),
     "bench update --layout tp2": ("--layout", "got tp2 with update", "write megamix bench train --layout tp2"),
-    "bench --output texts": ("--output", "got texts", "name a file in a folder of yours"),
+    "bench --output file/below": ("--output", "got file/below", "name a file in a folder of yours"),
 }  # fmt: skip
 
 
@@ -158,7 +156,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     (folder / "empty").mkdir()
-    (folder / "weights.bin").write_bytes(b"\x80\0" * 9)
     return folder
 
 
@@ -182,49 +179,42 @@ def test_a_wrong_input_is_told_with_what_to_write(
     assert sorted(place.rglob("*")) == before
 
 
-@pytest.mark.parametrize("variable", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
-@pytest.mark.parametrize("value", ["abc", "0", "-1", "", "1" * 5000])
-def test_a_number_of_ranks_that_is_none_is_told_with_its_variable(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
+NO_COUNT = "must be a number of ranks, 1 or more; start the ranks by launch/pretrain.sh"
+NO_RANK = r"must be from 0 to 1, as there are 2 rank\(s\); start the ranks by launch/pretrain"
+UNSET = "not set, though WORLD_SIZE is 2; start the ranks by launch/pretrain.sh or torchrun, which set it"
+# Variables of a launcher, and a pattern of the line that tells them. RANK and where ranks meet are unset, unless named.
+VARIABLES: list[tuple[dict[str, str], str]] = [
+    *(
+        ({name: value}, f'  {name}: got "{value[:56]}.*{NO_COUNT}')
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        for value in ("abc", "0", "-1", "", "1" * 5000)
+    ),
+    *(
+        ({"WORLD_SIZE": "2", name: value}, f'  {name}: got "{value}", {NO_RANK}')
+        for name in ("RANK", "LOCAL_RANK")
+        for value in ("abc", "2", "-1", "")
+    ),
+    ({"WORLD_SIZE": "2"}, f"  RANK, MASTER_ADDR, MASTER_PORT: {UNSET}"),
+    ({"WORLD_SIZE": "2", "RANK": "0"}, f"  MASTER_ADDR, MASTER_PORT: {UNSET}"),
+    ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "0"}, f"  MASTER_PORT: {UNSET}"),
+]
+
+
+@pytest.mark.parametrize(("variables", "line"), VARIABLES)
+def test_ranks_that_cannot_be_are_told_by_their_variable(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    line: str,
 ) -> None:
     monkeypatch.chdir(place)
-    monkeypatch.setenv(variable, value)
-    assert main(["train", "job.toml", "--check"]) == 2
-    told = capsys.readouterr().err
-    assert f'  {variable}: got "{value[:56]}' in told
-    assert "must be a number of ranks, 1 or more; start the ranks by launch/pretrain.sh" in told
-
-
-@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
-@pytest.mark.parametrize("value", ["abc", "2", "-1", ""])
-def test_a_rank_that_is_none_is_told_with_its_variable(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
-) -> None:
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv(variable, value)
-    assert main(["train", "job.toml", "--check"]) == 2
-    told = (
-        f'  {variable}: got "{value}", must be from 0 to 1, as there are 2 rank(s); start the ranks by launch/pretrain'
-    )
-    assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("set_already", [(), ("RANK",), ("RANK", "MASTER_ADDR")])
-def test_ranks_that_nobody_numbered_are_told_before_they_look_for_each_other(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], set_already: tuple[str, ...]
-) -> None:
-    monkeypatch.chdir(place)
-    for variable in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in {"WORLD_SIZE": "2", **dict.fromkeys(set_already, "0")}.items():
-        monkeypatch.setenv(variable, value)
-    assert main(["train", "job.toml"]) == 2
-    unset = ", ".join(name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in set_already)
-    told = (
-        f"  {unset}: not set, though WORLD_SIZE is 2; start the ranks by launch/pretrain.sh or torchrun, which set it"
-    )
-    assert told in capsys.readouterr().err
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "job.toml", *(["--check"] if UNSET not in line else [])]) == 2
+    assert re.search(line, capsys.readouterr().err)
 
 
 PREPARED = "data.train=prepared/train model.vocab_size="

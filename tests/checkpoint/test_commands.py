@@ -132,17 +132,13 @@ def test_no_command_uses_what_is_damaged(run: Path, tmp_path: Path, capsys) -> N
 
 def test_a_wrong_path_is_told_with_the_right_one(run: Path, tmp_path: Path, capsys) -> None:
     newer = str(run / "checkpoints" / NEWER)
-    empty, nowhere = tmp_path / "empty", str(tmp_path / "nowhere")
+    empty = tmp_path / "empty"
     (empty / "checkpoints").mkdir(parents=True)
-    unsaved = tmp_path / "unsaved"  # a run before its first checkpoint
-    unsaved.mkdir()
     for flags, told in (
-        (["ls", nowhere], f"{nowhere} is no folder; give a run, a folder of checkpoints, or a checkpoint"),
         (
             ["verify", str(empty)],
             f"{empty / 'checkpoints'} holds no checkpoint; give a run that has saved, or a checkpoint",
         ),
-        (["verify", str(unsaved)], f"{unsaved} holds no checkpoint; give a run that has saved, or a checkpoint"),
         (["diff", newer, str(run)], f"B: {run} is no checkpoint but holds some; name one, such as {newer}"),
         (["export", newer, "--to", "dcp", str(run)], f"OUT: {run} is there already; give a new name"),
     ):

@@ -69,11 +69,6 @@ def test_a_text_ends_at_any_token_that_ends_one(tmp_path: Path, capsys: pytest.C
 
 
 def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(tmp_path)]) == 2
-    assert (
-        "holds no model: none of checkpoints/step_*, manifest.json and config.json is in it; give"
-        in capsys.readouterr().err
-    )
     write_hugging_face(LLAMA, tmp_path / "hf")
     for flags, told in (
         ([], "has no tokenizer; name one with --tokenizer FILE"),

@@ -4,6 +4,7 @@ tiny size.
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from megamix.tools.bench.ranks import Settings, Side, Turn
 from megamix.tools.bench.report import Goal, Result, machine_line
 from megamix.tools.bench.sides import Work
 from megamix.tools.bench.startup_bench import startup
-from megamix.tools.bench.train_bench import Measured, examine, fp16, overlap, train, wire
+from megamix.tools.bench.train_bench import LAYOUTS, Measured, examine, fp16, layout, overlap, train, wire
 from megamix.tools.bench.update_bench import (
     AFTER,
     BY_HAND,
@@ -60,50 +61,78 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     assert measured == Measured([128.0], [4.0], [0.75], [{"update": 1.0}], 7, 8)
 
 
-def test_train_compares_with_the_peer_that_comes_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = {
-        "ours": _measured([110.0, 100.0, 120.0], 90),
-        "gradients": _measured([110.0, 99.0, 120.0], 80),
-        "parameters": _measured([99.0, 90.0, 108.0], 60),
-        "resharded": _measured([66.0, 75.0, 60.0], 50),
-        "ddp": _measured([100.0, 100.0, 100.0], 180),
-        "zero": _measured([100.0, 200.0, 60.0], 80),  # by its own median as fast as DDP
-        "fsdp2": _measured([50.0, 50.0, 50.0], 60),
-        "forward and backward": _measured([125.0, 125.0, 150.0], 50),
-    }
-    monkeypatch.setattr(
-        train_bench, "measure", lambda sides, settings: {side.name: rounds[side.name] for side in sides}
+# Made-up tokens/s and peak live bytes of each side, and what the bench must say of them.
+JUDGED: dict[str, tuple[Callable[[], Result], dict[str, Measured], list[tuple[str, float, bool]]]] = {
+    "train": (
+        lambda: train(TINY),
+        {
+            "ours": _measured([110.0, 100.0, 120.0], 90),
+            "gradients": _measured([110.0, 99.0, 120.0], 80),
+            "parameters": _measured([99.0, 90.0, 108.0], 60),
+            "resharded": _measured([66.0, 75.0, 60.0], 50),
+            "ddp": _measured([100.0, 100.0, 100.0], 180),
+            "zero": _measured([100.0, 200.0, 60.0], 80),  # by its own median as fast as DDP
+            "fsdp2": _measured([50.0, 50.0, 50.0], 60),
+            "forward and backward": _measured([125.0, 125.0, 150.0], 50),
+        },
+        [
+            ("tokens/s over the best of the three (ddp)", 1.1, True),
+            ("tokens/s over forward and backward alone", 0.8, False),
+            ("peak live bytes over ddp's", 0.5, True),
+            ("peak live bytes over zero's", 1.125, False),
+            ("gradients: tokens/s over ours", 1.0, True),
+            ("parameters: tokens/s over ours", 0.9, False),
+            ("parameters: tokens/s over resharded", 1.5, True),
+            ("parameters: peak live bytes over resharded's", 1.2, False),
+        ],
+    ),
+    "fp16": (
+        lambda: fp16(TINY),
+        {"fp16": _measured([95.0], 105), "fp16 native": _measured([5.0], 100), "fp32": _measured([100.0], 150)},
+        [
+            ("tokens/s over native half products", 19.0, True),
+            ("tokens/s over FP32", 0.95, True),
+            ("peak live bytes over native's", 1.05, True),
+        ],
+    ),
+    "overlap": (
+        lambda: overlap(TINY),
+        {"overlap on": _measured([102.0]), "overlap off": _measured([100.0])},
+        [("tokens/s with overlap over without", 1.02, False)],
+    ),
+    "examine": (
+        lambda: examine(TINY),
+        {"ordinary": _measured([150.0, 140.0]), "examined": _measured([100.0, 100.0])},
+        [("% of the run's time for one examined step in 100", 0.45, True)],
+    ),
+} | {
+    name: (
+        lambda name=name: layout(name, 3),
+        {
+            "ours": _measured([110.0]),
+            "autocast": _measured([100.0]),
+            "fully_shard": _measured([50.0]),
+            "ours, whole positions": _measured([200.0]),
+        },
+        [("tokens/s over torch alone (autocast)", 1.1, True)],
     )
-    assert _figures(train(TINY).goals) == [
-        ("tokens/s over the best of the three (ddp)", 1.1, True),
-        ("tokens/s over forward and backward alone", 0.8, False),
-        ("peak live bytes over ddp's", 0.5, True),
-        ("peak live bytes over zero's", 1.125, False),
-        ("gradients: tokens/s over ours", 1.0, True),
-        ("parameters: tokens/s over ours", 0.9, False),
-        ("parameters: tokens/s over resharded", 1.5, True),
-        ("parameters: peak live bytes over resharded's", 1.2, False),
-    ]
+    for name in LAYOUTS
+}  # fmt: skip
 
 
-def test_fp16_and_overlap_judge_their_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = {
-        "fp16": _measured([95.0, 95.0], 105),
-        "fp16 native": _measured([5.0, 5.0], 100),
-        "fp32": _measured([100.0, 100.0], 150),
-        "overlap on": _measured([102.0, 102.0]),
-        "overlap off": _measured([100.0, 100.0]),
-    }
-    monkeypatch.setattr(
-        train_bench, "measure", lambda sides, settings: {side.name: rounds[side.name] for side in sides}
-    )
+@pytest.mark.parametrize("name", JUDGED)
+def test_goals_are_over_the_peer_that_comes_nearest(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    bench, rounds, goals = JUDGED[name]
+    seen: list[Settings] = []
+
+    def measure(sides: list[Side], settings: Settings) -> dict[str, Measured]:
+        seen.append(settings)
+        return {side.name: rounds[side.name] for side in sides}
+
+    monkeypatch.setattr(train_bench, "measure", measure)
     monkeypatch.setattr(train_bench, "native_halves", frozenset)
-    assert _figures(fp16(TINY).goals) == [
-        ("tokens/s over native half products", 19.0, True),
-        ("tokens/s over FP32", 0.95, True),
-        ("peak live bytes over native's", 1.05, True),
-    ]
-    assert _figures(overlap(TINY).goals) == [("tokens/s with overlap over without", 1.02, False)]
+    assert _figures(bench().goals) == goals
+    assert seen == [Settings(work=LAYOUTS[name][0], rounds=3, ranks=2) if name in LAYOUTS else TINY]
 
 
 def test_muon_is_judged_at_two_batches_on_two_ranks_and_by_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,13 +170,6 @@ def test_wire_shows_every_way_to_sum_beside_half(monkeypatch: pytest.MonkeyPatch
     ]
     grad_dtypes = {name: engine.buckets[0].grads.dtype for name, engine in built.items()}
     assert grad_dtypes == {"half": torch.bfloat16, "half_fp32_sum": torch.bfloat16, "fp32": torch.float32}
-
-
-def test_examine_judges_one_examined_step_among_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = {"ordinary": _measured([150.0, 140.0]), "examined": _measured([100.0, 100.0])}
-    monkeypatch.setattr(train_bench, "measure", lambda sides, settings: rounds)
-    (goal,) = examine(TINY).goals
-    assert goal.line() == "met    0.450 [0.425, 0.475] <= 1  % of the run's time for one examined step in 100"
 
 
 def test_fp16_does_not_apply_where_half_products_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,14 +296,3 @@ def test_the_verb_runs_what_it_names(
     printed = capsys.readouterr().out
     assert (printed == output.read_text()) is bool(flags)
     assert [f"megamix bench {name}" in printed for name in want] == [not flags] * len(want)
-
-
-def test_wrong_flags_are_named_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    for output in (tmp_path, tmp_path / "file" / "below.jsonl"):
-        assert main(["bench", "all", "--rounds", "0", "--output", str(output)]) == 2
-        assert capsys.readouterr().err.splitlines() == [
-            "megamix bench: flags: 2 problems",
-            "  --rounds: got 0, must be at least 1; write --rounds 15",
-            f"  --output: got {output}, which cannot be written; name a file in a folder of yours",
-        ]
