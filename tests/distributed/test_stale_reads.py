@@ -181,7 +181,7 @@ def _live_apart_from_the_engine() -> list[bool]:
         copied = copy.deepcopy(engine.module)
         unpickled = pickle.loads(pickle.dumps(engine.module))
         before = {name: value.clone() for name, value in copied.state_dict().items()}
-        train_step(engine, 1)  # its gathers are under way
+        train_step(engine, 1)  # gathers are under way now
         for one in (copied, unpickled):
             one.state_dict(), loss_of(one, make_batch(1, 0, 0))
         answers = [any(not gather.done for gather in begun)]

@@ -411,7 +411,7 @@ def test_a_second_engine_on_the_same_model_is_refused() -> None:
     first = make_engine(model)
     with pytest.raises(ValueError, match="parameter embedding.weight belongs to another engine, or did"):
         make_engine(model)
-    assert train_steps(first) == train_steps(make_engine())  # the first one is as it was
+    assert train_steps(first) == train_steps(make_engine())  # the first one is unchanged
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
@@ -535,7 +535,7 @@ def test_values_that_the_dtype_cannot_hold_are_refused_by_name(
 ) -> None:
     model = make_model()
     model.blocks[0].gain.requires_grad_(False)
-    model.norm.register_buffer("mask", torch.full((2,), -math.inf))  # as it may be
+    model.norm.register_buffer("mask", torch.full((2,), -math.inf))  # a frozen mask may have it
     engine = make_engine(model, precision=Precision(dtype, loss_scale=StaticLossScale(1.0)))
     before = engine.full_weights()
     weights = {one: weight.float() for one, weight in before.items()}

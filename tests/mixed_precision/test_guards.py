@@ -456,7 +456,7 @@ def test_a_gradient_left_by_a_backward_that_failed_is_in_no_step() -> None:
                 fails.clear()
                 raise ValueError("planted")
 
-        weight.register_post_accumulate_grad_hook(user_hook)  # in front of the engine's
+        weight.register_post_accumulate_grad_hook(user_hook)  # runs before the engine's hook
         engine = bf16_engine(model)
         if fail:
             with pytest.raises(ValueError, match="planted"):

@@ -241,7 +241,7 @@ def test_buffers_of_any_kind_are_left_alone_if_nothing_moves_them() -> None:
     for name, buffer in kinds.items():
         model[0].register_buffer(name, buffer, persistent=False)
     engine = make_engine(model, precision=FP16)
-    _step(engine, 0, overflows=True)  # in its first forward it learns which ones move
+    _step(engine, 0, overflows=True)  # the engine learns in this step's first forward
     with _Operands() as operands:
         _step(engine, 1)
         _step(engine, 2, overflows=True)
