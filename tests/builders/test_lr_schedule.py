@@ -16,7 +16,7 @@ def table(
     decay_style: str, warmup_steps: int, decay_steps: int | None, steps: int, min_lr: float, lr: float = 1.0
 ) -> list[float]:
     schedule = {"decay_style": decay_style, "warmup_steps": warmup_steps, "decay_steps": decay_steps}
-    section = OptimizerConfig.model_construct(lr=lr, min_lr=min_lr)  # unchecked, so that it may be wrong
+    section = OptimizerConfig.model_construct(lr=lr, min_lr=min_lr)  # unchecked, because min_lr may be wrong
     return lr_table(section, LrScheduleConfig.model_construct(**schedule), steps)
 
 

@@ -45,7 +45,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(folder: Path, files: Path, data: dict[str, Any], **sections: Any) -> Config:
-    """A packed mixture of two files and a chain, with validation on what is split off, unless `data` says otherwise."""
+    """Return a job on a packed mixture of two files and a chain, validated on the split-off part, unless `data`
+    differs.
+    """
     train = [{"path": f"{files}/a", "weight": 3}, {"path": f"{files}/b", "weight": 1}, {"markov": 4, "weight": 2}]
     keys = {"train": train, "packing": "documents", "split": [9, 1]} | data
     config = {
@@ -59,7 +61,7 @@ def job(folder: Path, files: Path, data: dict[str, Any], **sections: Any) -> Con
 
 
 def run(config: Config, crash_at: int | None = None) -> Record:
-    """The job to its end, or until it crashes before an attempt."""
+    """Run the job to its end, or until it crashes before an attempt."""
     record = Record()
 
     def crash(plan: BatchPlan) -> None:
@@ -93,7 +95,7 @@ def test_an_interrupted_run_on_a_staged_mixture_ends_bitwise_as_one_that_never_s
 
 
 def test_no_batch_is_asked_for_that_the_thread_was_not_told_of_before(tmp_path, files, monkeypatch) -> None:
-    # Else a step would wait for the disk.
+    # Otherwise a step would wait for the disk.
     announced, asked = set(), []
     prefetch, get = BatchLoader.prefetch, BatchLoader.get
 
@@ -171,7 +173,7 @@ def test_all_that_is_wrong_with_the_files_of_a_mixture_is_told_at_once(tmp_path,
 
 
 def test_a_stage_of_files_that_were_read_as_another_corpus_is_refused(tmp_path, files) -> None:
-    # It would have another order, so windows would come twice before their epoch is over.
+    # A corpus of several files has another order, so windows would come twice before their epoch is over.
     def listed(names: str, **weight: float) -> list[dict[str, Any]]:
         return [{"path": f"{files}/{name}"} | weight for name in names]
 
@@ -194,7 +196,7 @@ def test_a_stage_of_files_that_were_read_as_another_corpus_is_refused(tmp_path, 
 def test_two_files_of_one_length_are_read_in_orders_of_their_own_and_a_single_one_as_ever(tmp_path) -> None:
     for name in ("a", "b"):
         with TokenFileWriter(tmp_path / name, 6401) as writer:
-            writer.add(np.arange(6401))  # a window tells its place
+            writer.add(np.arange(6401))  # each window's tokens tell its place
     plain = {"packing": "none", "split": None}
     never = {"model": {"vocab_size": 6401}, "training": {"eval_interval": 0}}
 

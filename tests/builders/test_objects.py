@@ -61,7 +61,7 @@ RULES = [rule for rule in LOSS_SCALES.registered if rule != "static"]
 def test_every_setting_of_a_loss_scale_arrives(kind: str) -> None:
     keys = LOSS_SCALES.sections[kind].model_fields.keys() - {"rule", "init_scale"}
     reads = inspect.signature(LOSS_SCALES.registered[kind]).parameters.keys() - {"init_scale", "window"}
-    assert reads == keys  # window, of headroom, is no key
+    assert reads == keys  # headroom's window is no key
     given = {name: SETTINGS[name] for name in keys}
     scale = build_loss_scale(PrecisionConfig(loss_scale={"rule": kind, "init_scale": 2.0**10, **given}))
     assert float(scale.loss_scale) == 2.0**10
@@ -103,7 +103,7 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
 
 
 class _Salted(Transformer):
-    """A family with a table in each block that it has not named."""
+    """Family with a table in each block that it has not named."""
 
     def block(self, config: ModelConfig, layer: int) -> Block:
         block = super().block(config, layer)
@@ -112,7 +112,7 @@ class _Salted(Transformer):
 
 
 def test_a_family_s_tables_are_known_by_their_type(tmp_path, monkeypatch) -> None:
-    """Without an engine, too: `plan`, `verify` and the check of a checkpoint ask this one."""
+    """The optimizer itself knows them, without an engine: `plan`, `verify` and the check of a checkpoint ask it."""
     monkeypatch.setattr("megamix.builders.objects.family_of", lambda model: _Salted)
     config = tiny_job(tmp_path, optimizer={"name": "muon"})
     optimizer = build_optimizer(config.optimizer, [0.1], config.model)
@@ -146,7 +146,7 @@ def test_the_engine_gets_its_sections(tmp_path, grad_dtype: str, want: torch.dty
     engine = build_engine(config, model, [*model], grad_accum_steps=3)
     assert (engine.plan.precision.dtype, engine.buckets[0].grads.dtype) == (torch.float16, want)
     assert (engine.clip_grad, engine.grad_accum_steps, engine.update_path) == (0.5, 3, "library")
-    assert len(engine.plan.layout.buckets) == 2  # a bias of 4 and a weight of 16 close one
+    assert len(engine.plan.layout.buckets) == 2  # a bias of 4 and a weight of 16 close one bucket
     assert not engine.plan.sharding.overlap
     assert len(lrs := engine.optimizer.lr_table()) == config.training.steps
     assert lrs[1] == pytest.approx(config.optimizer.lr)

@@ -18,7 +18,7 @@ VALUES: dict[Fault | None, tuple[float, float]] = {
 
 
 def peaks(**faults: Fault) -> list[ParamPeak]:
-    """All parameters, with faults by the last two parts of their names, joined by an underscore."""
+    """Return all parameters, with faults by the last two parts of their names, joined by an underscore."""
     found = {
         name: next((faults[key] for key in faults if name.startswith(key.replace("_", "."))), None) for name in NAMES
     }

@@ -26,7 +26,7 @@ OUTCOME = Outcome(
 
 @pytest.fixture
 def now(monkeypatch):
-    """Seconds that the test moves by hand."""
+    """Return a clock in seconds that the test moves by hand."""
     time = {"s": 100.0}
     for module in (clock_module, report_module):
         monkeypatch.setattr(module.time, "perf_counter", lambda: time["s"])
@@ -175,7 +175,7 @@ def test_a_console_that_nobody_can_write_to_ends_nothing(monkeypatch) -> None:
         console.advance()
         console.close()
         monkeypatch.undo()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what it holds back goes there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # rows that are held back go there
 
 
 def test_what_stdout_never_took_does_not_change_the_exit_status() -> None:

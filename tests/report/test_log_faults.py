@@ -1,5 +1,5 @@
-"""A disk that is full, broken or without inodes for a while costs a run no row, for good it ends at a save with the
-true exit status; logs that were removed are made anew; a start after it doubles no row.
+"""A disk that is full, broken or without inodes for a while costs a run no row; for good, it ends the run at a save
+with the true exit status; removed logs are made anew; a later start doubles no row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.train.jobs import (
 )
 from tests.train.outcome import differences, end_of, metrics_of
 
-TRIALS = range(20 if MANY else 1)  # of each fault
+TRIALS = range(20 if MANY else 1)  # trials of each fault
 FAULTS = [(FULL,), (BROKEN,), (NO_INODES,)] if MANY else [(FULL, BROKEN, NO_INODES)]  # one after the other
 STEPS = 10
 BAD_SAMPLE = 41  # in the sixth batch, which is set aside
@@ -60,14 +60,14 @@ def _config(folder: Path, data: Path, **sections: Any) -> Config:
 
 
 def _run(config: Config, before: Callable[[BatchPlan], None] = lambda plan: None) -> None:
-    """The job, with an overflow that sets a batch aside. `before`: called before each attempt."""
+    """Run the job, with an overflow that sets a batch aside. `before`: called before each attempt."""
     record = Record()
     with attempts_recorded(record, before), overflows_injected(record, frozenset({2}), frozenset({BAD_SAMPLE})):
         run_on_ranks(config)
 
 
 def _all_of(folder: Path) -> dict[str, Any]:
-    """What must be equal to that of a run on a disk that works."""
+    """Return everything that must be equal to a run's on a disk that works."""
     return {**end_of(folder), "set aside": (folder / "run/set_aside.jsonl").read_text()}
 
 
@@ -87,7 +87,7 @@ def whole(tmp_path_factory, data) -> dict[str, Any]:
 
 
 def _fails(disk: BrokenDisk, faults: dict[int, str | None], room: int = 0) -> Callable[[BatchPlan], None]:
-    """How the disk is from each of these attempts on."""
+    """Return a function that puts the disk into the given state from each of these attempts on."""
 
     def before(plan: BatchPlan) -> None:
         if plan.launched in faults:
@@ -101,7 +101,7 @@ def _fails(disk: BrokenDisk, faults: dict[int, str | None], room: int = 0) -> Ca
 def test_a_disk_that_fails_for_a_while_costs_no_row(tmp_path, data, whole, faults: tuple[str], trial: int) -> None:
     rng = random.Random(trial)
     at = sorted(rng.sample(range(STEPS + 1), 2 * len(faults)))
-    if len(faults) == 1:  # so long that rows come in it and a save, which needs a new file
+    if len(faults) == 1:  # long enough for rows, and for a save, which needs a new file
         at = [start := rng.randrange(5), start + 6]
     changes = dict(zip(at, [change for fault in faults for change in (fault, None)], strict=True))
     with broken_disk(tmp_path / "run") as disk:
@@ -117,7 +117,7 @@ def test_on_a_disk_that_is_full_for_good_it_goes_on_until_a_save_is_due(tmp_path
     config = _config(tmp_path, data, checkpoint={"on_save_failure": policy})
     with broken_disk(tmp_path / "run") as disk, pytest.raises(SaveFailedError):
         _run(config, _fails(disk, {4: FULL}, room=100))
-    assert _status(tmp_path)["state"] == "running"  # what it said before the disk was full
+    assert _status(tmp_path)["state"] == "running"  # the status from before the disk was full
     (words,) = [line for line in capsys.readouterr().err.splitlines() if "status.json NOT written" in line]
     updates = STEPS if policy == "continue" else 7  # asked to leave at the save after update 6
     assert f"NOT written: [Errno 28] No space left on device: '{tmp_path / 'run/status.json'}" in words
@@ -161,7 +161,7 @@ def test_logs_that_somebody_removes_are_made_anew(tmp_path, data, whole, caplog,
 
 @contextmanager
 def _killed() -> Iterator[None]:
-    """What is held back dies with the process."""
+    """Rows that are held back die with the process."""
     with mock.patch.object(LogFile, "close", lambda log: None), crash_contained():
         yield
 
@@ -183,7 +183,7 @@ def test_rows_that_were_late_at_a_save_are_kept_by_the_next_start(tmp_path, data
 @pytest.mark.parametrize("how", ["lost", "removed", "never written"] if MANY else ["lost and removed"])
 def test_a_start_after_rows_were_lost_doubles_none(tmp_path, data, whole, monkeypatch, how: str) -> None:
     if "lost" in how:
-        monkeypatch.setattr(LogFile.__init__, "__defaults__", (b"", 700))  # bytes that are held back
+        monkeypatch.setattr(LogFile.__init__, "__defaults__", (b"", 700))  # bytes that are held back at most
 
     with broken_disk(tmp_path / "run", only=".jsonl") as disk, _killed():
         fails = _fails(disk, {4: BROKEN} if how == "never written" else {4: BROKEN, 9: None})
@@ -222,7 +222,7 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path, data, capsys) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A folder with a disk of its own, of 8 MB and 200 inodes."""
+    """Yield a folder with a disk of its own, of 8 MB and 200 inodes."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=8m,nr_inodes=200 megamix-test {folder} 2>/dev/null"):
@@ -253,14 +253,14 @@ def test_a_real_disk_that_is_full_for_a_while_costs_no_row(
     start = random.Random(trial).randrange(7)
     ballast = small_disk / "ballast"
     ballast.mkdir()
-    full_s = math.inf  # since when
+    full_s = math.inf  # time since when it is full
 
     def before(plan: BatchPlan) -> None:
         nonlocal full_s
         if plan.launched == start:
             fill(ballast)
             full_s = time.monotonic()
-        if plan.launched == start + 6:  # of 13 attempts: all rows of several steps come while it is full
+        if plan.launched == start + 6:  # 6 of 13 attempts: all rows of several steps come while it is full
             time.sleep(max(0.0, full_s + seconds - time.monotonic()))
             shutil.rmtree(ballast)
 

@@ -1,5 +1,5 @@
-"""A log holds whole rows in order whatever its disk does; what can be kept is kept, what is lost is counted, what was
-removed made anew.
+"""A log holds whole rows in order whatever its disk does; rows that can be kept are kept, lost ones are counted, and a
+removed file is made anew.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_no_row_is_lost_torn_or_doubled_by_a_disk_that_takes_it_later(tmp_path, 
                 story.choice([_full_for_a_while, _broken, _heal, _heal])(disk, folder, story)
                 log.append(row)
                 written = (folder / "log").read_bytes() if (folder / "log").exists() else b""
-                # Whoever looks now finds whole rows, from the first on.
+                # A reader finds whole rows at this moment, from the first on.
                 assert written == b"".join(rows[: written.count(b"\n")])
                 assert log.size() == len(b"".join(rows[: rows.index(row) + 1]))
             disk.fault = None
@@ -136,7 +136,7 @@ def test_a_file_that_was_emptied_or_edited_goes_on(tmp_path) -> None:
     log.append(b"2\n")
     edited = tmp_path / "edited"
     edited.write_bytes(b"2 and a note\n")
-    edited.rename(path)  # as editors save
+    edited.rename(path)  # editors save like this
     log.append(b"3\n")
     log.close()
     assert path.read_bytes() == b"2 and a note\n3\n"

@@ -34,7 +34,7 @@ METRICS = StepMetrics(
 
 
 def rows(folder: Path, tokens: int = 0) -> list[dict[str, float | None]]:
-    """Each without its time, which is now, and its tokens, which are as said."""
+    """Return each row without its time, which is now, and its tokens, which are as told."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in found:
         assert abs(row.pop(TAGS["time"]) - time.time()) < 600

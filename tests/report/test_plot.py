@@ -1,5 +1,5 @@
-"""`megamix plot` draws what metrics.jsonl says, of one run or of several in one picture, with names and units; what is
-missing is named with its fix.
+"""`megamix plot` draws the values of metrics.jsonl, of one run or of several in one picture, with names and units; a
+missing input is named with its fix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def layer(number: float, headroom: float = 3.0) -> LayerPrecision:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """An FP16 run with two overflows, two validations and two examined steps, the second of them an overflow."""
+    """Write an FP16 run with two overflows, two validations and two examined steps, the second of them an overflow."""
     return _write_run(tmp_path / "mine")
 
 
@@ -209,7 +209,7 @@ def test_a_last_line_that_is_still_being_written_is_left_out(run: Path) -> None:
     whole = read_history(run)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "train/lo')
-    assert str(read_history(run)) == str(whole)  # a NaN in it is not equal to itself
+    assert str(read_history(run)) == str(whole)  # compared as text, for NaN is not equal to itself
 
 
 @pytest.mark.parametrize(

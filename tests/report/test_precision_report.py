@@ -21,7 +21,7 @@ ACCUM, SCALE = 2, 2.0**8
 
 
 class Seen(NamedTuple):
-    """One rank's shards, bucket by bucket, and what it reports."""
+    """One rank's shards, bucket by bucket, and its report."""
 
     layout: FlatLayout
     grads: list[Tensor]
@@ -46,7 +46,8 @@ def _examined_step(dtype: torch.dtype, grad_dtype: torch.dtype, overflow: bool) 
     engine.examine_next_step()
     for micro_batch in range(ACCUM):
         loss = loss_of(model, make_batch(0, dist.get_rank(), micro_batch))
-        # So small that some gradients are below FP16's numbers even with the scale; or far too large for them.
+        # The loss is so small that some gradients are below FP16's numbers even with the scale, or far too large for
+        # them.
         engine.backward(loss * (2.0**14 if overflow else 2.0**-14))
     result = engine.step()
     layers = gather_precision(engine, result.examination, result.by_piece, float(result.loss_scale))
@@ -61,7 +62,7 @@ def _masters_and_halves(engine: ShardedEngine) -> tuple[list[Tensor], list[Tenso
 
 
 def _whole(ranks: list[Seen], kind: str) -> dict[str, Tensor]:
-    """Layer -> its elements from all ranks, padding left out, in FP64."""
+    """Return each layer's elements from all ranks, without padding, in FP64."""
     found: dict[str, list[Tensor]] = {}
     for index, bucket in enumerate(ranks[0].layout.buckets):
         flat = torch.cat([getattr(rank, kind)[index] for rank in ranks])
@@ -102,7 +103,7 @@ def test_shares_headroom_and_histogram_equal_a_count_over_the_whole_gradient(run
         assert list(said.exponents) == exponents.long().bincount(minlength=LAST_EXPONENT - FIRST_EXPONENT + 1).tolist()
         assert sum(said.exponents) + int((scaled == 0).sum()) == scaled.numel()
         seen_below, seen_zero = seen_below + said.unscaled_below_share, seen_zero + said.zero_share
-    assert seen_below > 0  # else this step would prove nothing
+    assert seen_below > 0  # otherwise this step would prove nothing
     assert seen_zero > 0
 
 

@@ -1,5 +1,5 @@
-"""A tracker gets every row and text in order, in a thread of its own; one that raises, is slow or hangs is told once,
-with what it lost, and ends no run; the real wandb writes offline.
+"""A tracker gets every row and text in order, in a thread of its own; if it raises, is slow or hangs, that is told
+once, with the rows it lost, and no run ends; the real wandb writes offline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.conftest import FULL
 
 
 class Notes:
-    """A tracker that keeps what it is told, and does something before."""
+    """Tracker that keeps everything it gets, after doing something."""
 
     def __init__(self, before: Callable[[str], None] = lambda call: None):
         self.before, self.told = before, list[Any]()

@@ -11,11 +11,11 @@ import pytest
 
 from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState, WaitingBatch
 
-Outcome = Callable[[Attempt], bool]  # does it overflow?
+Outcome = Callable[[Attempt], bool]  # returns whether the attempt overflows
 
 
 class Run:
-    """Drives a plan as the trainer does; the scale halves at an overflow and doubles after `growth` clean attempts."""
+    """Driver of a plan, as the trainer; the scale halves at an overflow and doubles after `growth` clean attempts."""
 
     def __init__(self, plan: BatchPlan, overflows: Outcome, scale: float = 2.0**16, growth: int = 10**9):
         self.plan, self.overflows, self.scale, self.growth = plan, overflows, scale, growth

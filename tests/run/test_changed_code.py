@@ -1,4 +1,4 @@
-"""A checkpoint that the code of now does not take, such as that of a plugin with other states, is refused in words by
+"""A checkpoint that the present code does not take, such as that of a plugin with other states, is refused in words by
 `--check` and by a start alike; nothing is renamed, and with the old code back the run goes on.
 """
 
@@ -51,14 +51,14 @@ BUILD = "return Tuned(**keys)"
 
 
 def _with_code(folder: Path, source: str) -> None:
-    """Let the plugin be this one, for whoever imports it next."""
+    """Write the plugin's source for the next import."""
     from megamix.plugins import OPTIMIZERS
 
     (folder / f"{PLUGIN}.py").write_text(source)
     for table in (OPTIMIZERS.sections, OPTIMIZERS.registered, sys.modules):
         table.pop("tuned", None)
     sys.modules.pop(PLUGIN, None)
-    shutil.rmtree(folder / "__pycache__", ignore_errors=True)  # its dates count in seconds
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)  # dates in it count in seconds
     importlib.invalidate_caches()
 
 
@@ -78,7 +78,7 @@ def _config(folder: Path, steps: int, rho: float, **sections: Any) -> Config:
 
 @pytest.fixture
 def run(tmp_path: Path, doors: None) -> Path:
-    """A run that has saved after updates 2 and 4, by a plugin that lies beside it."""
+    """Save a run after updates 2 and 4, by a plugin that lies beside it."""
     sys.path.insert(0, str(tmp_path))
     write_data(tmp_path / "data")
     _with_code(tmp_path, SOURCE)
@@ -87,7 +87,7 @@ def run(tmp_path: Path, doors: None) -> Path:
 
 
 def _told(run: Path, config: Config, capsys: pytest.CaptureFixture[str]) -> str:
-    """The refusal, in the words of `--check` and of a start, which are the same."""
+    """Return the refusal, for which `--check` and a start use the same words."""
     (run / "job.toml").write_text(config_to_toml(config))
     capsys.readouterr()
     assert main(["train", str(run / "job.toml"), "--check"]) == 2
@@ -217,7 +217,7 @@ def test_restore_takes_one_by_its_path_and_never_the_place_of_another(run: Path,
     shutil.rmtree(newest)
     content = bytearray((aside / "rank_00000.safetensors").read_bytes())
     content[-1] ^= 1
-    (aside / "rank_00000.safetensors").write_bytes(content)  # which only the bytes tell
+    (aside / "rank_00000.safetensors").write_bytes(content)  # a damage that only the bytes show
     assert main(["checkpoint", "restore", str(aside)]) == 1
     assert "its checksum" in capsys.readouterr().err
     content[-1] ^= 1

@@ -24,7 +24,9 @@ WRITTEN_ANEW = [
 
 @pytest.fixture
 def folder(tmp_path) -> Iterator[Path]:
-    """Of a job, its run folder group-writable, with what another user put there; nothing else has changed later."""
+    """Yield a job's folder, whose run folder is group-writable and holds another user's files; nothing else changes
+    later.
+    """
     write_data(tmp_path / "data", tokenizer=True)
     (tmp_path / "run").mkdir()
     (tmp_path / "target").write_text("precious")
@@ -53,7 +55,7 @@ def test_what_would_be_followed_or_waited_for_is_refused_before_anything_is_done
 
 
 def _wrong_modes(run: Path, umask: int) -> dict[str, str]:
-    """Of what a run made; the links that nobody wrote to are left."""
+    """Return the run's own files with wrong modes; links that nobody wrote to are left out."""
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in run.rglob("*") if not path.is_symlink()}
     assert {"weights.safetensors", "metrics.jsonl", "manifest.json", "status.json"} <= {path.name for path in modes}
     return {
@@ -82,7 +84,7 @@ def test_links_where_a_run_writes_are_replaced_and_only_we_may_read(folder, run_
     for name in WRITTEN_ANEW:
         (folder / "run" / name).symlink_to(folder / "target")
     (folder / "run/stacks_rank1.txt").unlink()
-    (folder / "run/stacks_rank1.txt/taken").mkdir(parents=True, mode=0o700)  # then its stacks would go to stderr
+    (folder / "run/stacks_rank1.txt/taken").mkdir(parents=True, mode=0o700)  # sends rank 1's stacks to stderr
     (folder / "run/stacks_rank1.txt").chmod(0o700)
     run_ranks(_run_as_with_umask_077, 2, folder)
     assert _wrong_modes(folder / "run", 0o077) == {}

@@ -1,5 +1,6 @@
 """A job that this machine's memory, control group, `ulimit -v` or GPU cannot hold is refused at its start, and told by
-`--check`; one that runs out of memory ends with 4 and what its ranks hold, by the launcher. No lower bound is too high.
+`--check`; one that runs out of memory ends with 4, and the launcher tells the bytes that its ranks hold. No lower bound
+is too high.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from megamix.tools.plan.memory_plan import held_memory
 from tests.train.jobs import tiny_job, write_data
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
-HUGE = {"hidden_size": 12288, "num_layers": 960, "num_heads": 96}  # of which no machine holds 26 TB
+HUGE = {"hidden_size": 12288, "num_layers": 960, "num_heads": 96}  # its 26 TB fit no machine
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_parameters_are_nearly_all_counted_and_none_too_many(path: Path) -> None:
     model = load_config(path).model
     count = parameter_count(model)
-    assert 0.985 * count < fewest_params(model) <= count  # type: ignore[arg-type]  # all are of one section
+    assert 0.985 * count < fewest_params(model) <= count  # type: ignore[arg-type]  # all have one section
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
@@ -57,7 +58,7 @@ def test_no_category_is_more_than_the_plan_s(
     least, planned = least_held(config, 2), held_memory(config, 2, 0, "cpu")[0]
     for category, size in least.items():
         assert (size == 0) == (planned[category] == 0), category
-        # What is not counted: norms, padding; of Muon the second moment of tables.
+        # Norms and padding are not counted, nor are Muon's second moments of tables.
         assert size <= planned[category] <= max(1.1, 1 + (optimizer["name"] == "muon")) * size, category
 
 
@@ -77,7 +78,7 @@ def test_a_model_beyond_this_machine_is_refused_at_the_start_and_told_by_a_check
     assert "half parameters 3,240.00 GiB, half gradients 3,240.00 GiB, FP32 masters 6,480.00 GiB" in told
     assert "write" in told or "megamix plan CONFIG --world 1" in told
     assert not (tmp_path / "run").exists()
-    assert main(["train", str(job), "--check"]) == 0  # it may be a login node
+    assert main(["train", str(job), "--check"]) == 0  # this may be a login node
     printed = capsys.readouterr().out
     assert printed.startswith("note: memory: a rank holds 25,920")
     assert "no problems" in printed
@@ -131,7 +132,7 @@ def test_what_limits_memory_and_whom_the_kernel_killed_is_read_of_every_group(
 def test_a_rank_without_memory_is_told_by_the_launcher_with_what_to_change(tmp_path: Path) -> None:
     many = {"micro_batch_size": 2**15, "global_batch_size": 2**15, "eval_interval": 0}
     job = _job(tmp_path, model={"num_layers": 1}, training=many, data={"valid": None})
-    limit = 3_900_000 << 10  # torch alone has half of it mapped
+    limit = 3_900_000 << 10  # torch maps half of it
     launch = [sys.executable, "-m", "megamix.supervise.launch", "--standalone", "-m", "megamix", "train", str(job)]
     ended = subprocess.run(
         launch, capture_output=True, text=True, check=False,

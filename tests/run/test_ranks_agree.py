@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Token files and a tokenizer in `one`, a copy of them in `same`, and one with a bit changed in each in `other`."""
+    """Write token files and a tokenizer in `one`, a copy of them in `same`, and files with a changed bit in `other`."""
     base = tmp_path_factory.mktemp("data")
     write_data(base / "one", tokenizer=True)
     shutil.copytree(base / "one", base / "same")
@@ -77,7 +77,7 @@ class Paths(Section):
     path: list[str]
 
 
-# What all ranks have; what rank 1 has beside it; what is said of it.
+# Settings of all ranks; further settings of rank 1; words of the message.
 SPLIT = {"data": {"valid": None, "split": [80, 20]}}
 DIFFERENT: dict[str, tuple[Sections, Sections | Callable[[Path], Sections], str]] = {
     "data": ({}, _in_other("train"), "content of data.train (SHA-256): "),
@@ -112,7 +112,7 @@ DIFFERENT: dict[str, tuple[Sections, Sections | Callable[[Path], Sections], str]
 
 @contextmanager
 def _other_code(name: str, folder: Path) -> Iterator[None]:
-    """Another version of the package in this process, or another byte in one of its files."""
+    """Fake another version of the package in this process, or another byte in one of its files."""
     version = importlib.metadata.version
     if name == "version":
         with mock.patch.object(
@@ -130,7 +130,7 @@ def _other_code(name: str, folder: Path) -> Iterator[None]:
 
 
 def _outcome(usual: Config, other: Config, name: str, folder: Path) -> list[str]:
-    """Of a job whose rank 1 is started otherwise; empty if it trained."""
+    """Return the error of a job whose rank 1 is started otherwise; empty if it trained."""
     rank = dist.get_rank()
     try:
         if rank == 1:
@@ -236,7 +236,7 @@ def test_ranks_that_are_started_alike_train(tmp_path, data, run_ranks, ranks: in
 
 
 class _Ranks:
-    """`check_same_job` on threads that share a store; rank by rank what came of it."""
+    """`check_same_job` on threads that share a store, and its results rank by rank."""
 
     def __init__(self, size: int, configs: list[Config] | Config, silent: tuple[int, ...] = (), store: Any = None):
         self.store = store or dist.HashStore()
@@ -280,7 +280,7 @@ def test_a_rank_that_dies_before_it_reports_ends_the_others_in_time_and_is_named
         assert str(error).startswith(f"no sign of life from rank {silent} within {TIMEOUT_S} s (parallelism.timeout_s)")
     assert capsys.readouterr().err.count("no sign of life") == (
         silent == 0
-    )  # else the first rank's command line says it
+    )  # otherwise the first rank's command line says it
     assert ranks.took_s < TIMEOUT_S + 2 * Board.grace_s + (1 if FULL else 10)  # another job's load is no hang
 
 
@@ -321,7 +321,7 @@ def test_a_rank_that_cannot_read_its_data_says_so_on_all_ranks(tmp_path, data) -
 
 
 class _Trap:
-    """Whoever unpickles it calls this."""
+    """Object that calls this when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
         return os.mkdir, (os.environ["MEGAMIX_TRAP"],)
@@ -331,7 +331,7 @@ JUNK = [b"", b"\xff\xfe", b"null", b"[1]", b'{"a": 1}', b"[" * 100_000, b"1e999"
 
 
 class _PlantedStore:
-    """A store in which somebody has put something else under some keys."""
+    """Store in which somebody has put other values under some keys."""
 
     def __init__(self, kind: str, content: bytes):
         self._store, self._kind, self._content = dist.HashStore(), kind, content
@@ -372,7 +372,7 @@ def test_an_answer_without_bounds_is_refused_and_control_characters_are_not_prin
 
 
 class _CountingStore:
-    """How many requests each thread makes."""
+    """Store that counts each thread's requests."""
 
     def __init__(self) -> None:
         self._store, self.requests = dist.HashStore(), Counter[int]()

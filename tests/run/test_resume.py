@@ -1,5 +1,5 @@
 """A run killed at any instant, once or again and again, and started again ends bitwise equal: weights, moments, scale,
-data order, logs; with each setting of shard, and with Muon; other ranks go on; what changed is refused or told.
+data order, logs; with each setting of shard, and with Muon; other ranks go on; changed settings are refused or told.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ JOBS: dict[str, dict[str, Any]] = {
     **{shard: {"parallelism": {"shard": shard}} for shard in get_args(Shard)},
     "muon": {"optimizer": {"name": "muon"}, "parallelism": {"bucket_size": 1}},  # every matrix travels
 }
-KILLS = [*zip(range(400 if FULL else 4), cycle(JOBS), strict=False)]  # 100 of each job, or one
+KILLS = [*zip(range(400 if FULL else 4), cycle(JOBS), strict=False)]  # 100 kills of each job, or one
 STEPS = 14
 CHAIN_STEPS, CHAIN_KILLS = (200, 25) if FULL else (16, 2)
 BAD = frozenset((3, 4, 9, 15, 16, 21, 40, 41, 90))  # attempts that overflow
@@ -72,8 +72,9 @@ def _config(folder: Path, data: Path, steps: int = STEPS, **sections: Any) -> Co
 
 
 def _run(config: Config, crash_at: int | None = None, leave_at: int | None = None) -> list[Attempt]:
-    """The job, with its overflows, to its end, or until it crashes or is asked to leave before an attempt; what was
-    applied.
+    """Run the job, with its overflows, to its end, or until it crashes or is asked to leave before an attempt.
+
+    Returns the applied attempts.
     """
     record = Record()
 
@@ -94,7 +95,7 @@ def _run(config: Config, crash_at: int | None = None, leave_at: int | None = Non
 
 
 def _run_until(config: Config, victim: int, at_call: int) -> None:
-    """The job; one rank dies at some call in its training."""
+    """Run the job; one rank dies at some call in its training."""
     train = Trainer.train
 
     def die(call: int) -> None:
@@ -107,12 +108,12 @@ def _run_until(config: Config, victim: int, at_call: int) -> None:
         with counted_calls(die):
             return train(trainer, leave)
 
-    with lines_counted(False), mock.patch.object(Trainer, "train", train_and_die):  # they would die with it
+    with lines_counted(False), mock.patch.object(Trainer, "train", train_and_die):  # counting would die with it
         _run(config)
 
 
 def _counted(config: Config) -> tuple[int, list[Attempt]]:
-    """The job: how many calls its training makes, and what was applied."""
+    """Run the job. Return how many calls its training makes, and the applied attempts."""
     seen: list[int] = []
     train = Trainer.train
 
@@ -126,7 +127,7 @@ def _counted(config: Config) -> tuple[int, list[Attempt]]:
 
 
 def _killed(config: Config, victim: int, at_call: int) -> bool:
-    """Run on ranks of their own; whether the kill came before the end."""
+    """Run the job on ranks of its own. Return whether the kill came before the end."""
     pool = RankPool(2)
     try:
         pool.call(_run_until, config, victim, at_call)
@@ -142,7 +143,7 @@ Uninterrupted = Callable[[str], tuple[Path, int, list[Attempt]]]
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, data, run_ranks) -> Uninterrupted:
-    """Of one of the jobs: its folder, on two ranks, how many calls its training makes, and what it applied."""
+    """Run one of the jobs on two ranks. Return its folder, its number of calls, and its applied attempts."""
 
     @cache
     def run(job: str) -> tuple[Path, int, list[Attempt]]:
@@ -185,11 +186,11 @@ def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks)
     assert differences(end_of(tmp_path / "killed"), end_of(tmp_path / "whole")) == []
 
 
-# Without kills: a run that ends early in this process, and what a start may change.
+# Runs without kills, which end early in this process, and changes that a start may have.
 
 
 def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """TensorBoard's curves."""
+    """Return TensorBoard's curves."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "run/tensorboard"), size_guidance={"scalars": 0})
@@ -201,8 +202,8 @@ def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data, monkeypatch) -> None:
     from tensorboard.summary.writer import event_file_writer
 
-    # Event files are read in the order of their names, which end with the number of the writer in its process: within
-    # one second the tenth would come before the ninth.
+    # Event files are read in the order of their names, which end with the writer's number in its process. Within one
+    # second the tenth would come before the ninth.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
 
     def config(folder: Path) -> Config:
@@ -213,7 +214,7 @@ def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data, monkeypatch) ->
     _run(config(tmp_path / "whole"))
     want = metrics_of(tmp_path / "whole"), _points(tmp_path / "whole")
     assert {"train/loss", "valid/loss", "optim/loss_scale"} <= set(want[1])
-    # Before any checkpoint, asked to leave while a batch is tried again, after a checkpoint and in between.
+    # Stops before any checkpoint, while a batch is tried again, after a checkpoint and in between.
     for end in ({"crash_at": 2}, {"leave_at": 2}, {"crash_at": 9}, {"crash_at": 13}, {}):
         _run(config(tmp_path / "ended early"), **end)
     assert (metrics_of(tmp_path / "ended early"), _points(tmp_path / "ended early")) == want
@@ -232,7 +233,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, r
 
 @pytest.fixture
 def stopped(tmp_path, data) -> Path:
-    """A run that crashed between two checkpoints."""
+    """Leave a run that crashed between two checkpoints."""
     _run(_config(tmp_path, data), 9)
     assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step_00000006", "step_00000003"]
     return tmp_path
@@ -327,7 +328,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begi
 
 
 def _changed_bit(checkpoint: Path) -> None:
-    """In a tensor, where only the load finds it."""
+    """Flip a bit in a tensor, where only the load finds it."""
     file = checkpoint / "rank_00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
@@ -424,7 +425,7 @@ def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
 
 
 def _fails_to_save(config: Config, victim: int) -> tuple[str, list[str]]:
-    """A job whose second checkpoint fails on one rank: how it ends, and its checkpoints."""
+    """Run a job whose second checkpoint fails on one rank. Return its end and its checkpoints."""
     create = Files.create
 
     def full(files: Files, path: Path) -> Any:
@@ -453,4 +454,4 @@ def test_a_save_that_fails_on_one_rank_follows_the_policy_on_all(tmp_path, data,
         else:
             assert ended.startswith("failed: ended after update ")
             assert ended.endswith("a checkpoint could not be saved, see the log")
-            assert len(kept) == 2  # what could be saved at the end was
+            assert len(kept) == 2  # the checkpoint at the end was saved

@@ -1,5 +1,5 @@
-"""A sealed manifest is what some run can have saved, or it is refused by name and the older checkpoint taken; mutants
-of it too, or they train on.
+"""A sealed manifest that no run can have saved is refused by name, and the older checkpoint taken; mutants of manifests
+are refused, too, or they train on.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from tests.conftest import FULL
 from tests.train.jobs import Record, attempts_recorded, overflows_injected, run_on_ranks, tiny_job
 
 MUTANTS = 5_000 if FULL else 100
-TRAINED = 5_000 if FULL else 1  # of those that are accepted
-LONGEST_S, MOST_BYTES = 2.0, 200 << 20  # of one mutant; beyond an intact one
+TRAINED = 5_000 if FULL else 1  # number of accepted mutants that are trained on
+LONGEST_S, MOST_BYTES = 2.0, 200 << 20  # seconds of one mutant; bytes beyond an intact manifest's
 SCALES = ("dynamic", "headroom", "torch", "megatron", "deepspeed")
 
 Change = Callable[[dict[str, Any]], object]
 
 
 def _config(data: Path, folder: Path, loss_scale: str = "dynamic", steps: int = 12, resume: str = "auto") -> Config:
-    longer = {} if loss_scale == "headroom" else {"growth_interval": 1000}  # than any run here
+    longer = {} if loss_scale == "headroom" else {"growth_interval": 1000}  # longer than any run here
     return tiny_job(
         folder,
         tokens=data,
@@ -62,7 +62,7 @@ def _config(data: Path, folder: Path, loss_scale: str = "dynamic", steps: int = 
 
 
 def _interrupted(config: Config, leave_at: int) -> None:
-    """Run until it is asked to leave; attempt 3 overflows, and from 5 on all do, so that batches wait at the end."""
+    """Run until it is asked to leave. Attempt 3 overflows, and from 5 on all do, so that batches wait at the end."""
     record = Record()
 
     def leave(plan: BatchPlan) -> None:
@@ -79,7 +79,7 @@ def _interrupted(config: Config, leave_at: int) -> None:
 
 @pytest.fixture(scope="module")
 def ready(data, tmp_path_factory) -> Path:
-    """A run that was asked to leave: two checkpoints, the newer with batches that wait."""
+    """Leave a run that was asked to stop: two checkpoints, the newer with batches that wait."""
     folder = Path(tmp_path_factory.mktemp("ready"))
     _interrupted(_config(data, folder), 6)
     (newest, _) = checkpoints(folder / "run/checkpoints")
@@ -91,7 +91,7 @@ def ready(data, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(ready, tmp_path) -> Path:
-    """A copy to hurt."""
+    """Return a copy of the run, to be damaged."""
     return Path(shutil.copytree(ready, tmp_path / "copy"))
 
 
@@ -142,7 +142,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no digest": (lambda fields: fields["run"]["fingerprints"].update({"data.train": "\x1b[2J"}), "fingerprints"),
     "a terminal's escape": (lambda fields: fields.update({"\x1b[2J": 1}), r"\\x1b\[2J"),
 }  # fmt: skip
-# Right for other code than that of now, for all that is known.
+# Changes that may be right for other code than the present one.
 REFUSED: dict[str, tuple[Change, str]] = {
     "a scale of 0": (lambda fields: fields["loss_scale"].update(loss_scale=0), r"loss_scale\.loss_scale"),
     "a scale between two powers": (lambda fields: fields["loss_scale"].update(loss_scale=3), "no power of two"),
@@ -253,7 +253,7 @@ POOL = (
 
 
 def _paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """To every value below the root."""
+    """Yield the path of every value below the root."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, child in children:
         yield (*path, key)
@@ -267,9 +267,9 @@ def _at(node: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _mutate(fields: dict[str, Any], rng: random.Random) -> str:
-    """Change one thing, seldom two; what was done."""
+    """Change one value, seldom two. Return a description."""
     paths = list(_paths(fields))
-    # As often in the few fields of the run as in the many of parameters and files.
+    # The few fields of the run change as often as the many of parameters and files.
     own = [path for path in paths if path[0] not in ("params", "files", "layout")]
     path = rng.choice(own if rng.random() < 0.8 else paths)
     above, key, value = _at(fields, path[:-1]), path[-1], _at(fields, path)
@@ -320,7 +320,7 @@ def _refusal(kind: type[ValueError] | tuple[type[ValueError], ...], work: Callab
 
 
 def _trains_on(checkpoint: Path, data: Path, folder: Path) -> None:
-    """Two steps from it with finite numbers; or the configuration is refused, in words."""
+    """Check that two steps from the checkpoint give finite numbers, or that its configuration is refused in words."""
     manifest = read_manifest(checkpoint / "manifest.json")
     config = _config(data, folder, steps=manifest.applied_updates + 2, resume=str(checkpoint))
     refusal = _refusal(ConfigError, lambda: run_on_ranks(config))

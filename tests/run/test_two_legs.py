@@ -1,5 +1,5 @@
-"""What may change between two legs of a run changes, and is told; what may not is refused by its key, with a fix.
-Whatever changes, no checkpoint that is whole is renamed, and with the first leg's configuration the run goes on.
+"""A setting that may change between two legs of a run changes, and is told; another setting is refused by its key, with
+a fix. Whatever changes, no whole checkpoint is renamed, and with the first leg's configuration the run goes on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from tests.train.jobs import VOCAB, Sections, run_on_ranks, tiny_job, write_data
 
 @dataclass(frozen=True)
 class Leg:
-    """What another leg has that the first one has not. `told`: of what the run says. `refused`: of why it does not
-    start; "": it goes on.
+    """Settings of another leg that differ from the first one's.
+
+    `told`: words in the run's log. `refused`: words of the refusal; "": the leg goes on.
     """
 
     sections: Sections = field(default_factory=dict)
@@ -75,7 +76,7 @@ def _config(data: Path, run: Path, changed: Sections) -> Config:
 
 
 def _in(folder: Path, tree: Any) -> Any:
-    """The sections with the path of the other data."""
+    """Return the sections with the path of the other data."""
     if isinstance(tree, dict):
         return {key: _in(folder, value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -101,7 +102,7 @@ def first_leg(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _go_on(config: Config) -> tuple[str, str]:
-    """Return why the leg does not start, or nothing, and what it has said."""
+    """Return why the leg does not start, or nothing, and its log."""
     said = io.StringIO()
     try:
         with redirect_stdout(said):

@@ -27,7 +27,7 @@ from tests.train.jobs import tiny_job, write_data
 
 @pytest.fixture
 def job(tmp_path) -> tuple[Path, Path]:
-    """(folder, a configuration file for a job in it that would run)."""
+    """Return (folder, a configuration file for a job in it that would run)."""
     write_data(tmp_path / "data")
     config = tmp_path / "job.toml"
     config.write_text(config_to_toml(tiny_job(tmp_path)))
@@ -56,7 +56,7 @@ def _nothing(folder: Path) -> None:
     pass
 
 
-# What is wrong, on how many ranks, what is done to the files, and what the message must name.
+# By mistake: overrides, number of ranks, a change of the files, and words of the message.
 MISTAKES: dict[str, tuple[list[str], int, Callable[[Path], None], str]] = {
     "world size is not dp_size": (
         ["parallelism.dp_size=2"],
@@ -110,7 +110,7 @@ def test_a_mistake_is_named_and_nothing_is_written(job, monkeypatch, capsys, nam
 
 
 def _save(folder: Path, run: str, update: int, **overrides: object) -> Path:
-    """A checkpoint as a run leaves it, as far as a check reads it."""
+    """Write a checkpoint as a run leaves it, as far as a check reads it."""
     config = tiny_job(folder, checkpoint={"folder": str(folder / run)}, **overrides)
     record = record_of(config, data_fingerprints(config)).model_copy(update={"progress": {"cursor": 8 * update}})
     manifest = Manifest(
@@ -145,7 +145,7 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
     resume, new = f"checkpoint.resume={begun}", f"checkpoint.folder={folder / 'new'}"
     first, *changes = told(resume, new).splitlines()
     assert first == f"no problems; 2 ranks; would start a new run in {folder / 'new'} from {begun}"
-    assert len(changes) == 2  # of resume and folder
+    assert len(changes) == 2  # changes of resume and folder
     goes_on = told(resume)  # a run that has saved goes on from its own
     assert "go on from step 7" in goes_on
     assert f"checkpoint.resume: {begun} is not read, for {run} has checkpoints of its own" in goes_on
@@ -171,7 +171,7 @@ def test_a_run_goes_on_without_the_checkpoint_that_it_began_from_however_its_pat
     assert main(["train", str(config), "--check", resume]) == 0
 
 
-# What a start refuses to go on with, and what --check must say of it.
+# Changes with which a start refuses to go on, and the words of --check on each.
 CHANGES = {
     "model.hidden_size=48 training.seed=3": (
         "job.toml: 2 problems", "model.hidden_size: the checkpoint has 32, the configuration 48", "training.seed: the",

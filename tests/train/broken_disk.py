@@ -1,4 +1,4 @@
-"""A disk that does not take what a test's process writes to one folder, for as long as the test says."""
+"""A disk that refuses what a test's process writes to one folder, for as long as the test wants."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ FULL, BROKEN, NO_INODES = "full", "broken", "no inode left"
 
 
 class BrokenDisk:
-    """`fault`: FULL takes `room` more bytes and new empty files; BROKEN takes and gives nothing (EIO); NO_INODES lets
-    files that are there grow. None: it works.
+    """Disk with a fault, or none.
+
+    `fault`: FULL takes `room` more bytes and new empty files; BROKEN takes and gives nothing (EIO); NO_INODES lets
+    existing files grow; None: the disk works.
     """
 
     def __init__(self, folder: Path, only: str = "") -> None:
         self.fault: str | None = None
         self.room = 0
-        self.refused = 0  # calls
+        self.refused = 0  # number of calls
         self._folder, self._only = folder.resolve(), only
 
     def _covers(self, file: int | str | os.PathLike[str]) -> bool:
@@ -43,7 +45,7 @@ class BrokenDisk:
             raise self.refuse(errno.ENOSPC, file)
 
     def check_write(self, descriptor: int, size: int) -> int:
-        """How many of the bytes it takes."""
+        """Return how many of the bytes the disk takes."""
         if self.fault not in (FULL, BROKEN) or not self._covers(descriptor):
             return size
         if self.fault == BROKEN or self.room == 0:
@@ -54,7 +56,7 @@ class BrokenDisk:
 
 @contextmanager
 def broken_disk(folder: Path, only: str = "") -> Iterator[BrokenDisk]:
-    """`only`: of all files in the folder, those with this in their path."""
+    """Break the disk of a folder in the block. `only`: a part of the paths of the files that it affects."""
     disk = BrokenDisk(folder, only)
     os_open, os_write, os_fsync, io_open = os.open, os.write, os.fsync, io.open
 

@@ -26,13 +26,13 @@ from tests.programs import stop_counting
 def _rank_main(
     rank: int, size: int, folder: str, port: int, at_attempt: Callable[[int, int], None] | None, counts: bool
 ) -> None:
-    # As torchrun's agent says where the ranks meet.
+    # torchrun's agent sets these to say where the ranks meet.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     torch.set_num_threads(1)
-    if not counts or rank > 0:  # the first runs the others' lines
+    if not counts or rank > 0:  # counting slows a rank; the first one runs the others' lines
         stop_counting()
-    with (Path(folder) / f"rank{rank}.txt").open("w") as log:  # what a rank says and how it dies, by descriptor
+    with (Path(folder) / f"rank{rank}.txt").open("w") as log:  # by descriptor: output of a rank and the way it dies
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
@@ -46,7 +46,7 @@ def _rank_main(
 
     with (
         mock.patch.object(BatchPlan, "take", take_and_tell),
-        # On a machine with more to do than cores the last resort may be faster than what it is the last resort for.
+        # On a machine with more work than cores, the last resort may be faster than the action before it.
         mock.patch.object(watchdog, "_LAST_RESORT_S", watchdog._LAST_RESORT_S if FULL else DEADLINE_S),
     ):
         status = main(["train", f"{folder}/job.toml"])
@@ -54,12 +54,16 @@ def _rank_main(
 
 
 class FreshRanks:
-    """`at_attempt(rank, number)` is called on every rank before each attempt; a top-level function or a partial."""
+    """Ranks of a job in processes of their own.
+
+    `at_attempt(rank, number)` is called on every rank before each attempt; it is a top-level function or a partial.
+    """
 
     def __init__(self, config: Config, size: int, at_attempt: Callable[[int, int], None] | None = None):
         self.folder = Path(config.checkpoint.folder).parent
         (self.folder / "job.toml").write_text(config_to_toml(config))
-        # Here, as torchrun has it: a store in a file stays locked when a rank is stopped while it reads.
+        # The store is in this process, as torchrun has it. A store in a file stays locked if a rank is stopped while it
+        # reads.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[BaseProcess] = [
             forkserver().Process(
@@ -76,11 +80,12 @@ class FreshRanks:
     def _watch(self) -> None:
         for process in self.processes:
             process.join()
-        self.ended_s = time.time()  # the last one
+        self.ended_s = time.time()  # end of the last rank
 
     def join(self, deadline_s: float) -> list[int | None]:
-        """Every rank's exit status, below 0 for a signal. Raises: AssertionError for ranks that live at the deadline,
-        after killing them.
+        """Return every rank's exit status, below 0 for a signal.
+
+        Raises: AssertionError for ranks that live at the deadline, after killing them.
         """
         self._watcher.join(deadline_s)
         alive = [rank for rank, process in enumerate(self.processes) if process.is_alive()]

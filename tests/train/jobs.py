@@ -28,7 +28,7 @@ VOCAB, SEQ_LEN, BRANCHING = 64, 32, 4  # each token has 4 equally likely success
 
 
 def write_data(folder: Path, tokenizer: bool = False) -> None:
-    """Token files of a Markov chain whose entropy is ln(BRANCHING), and a tokenizer."""
+    """Write token files of a Markov chain whose entropy is ln(BRANCHING), and a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     source = MarkovSource(vocab_size=VOCAB, seq_len=SEQ_LEN, branching=BRANCHING, seed=3)
     for name, samples in (("train", range(2000)), ("valid", range(2000, 2200))):
@@ -39,13 +39,15 @@ def write_data(folder: Path, tokenizer: bool = False) -> None:
         Tokenizer.train(["def f(x):\n    return x\n"] * 10, 280).save(folder / "tokenizer.json")
 
 
-Sections = dict[str, Any]  # the keys of each, and `plugins`
+Sections = dict[str, Any]  # keys by section, and `plugins`
 
 
 def tiny_job(folder: Path, *layers: Sections, tokens: Path | None = None, **overrides: Any) -> Config:
-    """A job in folder/run on the files in `tokens`, or in folder/data. Overrides are sections with keys, e.g.
-    training={"steps": 3}; so are layers, each of which covers keys of those before it. The loss scale fits from the
-    start: the search for it from 2^24, for tests of it, is as many attempts as a short job has.
+    """Return a job in folder/run on the files in `tokens`, or in folder/data.
+
+    Overrides are sections with keys, e.g. training={"steps": 3}; so are layers, each of which covers keys of those
+    before it. The loss scale fits from the start: a search from 2^24 takes as many attempts as a short job has. Tests
+    of the search set their own.
     """
     tokens = tokens or folder / "data"
     changes: Sections = {}
@@ -72,12 +74,13 @@ def _unpickle(*arguments: Any) -> None:
 
 
 def run_on_ranks(config: Config) -> float | None:
-    """`run_job` on ranks whose process group is up already, or alone. Its sample of text is short: ranks that divide
-    layers take as long for a whole one as for fifteen steps.
+    """Call `run_job` on ranks whose process group is up already, or alone.
+
+    Its sample of text is short: ranks that divide layers take as long for a whole sample as for fifteen steps.
     """
     with (
         mock.patch.object(results, "SAMPLE_TOKENS", 8),
-        mock.patch.object(dist.distributed_c10d, "_tensor_to_object", _unpickle),  # by torch's own pipeline, say
+        mock.patch.object(dist.distributed_c10d, "_tensor_to_object", _unpickle),  # torch's pipeline does, for example
         mock.patch.object(joined, "meet_ranks", lambda device, timeout_s: None),
         mock.patch.object(dist, "destroy_process_group"),
     ):
@@ -86,22 +89,23 @@ def run_on_ranks(config: Config) -> float | None:
 
 @dataclass
 class Record:
-    """What a run did with its data."""
+    """Attempts and samples of a run."""
 
     attempts: list[Attempt] = field(default_factory=list)  # as launched
     applied: list[Attempt] = field(default_factory=list)  # as applied
     valid_loss: float | None = None
 
     def samples(self) -> list[int]:
-        """Of all applied updates, in order."""
+        """Return the samples of all applied updates, in order."""
         return [sample for attempt in self.applied for part in attempt.batch.samples for sample in part]
 
 
 def run_recorded(
     config: Config, bad_attempts: frozenset[int] = frozenset(), bad_samples: frozenset[int] = frozenset()
 ) -> Record:
-    """Run a job that overflows at some attempts and wherever some samples are: in the loss of one rank, another one
-    each time.
+    """Run a job that overflows at some attempts and wherever some samples are.
+
+    The overflow is in the loss of one rank, another one each time.
     """
     record = Record()
     with attempts_recorded(record), overflows_injected(record, bad_attempts, bad_samples):
@@ -111,7 +115,10 @@ def run_recorded(
 
 @contextmanager
 def attempts_recorded(record: Record, before: Callable[[BatchPlan], None] = lambda plan: None) -> Iterator[None]:
-    """Write down what the plan hands out and what is applied. `before`: called before each attempt is taken."""
+    """Write down the attempts that the plan hands out and those applied.
+
+    `before`: called before each attempt is taken.
+    """
     take, settle = BatchPlan.take, BatchPlan.settle
 
     def recorded_take(plan: BatchPlan) -> Attempt:
@@ -133,13 +140,15 @@ def attempts_recorded(record: Record, before: Callable[[BatchPlan], None] = lamb
 
 
 class Crash(BaseException):
-    """What no handler expects."""
+    """Exception that no handler expects."""
 
 
 @contextmanager
 def crash_contained() -> Iterator[None]:
-    """A Crash ends the job within. In a process of its own it would also end what is being saved; here that would write
-    beside the next start, and so is waited for.
+    """Let a Crash in the block end the job.
+
+    In a process of its own it would also end a save that is under way. Here that save would write beside the next
+    start, so it is waited for.
     """
     with suppress(Crash):
         yield
@@ -153,7 +162,7 @@ def overflows_injected(record: Record, bad_attempts: frozenset[int], bad_samples
     backward = ShardedEngine.backward
 
     def poisoned(engine: ShardedEngine, loss: Any, weight: float = 1.0) -> None:
-        if not record.attempts:  # a loss scale's probe
+        if not record.attempts:  # the loss scale's probe
             backward(engine, loss, weight)
             return
         number, batch = record.attempts[-1]
@@ -168,7 +177,7 @@ def overflows_injected(record: Record, bad_attempts: frozenset[int], bad_samples
 
 @contextmanager
 def counted_calls(at_call: Callable[[int], None]) -> Iterator[None]:
-    """`at_call(n)` at the n-th call, of Python or C, in this thread: an instant that depends on no clock."""
+    """Call `at_call(n)` at the n-th call, of Python or C, in this thread: an instant that depends on no clock."""
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:

@@ -1,4 +1,4 @@
-"""All that a run comes to, as what must be equal between one that was interrupted and one that was not."""
+"""Results of a run, as those that must be equal between an interrupted run and one that was not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 
-TIMELESS = ("train/", "valid/", "optim/", "precision/")  # what of metrics.jsonl depends on no clock
+TIMELESS = ("train/", "valid/", "optim/", "precision/")  # tags of metrics.jsonl that depend on no clock
 
 
 def end_of(folder: Path) -> dict[str, Any]:
-    """Of the run in folder/run: weights, moments, scale, counters, place in the data, losses."""
+    """Return the results of the run in folder/run: weights, moments, scale, counters, place in the data, losses."""
     newest = checkpoints(folder / "run/checkpoints")[0]
     manifest = read_manifest(newest / "manifest.json")
     progress = {key: value for key, value in manifest.run.progress.items() if key != "log_sizes"}

@@ -1,4 +1,4 @@
-"""What may strike a run while it trains: signals, death in a save, a full disk, damage to its newest checkpoint."""
+"""Faults that may strike a run while it trains: signals, death in a save, a full disk, a damaged newest checkpoint."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megamix.checkpoint.folder import Files, checkpoints
 from tests.checkpoint.faults import CALLS
 
 RANKS = 2
-LATEST_S = 0.05  # between a fault's attempt and its signal: a step or a few
-FULL_FOR = 2  # saves that a full disk fails
+LATEST_S = 0.05  # seconds between a fault's attempt and its signal: a step or a few
+FULL_FOR = 2  # number of saves that a full disk fails
 
 ASKED = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGUSR1": signal.SIGUSR1}
 SIGNALS = ASKED | {"a rank killed": signal.SIGKILL, "a rank stopped": signal.SIGSTOP}
-DAMAGES = ("a bit flipped", "a file cut short")  # in the newest checkpoint, once all ranks are dead
+DAMAGES = ("a bit flipped", "a file cut short")  # damage of the newest checkpoint, once all ranks are dead
 KILLED_IN_A_SAVE, DISK_FULL, ALL_KILLED = "a rank killed in a save", "disk full", "all ranks killed"
 KINDS = (*SIGNALS, KILLED_IN_A_SAVE, DISK_FULL, ALL_KILLED, *DAMAGES)
 
@@ -29,26 +29,27 @@ KINDS = (*SIGNALS, KILLED_IN_A_SAVE, DISK_FULL, ALL_KILLED, *DAMAGES)
 @dataclass(frozen=True, slots=True)
 class Fault:
     kind: str
-    attempt: int  # before which it strikes
+    attempt: int  # attempt before which the fault strikes
     victim: int
     after_s: float
-    call: str  # of a save, the first of that name
+    call: str  # call of a save; the fault strikes at the first one of that name
 
     def __str__(self) -> str:
         return f"{self.kind} (rank {self.victim}, attempt {self.attempt})"
 
     def ends_as_told(self, statuses: Sequence[int | None]) -> bool:
-        """Whether all ranks ended as docs/reliability.md says."""
+        """Return whether all ranks ended as docs/reliability.md says."""
         if self.kind in ASKED:
             return set(statuses) == {75}
-        if self.kind in (ALL_KILLED, *DAMAGES):  # one may notice the other's death before its own comes
+        if self.kind in (ALL_KILLED, *DAMAGES):  # a rank may notice another one's death before its own comes
             return -signal.SIGKILL in statuses and set(statuses) <= {-signal.SIGKILL, 1}
         return list(statuses) == [-signal.SIGKILL if rank == self.victim else 1 for rank in range(RANKS)]
 
 
 def draw_faults(rng: random.Random, steps: int, every: int) -> list[Fault]:
-    """About one in `every` attempts, each kind as often as any other; none before there are two checkpoints, or so
-    late that the run's last save could fail.
+    """Return faults at about one in `every` attempts, each kind as often as any other.
+
+    None strikes before there are two checkpoints, or so late that the run's last save could fail.
     """
     faults: list[Fault] = []
     kinds: list[str] = []
@@ -56,14 +57,14 @@ def draw_faults(rng: random.Random, steps: int, every: int) -> list[Fault]:
     while attempt < steps - every:
         kinds = kinds or rng.sample(KINDS, len(KINDS))
         victim = rng.randrange(RANKS)
-        calls = CALLS if victim == 0 else ("create", "write", "sync_file")  # the others write their file, no more
+        calls = CALLS if victim == 0 else ("create", "write", "sync_file")  # other ranks only write their file
         faults.append(Fault(kinds.pop(), attempt, victim, rng.uniform(0, LATEST_S), rng.choice(calls)))
         attempt += rng.randrange(every // 2, every + every // 2 + 1)
     return faults
 
 
 class Strikes:
-    """Called on every rank before each attempt; a line in `log` tells of each fault that struck."""
+    """Callable for every rank before each attempt; a line in `log` tells of each fault that struck."""
 
     def __init__(self, faults: Sequence[Fault], log: Path):
         self.faults, self.log = list(faults), log
@@ -94,7 +95,10 @@ def _send(number: int, after_s: float) -> None:
 
 
 def _before_calls(names: Sequence[str], strike: Callable[[str], None]) -> None:
-    """From now on, in this process; the first call is of a save that is under way, or of the next one."""
+    """Call `strike` before these calls from now on, in this process.
+
+    The first such call is of a save that is under way, or of the next one.
+    """
     for name in names:
         setattr(Files, name, _struck(name, vars(Files)[name], strike))
 
@@ -102,13 +106,13 @@ def _before_calls(names: Sequence[str], strike: Callable[[str], None]) -> None:
 def _struck(name: str, call: Any, strike: Callable[[str], None]) -> Callable[..., Any]:
     def strike_and_call(files: Files, *arguments: Any) -> Any:
         strike(name)
-        return call.__get__(files)(*arguments)  # of a method or a static one
+        return call.__get__(files)(*arguments)  # a method or a static one
 
     return strike_and_call
 
 
 class _Full:
-    """A disk that takes nothing new, until some saves have failed."""
+    """Disk that takes nothing new until some saves have failed."""
 
     def __init__(self) -> None:
         self.left = FULL_FOR

@@ -70,11 +70,11 @@ CHANGES = [_cut, _cut_and_extended, _emptied, _grown, _one_byte]
 
 
 def _read_all(prefix: Path) -> dict[str, Callable[[], Any]]:
-    """Every way to read the file, opened before it changes."""
+    """Return every way to read the file, opened before it changes."""
     file = TokenFile(prefix)
     stream = TokenFileSource([TokenSpan.whole(file)], seq_len=16, vocab_size=10**6, seed=1)
     packed = TokenFileSource([TokenSpan.whole(TokenFile(prefix))], seq_len=16, vocab_size=10**6, seed=1, packed=True)
-    packed.read(range(4))  # what it keeps in memory is read now
+    packed.read(range(4))  # fills its cache
     return {
         "stream": lambda: stream.read(range(4)),
         "packed": lambda: packed.read(range(4)),
@@ -96,7 +96,7 @@ def test_each_change_is_told_by_every_way_to_read(
     change(path)
     os.utime(
         path, ns=(before.st_atime_ns, before.st_mtime_ns + 1)
-    )  # within one tick of the clock it might be as it was
+    )  # a change within one tick of the clock might look like none
     touched = ("packed", "offsets") if part is idx_path else ("stream", "packed", "a stretch")
     for name, read in ways.items():
         if name not in touched:
@@ -148,7 +148,7 @@ def test_the_system_may_give_less_than_is_there(tmp_path) -> None:
 
 
 def test_a_piece_that_is_cut_while_it_is_joined_ends_the_writer(tmp_path) -> None:
-    """It would read nothing for ever."""
+    """Without that error it would read nothing for ever."""
     os.truncate(bin_path(_write(tmp_path / "piece")), 10)
     with TokenFileWriter(tmp_path / "out", 10**6) as writer, pytest.raises(DataError, match="but no more than 10 come"):
         writer.copy(tmp_path / "piece", 0, len(LENGTHS))
@@ -213,7 +213,7 @@ def test_validation_data_that_are_cut_end_a_rank_alone_with_their_name(tmp_path)
 
 
 def _replace_before_it_is_opened(config: Config, path: Path, victim: int) -> str:
-    """What the run says if one rank finds another file than those whose fingerprints were compared."""
+    """Return the run's error if one rank finds another file than those whose fingerprints were compared."""
     build = job.build_model
 
     def replace_and_build(model: Any, topology: Topology, *rest: Any, **options: Any) -> Any:

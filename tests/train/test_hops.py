@@ -23,7 +23,9 @@ class ReachedError(Exception):
 
 
 def _calls(config: Config) -> list[tuple[str, str]]:
-    """File and function of each call of the package, down to the first reduce-scatter of a gradient, on two ranks."""
+    """Return file and function of each call of the package, down to the first reduce-scatter of a gradient, on two
+    ranks.
+    """
     calls: list[tuple[str, str]] = []
     reduce_scatter = GlooCollectives.reduce_scatter
 

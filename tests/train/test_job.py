@@ -1,6 +1,6 @@
-"""FP16 and FP32 jobs reach the same loss; ranks do not change it; what a job leaves behind; what is called unread
-changes no bit of it. A start moves with all that it draws or loads. A deterministic job
-asks torch for it.
+"""FP16 and FP32 jobs reach the same loss; ranks do not change it; a job leaves the files that it should; a key called
+unread changes no bit of it. A start makes progress with everything that it draws or loads. A deterministic job asks
+torch for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _losses(folder: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """The folder of a finished job of 20 steps with everything switched on, run in this process."""
+    """Run a job of 20 steps with everything switched on, in this process, and return its folder."""
     folder = tmp_path_factory.mktemp("job")
     write_data(folder / "data", tokenizer=True)
     config = tiny_job(
@@ -71,7 +71,7 @@ def test_every_row_has_the_tokens_of_the_updates_so_far(finished) -> None:
     config = load_config(finished / "run/config.toml")
     a_step = config.training.global_batch_size * config.model.seq_len
     rows = _rows(finished)
-    # An overflow's row is told under the number of the update that it is on the way to.
+    # An overflow's row has the number of the update that it is on the way to.
     applied = [row["step"] - (1 if is_overflow(row) else 0) for row in rows]
     assert [row["train/tokens"] for row in rows] == [count * a_step for count in applied]
     assert any(is_overflow(row) for row in rows)
@@ -79,7 +79,7 @@ def test_every_row_has_the_tokens_of_the_updates_so_far(finished) -> None:
 
 
 def test_what_is_called_unread_changes_no_bit(tmp_path) -> None:
-    """No configuration can set such a key; here all that one job can have are set behind its back."""
+    """No configuration can set such a key, so all those that one job can have are set behind its back."""
     write_data(tmp_path / "data")
     config = tiny_job(
         tmp_path,
@@ -96,7 +96,7 @@ def test_what_is_called_unread_changes_no_bit(tmp_path) -> None:
         section, _, name = key.partition(".")
         tree[section][name] = CASES[key][0]
     _, unread = drop_unread(tree)
-    assert {item.key for item in unread} == {key for key in READ_WHERE if "scaling." not in key}  # which go with it
+    assert {item.key for item in unread} == {key for key in READ_WHERE if "scaling." not in key}  # unread with scaling
     weights = []
     for name, items in (("plain", []), ("altered", unread)):
         sections = dict(config)
@@ -200,8 +200,8 @@ def test_a_profile_on_two_ranks_ends_with_its_gathers_landed(run_ranks, tmp_path
     attempts = [(attempt, bucket) for attempt in (2, 3, 4) for bucket in range(len(sent["reduce_scatter"]) // 3)]
     assert sent["reduce_scatter"] == Counter(attempts)
     assert [*sent["all_gather"]] == attempts
-    # A unit travels for forward and backward of two micro-batches; the last two of a forward, and what is in none, stay
-    # for its backward.
+    # A unit travels for forward and for backward of two micro-batches. The last two units of a forward, and parameters
+    # outside of units, stay for its backward.
     assert {*sent["all_gather"].values()} == ({1} if shard == "states" else {2, 4})
     for kind, times in sent.items():
         launched, landed = (
@@ -262,7 +262,7 @@ def test_any_number_of_ranks_sees_the_same_losses(run_ranks, tmp_path) -> None:
         else:
             run_ranks(run_on_ranks, ranks, config)
         losses[ranks, micro_batch_size] = list(_losses(folder).values())
-    # The mean over eight sequences is taken in other groups: FP32 rounding at every sum, amplified over six updates.
+    # Other groups take the mean over eight sequences: FP32 rounds at every sum, amplified over six updates.
     for others in losses.values():
         assert others == pytest.approx(losses[1, 8], abs=1e-4)
 

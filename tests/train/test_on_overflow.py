@@ -49,7 +49,7 @@ def _run(config: Config, bad: frozenset[int] = frozenset()) -> tuple[Record, dic
 def test_from_a_scale_far_too_high_every_sample_is_applied_exactly_once(tmp_path, data, on_overflow: str) -> None:
     precision = {"on_overflow": on_overflow, "loss_scale": {"init_scale": 2.0**24}}
     record = run_recorded(_job(tmp_path, data, precision, steps=10, eval_interval=4))
-    assert len(record.attempts) > 14  # it did search
+    assert len(record.attempts) > 14  # the search took place
     assert sorted(record.samples()) == list(range(40))
 
 
@@ -92,7 +92,7 @@ def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp
     assert order == [0, 1, 2, 3, 4, 6, 5, 7]
 
     class InOrder(BatchPlan):
-        """A run that is fed the batches in the order in which the other one applied them."""
+        """Plan that gives a run the batches in the order in which the other run applied them."""
 
         def take(self) -> Attempt:
             attempt = Attempt(super().take().number, requeue.applied[self.launched - 1].batch)

@@ -1,4 +1,4 @@
-"""A job over a pipeline: losses, norms, precision report, weights and sample of one process; a run goes from a
+"""A job over a pipeline has the losses, norms, precision report, weights and sample of one process; a run goes from a
 pipeline to data-parallel ranks and back; no job of any test unpickles what a peer has sent: `run_on_ranks` raises
 there.
 """
@@ -64,7 +64,7 @@ def test_a_pipeline_s_job_is_one_process_s_job(run_ranks, tmp_path, data) -> Non
 
 
 def test_checkpoints_go_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path, data) -> None:
-    """Three legs of two updates each; every change of layout is one of a resumed run."""
+    """There are three legs of two updates each; every change of layout is one of a resumed run."""
     layouts = [{"pp_size": 2, "pp_schedule": "zbv_zero_bubble"}, {}, {"pp_size": 2}]
     same = {
         "lr_schedule": {"decay_style": "constant"},
@@ -77,6 +77,6 @@ def test_checkpoints_go_from_a_pipeline_to_data_parallel_ranks_and_back(run_rank
     run_on_ranks(_job(tmp_path / "whole", data, training={"steps": 6, "eval_interval": 0}, **same))
     moved, whole = (dict(_values(tmp_path / name, "step", "train/loss")) for name in ("moved", "whole"))
     assert sorted(whole) == [1, 2, 3, 4, 5, 6]
-    # The layouts add up micro-batches, and the two uses of the table, in other orders; a moment or a weight that went
-    # to the wrong place would show in the first digit.
+    # Layouts add up micro-batches, and the two uses of the table, in other orders. A moment or a weight in the wrong
+    # place would show in the first digit.
     assert moved == pytest.approx(whole, abs=3e-3)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megamix.config import config_to_toml
 from tests.train.jobs import tiny_job, write_data
 
-# Where torch has no public name, or no import of its own.
+# torch has no public name for these, or no import of its own.
 ALLOWED = {
     "torch.utils._pytree": "names the place of a tensor in nested arguments",
     "torch.utils._device": "torch imports it in the name of who enters a torch.device, which is public",

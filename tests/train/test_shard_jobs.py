@@ -1,7 +1,7 @@
 """Whole jobs with `parallelism.shard` "gradients" and "parameters" end with the bits of "states": weights, every number
-of metrics.jsonl, what was requeued, redone or set aside, the validation and the sample; packed documents, dropout, each
-recompute, tied tables, several micro-batches and tensor-parallel ranks included. A run goes on from any setting and
-layout to any other, pipelines too. The log says what a rank holds.
+of metrics.jsonl, the batches requeued, redone or set aside, the validation and the sample; packed documents, dropout,
+each recompute, tied tables, several micro-batches and tensor-parallel ranks included. A run goes on from any setting
+and layout to any other, pipelines too. The log tells the bytes that a rank holds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AXES: dict[tuple[str, str], list[Any]] = {
     ("data", "packing"): ["none", "documents"],
     ("precision", "dtype"): ["fp16", "bf16"],
     ("precision", "reduce_dtype"): ["half", "half_fp32_sum"],
-    ("precision", "loss_scale"): [{}, {"rule": "headroom"}],  # which looks before the first step
+    ("precision", "loss_scale"): [{}, {"rule": "headroom"}],  # headroom looks before the first step
     ("precision", "on_overflow"): ["requeue", "redo", "skip"],
     ("training", "global_batch_size"): [1, 2],  # times the ranks: one micro-batch or several
     ("parallelism", "overlap"): [True, False],
@@ -46,7 +46,7 @@ AXES: dict[tuple[str, str], list[Any]] = {
 
 
 def _cases(count: int) -> list[dict[str, dict[str, Any]]]:
-    """`count` seeded picks, each axis through all of its values in turn."""
+    """Return `count` seeded picks, each axis through all of its values in turn."""
     rng, cases = random.Random(0), [dict[str, dict[str, Any]]() for _ in range(count)]
     for (section, key), values in AXES.items():
         turns = [value for start in range(0, count, len(values)) for value in rng.sample(values, len(values))]
@@ -56,7 +56,7 @@ def _cases(count: int) -> list[dict[str, dict[str, Any]]]:
 
 
 def _run_each(folder: Path, data: Path, cases: list[dict[str, dict[str, Any]]]) -> list[list[Record]]:
-    """Each case with each setting; what the runs did with their data."""
+    """Run each case with each setting. Return the attempts and samples of the runs."""
     done = []
     for number, case in enumerate(cases):
         given: dict[str, dict[str, Any]] = {
@@ -102,7 +102,7 @@ def test_jobs_end_with_the_bits_of_the_kept_copy(run_ranks, tmp_path: Path, rank
 
 
 def _chain(folder: Path, data: Path, legs: list[tuple[dict[str, Any], Shard]]) -> None:
-    """One run, each leg an update of it, with another layout and setting."""
+    """Run one job in legs of one update, each with another layout and setting."""
     for number, (layout, shard) in enumerate(legs, start=1):
         job = tiny_job(
             folder,
@@ -146,8 +146,10 @@ def test_a_run_goes_from_any_setting_and_layout_to_any_other(run_ranks, tmp_path
 
 
 def _held(folder: Path) -> list[tuple[float, float]]:
-    """With each setting: the MiB that the log says a rank holds, and by hand 2 bytes an element of half parameters and
-    of gradients, where the setting keeps them, and a share of the 12 of masters and states.
+    """Return, with each setting, the MiB that the log says a rank holds, and the same by hand.
+
+    By hand it is 2 bytes an element of half parameters and of gradients, if the setting keeps them, and a share of the
+    12 of masters and states.
     """
     told = []
     for whole, shard in zip((4, 2, 0), SHARDS, strict=True):

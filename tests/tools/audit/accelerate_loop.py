@@ -15,7 +15,7 @@ from tests.tools.audit.loops import adamw, new_model
 
 wrapper, dtype, output = sys.argv[1:]
 accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-if wrapper == "fsdp2":  # which it offers on GPUs alone, though fully_shard works on CPUs
+if wrapper == "fsdp2":  # accelerate offers it on GPUs only, though fully_shard works on CPUs
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
     )

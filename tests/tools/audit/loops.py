@@ -1,4 +1,4 @@
-"""Training loops of users, small: by wrapper, policy and optimizer. Each is taken with an audit or without."""
+"""Small training loops of users, by wrapper, policy and optimizer. Each runs with an audit or without."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def new_model(dtype: torch.dtype = FP32, seed: int = 0) -> Model:
 
 
 class Loop:
-    """A user's loop. `micro_batches`: of a step; `amp`: the dtype of autocast; `scaler`: of the loss."""
+    """Loop of a user. `micro_batches`: of a step. `amp`: dtype of autocast. `scaler`: of the loss."""
 
     def __init__(
         self, model: nn.Module, optimizer: Any, micro_batches: int = 1, amp: torch.dtype | None = None,
@@ -88,7 +88,7 @@ class Loop:
         return report
 
     def weights(self) -> list[Tensor]:
-        """What it has learned on this rank, with the states of the optimizer."""
+        """Return the weights on this rank, with the states of the optimizer."""
         if isinstance(self.optimizer, megamix.ShardedEngine):
             return [tensor for owned in self.optimizer.owned_ranges() for tensor in owned.tensors.values()]
         inner = getattr(self.optimizer, "optim", self.optimizer)
@@ -183,7 +183,7 @@ TOGETHER: dict[str, Callable[[], Loop]] = {
 
 
 def trained(name: str, audits: bool, steps: int = 4) -> tuple[list[Tensor], AuditReport | None]:
-    """Return what a loop has learned, and the last audit, of two in the middle."""
+    """Return a loop's weights, and the last of two audits in the middle."""
     loop, report = (ALONE | TOGETHER)[name](), None
     for number in range(steps):
         if audits and number in (1, 2):
@@ -194,7 +194,7 @@ def trained(name: str, audits: bool, steps: int = 4) -> tuple[list[Tensor], Audi
 
 
 def same_with_and_without(name: str) -> tuple[bool, str]:
-    """Return whether a loop learns the same with audits, bit for bit, and what the last one said."""
+    """Return whether a loop learns the same with audits, bit for bit, and the last audit's text."""
     (want, _), (got, report) = (trained(name, audits) for audits in (False, True))
     same = len(want) == len(got) and all(
         one.dtype == other.dtype and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate: install it into an environment of its own")
-UPCAST_IS_LOST = accelerate.__version__.startswith("1.13.")  # 1.12 has it in another way, 1.14 again
+UPCAST_IS_LOST = accelerate.__version__.startswith("1.13.")  # 1.12 has the upcast in another way, 1.14 has it again
 
 
 @pytest.mark.parametrize(

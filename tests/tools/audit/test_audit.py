@@ -1,5 +1,5 @@
-"""`megamix.audit` says in which dtype every number of a step is kept, counts what is lost to within a point of an exact
-count, names planted mistakes, is silent where all is well, and changes no bit of what is trained.
+"""`megamix.audit` says in which dtype every number of a step is kept, counts losses to within a point of an exact
+count, names planted mistakes, is silent on a right step, and changes no bit of the training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUICK = ("ddp, fp16 on the wire, zero", "fsdp2 bf16, fp32 sums", "engine, gradie
 
 
 def after(loop: Loop, steps: int) -> AuditReport:
-    """The report of a loop's last step."""
+    """Return the report of a loop's last step."""
     for number in range(steps - 1):
         loop.step(number)
     return loop.audited(steps - 1)
@@ -51,12 +51,12 @@ def said(report: AuditReport, harms: bool = True) -> str:
 
 
 def dtypes(report: AuditReport, name: str) -> str:
-    """The cells of the row that has this parameter."""
+    """Return the cells of the row with this parameter."""
     (row,) = (row for row in report.rows if name in row.parameters)
     return " ".join(row.dtypes.values())
 
 
-# storage compute gradient wire sum master moments checkpoint
+# storage, compute, gradient, wire, sum, master, moments, checkpoint
 @pytest.mark.parametrize(
     ("name", "norm", "up"),
     [
@@ -112,8 +112,9 @@ def test_so_it_is_on_ranks_and_each_reports_the_same(name: str, run_ranks: Calla
 
 
 def exact_lost(before: dict[str, Tensor], optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Of each parameter: how many elements have an AdamW update, of the states after it, in FP64, that is not zero, and
-    how many of these have the value of before.
+    """Return for each parameter the number of elements with an update, and how many of these kept their value.
+
+    An element has an update if AdamW's, from the states after it, in FP64, is not zero.
     """
     counts, group = {}, optimizer.param_groups[0]
     beta1, beta2 = group["betas"]
@@ -169,7 +170,7 @@ def test_so_are_those_of_a_sharded_model(run_ranks: Callable[..., Any]) -> None:
 
 
 class CopiedMasters(torch.optim.AdamW):
-    """Updates FP32 copies of half parameters. `saves`: whether its state dict has them."""
+    """Optimizer of FP32 copies of half parameters. `saves`: whether its state dict has them."""
 
     def __init__(self, model: nn.Module, saves: bool):
         self.halves, self.saves = list(model.parameters()), saves
@@ -384,7 +385,7 @@ class _StackedMuon(torch.optim.Optimizer):
 def test_momentum_that_is_kept_in_another_shape_is_each_parameters_own(keep: str) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
     optimizer = _StackedMuon(model.parameters(), keep)
-    for _ in range(2):  # the second has it before the step as well
+    for _ in range(2):  # the second update has the momentum before the step as well
         with megamix.audit(model, optimizer) as report:
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
@@ -399,7 +400,7 @@ def test_of_muon_s_matrices_a_direction_is_what_moves_them() -> None:
     with megamix.audit(model, trained) as report:
         model.zero_grad()
         out = model[0](torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
-        trained.backward(out.diagonal().sum() + 0 * model(out).sum())  # of four elements one has no gradient
+        trained.backward(out.diagonal().sum() + 0 * model(out).sum())  # one of four elements has no gradient
         trained.step()
     weight, *norm = report.rows
     assert (weight.direction, weight.moments, {row.direction for row in norm}) == ("fp32", {MOMENTUM: "fp32"}, {"-"})
@@ -459,7 +460,7 @@ def test_compiled_code_runs_compiled_and_its_cells_say_so() -> None:
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             ran.append("compiled")
-            with torch.utils._python_dispatch._disable_current_modes():  # as a kernel does
+            with torch.utils._python_dispatch._disable_current_modes():  # a kernel does so
                 return graph.forward(*args)
 
         return run

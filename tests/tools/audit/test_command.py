@@ -1,5 +1,5 @@
 """`megamix audit` prints the page of a job, or JSON, and ends with 1 if numbers are lost: alone, and on ranks that
-divide the model. What docs/verify.md shows of it runs.
+divide the model. The commands and the script of docs/verify.md run.
 """
 
 import json
@@ -60,7 +60,7 @@ def test_on_ranks_it_says_what_travels(reduce_dtype: str, sum_dtype: str, run_ra
 def test_moments_in_bf16_that_chance_rounds_are_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
     moments = ["optimizer.adamw.state_dtype=bf16", "optimizer.adamw.betas=[0.9, 0.999]", "optimizer.compile=false"]
     assert main(["audit", str(CONFIG), *SMALL, *moments]) == 0
-    assert "moments in bf16" in capsys.readouterr().out  # a look
+    assert "moments in bf16" in capsys.readouterr().out  # a remark, no harm
 
 
 def test_harm_is_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +81,7 @@ def test_what_the_page_shows_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (CONFIG.parents[1] / "docs/verify.md").read_text(encoding="utf-8")
     section = page.split("\n## audit\n")[1].partition("\n## ")[0]
     commands = re.findall(r"^megamix (.*)$", section, flags=re.MULTILINE)
-    assert commands == ["audit configs/quickstart.toml"]  # run above, small
+    assert commands == ["audit configs/quickstart.toml"]  # this command runs above, at a small size
     (block,) = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
     exec(block, {})
     (shown,) = re.findall(r"^WRONG: .*no FP32 master;.*$", section, flags=re.MULTILINE)

@@ -61,7 +61,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     assert measured == Measured([128.0], [4.0], [0.75], [{"update": 1.0}], 7, 8)
 
 
-# Made-up tokens/s and peak live bytes of each side, and what the bench must say of them.
+# Made-up tokens/s and peak live bytes of each side, and the bench's goals for them.
 JUDGED: dict[str, tuple[Callable[[], Result], dict[str, Measured], list[tuple[str, float, bool]]]] = {
     "train": (
         lambda: train(TINY),
@@ -71,7 +71,7 @@ JUDGED: dict[str, tuple[Callable[[], Result], dict[str, Measured], list[tuple[st
             "parameters": _measured([99.0, 90.0, 108.0], 60),
             "resharded": _measured([66.0, 75.0, 60.0], 50),
             "ddp": _measured([100.0, 100.0, 100.0], 180),
-            "zero": _measured([100.0, 200.0, 60.0], 80),  # by its own median as fast as DDP
+            "zero": _measured([100.0, 200.0, 60.0], 80),  # as fast as DDP by its own median
             "fsdp2": _measured([50.0, 50.0, 50.0], 60),
             "forward and backward": _measured([125.0, 125.0, 150.0], 50),
         },
@@ -185,7 +185,7 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
     output = tmp_path / "bench.jsonl"
     if not FULL:
         fork_ranks(monkeypatch)
-        monkeypatch.setattr(update_bench, "KINDS", {"fp16": update_bench.KINDS["fp16"]})  # each in a process of its own
+        monkeypatch.setattr(update_bench, "KINDS", {"fp16": update_bench.KINDS["fp16"]})  # one process a kind
     benches.report([lambda: update(TINY, threads=(1,), calls=1, sizes={"tiny": MODEL}), lambda: overlap(TINY)], output)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["bench"] for line in lines] == ["update", "overlap"]
@@ -229,7 +229,7 @@ def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch: pytest.Mon
     cold, warm, uncompiled, _ = starts
     assert cold == warm
     assert (cold[1].compile_update, uncompiled[1].compile_update) == (True, False)
-    assert not Path(cold[2]["TORCHINDUCTOR_CACHE_DIR"]).exists()  # it was the bench's own
+    assert not Path(cold[2]["TORCHINDUCTOR_CACHE_DIR"]).exists()  # the bench removed its own folder
 
 
 def test_update_goals_are_ratios_of_rates() -> None:
@@ -245,7 +245,7 @@ def test_update_goals_are_ratios_of_rates() -> None:
 def test_the_bytes_of_an_update_are_those_of_its_tensors() -> None:
     for name, (dtype, optimizer) in update_bench.KINDS.items():
         rank = UpdateRank(MODEL, dtype, try_compiler=False, optimizer=optimizer)
-        once, twice = [], []  # read or written, and both
+        once, twice = [], []  # bytes read or written once, and bytes read and written
         for bucket in rank._buckets:
             once += [bucket.grads, bucket.params]
             twice += [bucket.master, *(state for states in bucket.states for state in states.values())]
@@ -259,7 +259,7 @@ def test_the_bytes_of_an_update_are_those_of_its_tensors() -> None:
 
 
 def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its timing is at stake here, not its speed
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # speed is not tested here
     rank = UpdateRank(MODEL, torch.bfloat16, calls=1)
     before = [bucket.master.clone() for bucket in rank._buckets]
     seconds = rank.seconds(3)

@@ -47,13 +47,13 @@ def test_the_slowest_rank_counts_and_is_compared_with_plain_bytes(monkeypatch: p
     assert [(round(goal.value, 3), round(goal.bound, 3), goal.met) for goal in result.goals] == [
         (1.25, 1.3, True),  # 2.5 s over 2
         (1.75, 1.5, False),
-        (12.5, 10.0, False),  # 0.375 s until it has started, of which a copy 0.25; a step takes 1
+        (12.5, 10.0, False),  # 0.375 s until it has started, 0.25 s of that a copy; a step takes 1 s
         (13.0, 12.12, False),
     ]
     assert result.rows[1] == (
         "save", "2500 [2500, 2500]", f"{13e-6 * PARAMS / 2.5:.0f} [0, 0]", "1.25 [1.25, 1.25]"
     )  # fmt: skip
-    lost = 37.5 + 250 - 200 - 25  # % of a step: the start and two steps, less two alone and a copy
+    lost = 37.5 + 250 - 200 - 25  # % of a step: the start and two steps, less two steps alone and a copy
     assert f"% of a step that 2 steps lose beside a save, beyond a copy: {lost:.0f} [62, 62]" in result.notes
     assert [len(result.raw[name]) for name in result.raw] == [3] * 7
 
@@ -83,5 +83,5 @@ def test_steps_go_on_beside_a_save(tmp_path: Path) -> None:
     beside = rank.steps_beside_a_save(2)
     assert min(beside) > 0
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    assert verify_checkpoint(saved).manifest.applied_updates == 3  # the first step, and two alone: not those beside it
+    assert verify_checkpoint(saved).manifest.applied_updates == 3  # the first step and two alone, none beside it
     assert rank._ours.engine.applied_updates == 5

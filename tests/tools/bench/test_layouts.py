@@ -30,7 +30,7 @@ def _losses(name: str, dtype: torch.dtype, steps: int) -> dict[str, list[float]]
     for side in _sides(name):
         of_dtype = Side(side.name, partial(side.build, dtype=dtype))
         losses = torch.tensor(TrainRank(of_dtype, SMALL[name]).losses(steps), dtype=torch.float64)
-        dist.all_reduce(losses, op=dist.ReduceOp.MAX)  # of a pipeline one rank knows them, the other says 0
+        dist.all_reduce(losses, op=dist.ReduceOp.MAX)  # only one rank of a pipeline knows the loss, the other says 0
         traces[side.name] = losses.tolist()
     return traces
 
@@ -41,7 +41,7 @@ def test_all_sides_of_a_layout_agree_on_the_losses(name: str, run_ranks) -> None
     assert traces == other
     for side, losses in traces.items():
         assert losses == pytest.approx(traces["ours"], abs=1e-5), side
-    assert abs(traces["ours"][3] - traces["ours"][0]) > 1e-3  # else a side that never updates would agree as well
+    assert abs(traces["ours"][3] - traces["ours"][0]) > 1e-3  # otherwise a side that never updates would agree as well
     for side, losses in run_ranks(_losses, 2, name, torch.bfloat16, 3)[0].items():
         assert losses == pytest.approx(traces["ours"][:3], abs=2e-2), side
 

@@ -1,4 +1,4 @@
-"""The processes of a bench: same settings for all, answers in rank order, and a failure says whose it was."""
+"""The processes of a bench have the same settings, answer in rank order, and a failure names its process."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ def test_ranks_keep_their_object_between_calls_and_know_each_other() -> None:
         assert ranks.call(Adder.add, 1) == [8, 8]
         assert ranks.call(Adder.sum_over_ranks) == [17.0, 17.0]
         assert ranks.call(Adder.setting, "MEGAMIX_ADDER") == [("yes", 1)] * 2
-        assert ranks.call(Adder.setting, "GLOO_SOCKET_IFNAME") == [("lo", 1)] * 2  # nobody reaches them from elsewhere
+        assert ranks.call(Adder.setting, "GLOO_SOCKET_IFNAME") == [("lo", 1)] * 2  # other machines cannot reach them
         assert ranks.call(Adder.setting, "OMP_NUM_THREADS") == [("1", 1)] * 2
         assert all(ranks.call(Adder.keeps_freed_memory))
         with pytest.raises(RankFailure, match=r"adders: rank 1: Traceback(.|\n)*ArithmeticError: no such sum"):

@@ -45,7 +45,7 @@ HALF = {
 
 
 def _losses(builds: dict[str, Any], steps: int) -> dict[str, list[float]]:
-    """The mean over the ranks, which is what all of them minimise."""
+    """Return the mean over the ranks, which is the number that all of them minimise."""
     traces = {}
     for name, build in builds.items():
         losses = torch.tensor(TrainRank(Side(name, build), WORK).losses(steps), dtype=torch.float64)
@@ -59,7 +59,7 @@ def test_all_sides_agree_on_the_losses_in_fp32(run_ranks) -> None:
     assert traces == other
     for name, losses in traces.items():
         assert losses == pytest.approx(traces["ours"], abs=1e-5), name
-    assert abs(traces["ours"][3] - traces["ours"][0]) > 1e-3  # else a side that never updates would agree as well
+    assert abs(traces["ours"][3] - traces["ours"][0]) > 1e-3  # otherwise a side that never updates would agree as well
 
 
 def test_all_sides_train_in_half_precision_to_nearly_the_same_losses(run_ranks) -> None:
@@ -89,7 +89,7 @@ def test_a_turn_times_its_steps_after_the_warm_up(run_ranks) -> None:
 
 
 def _under_way(overlap: bool) -> tuple[int, int]:
-    """Gathers that nobody has awaited yet: after a step, and after a turn."""
+    """Return the number of gathers that nobody has awaited yet: after a step, and after a turn."""
     rank = TrainRank(Side("ours", partial(Ours, overlap=overlap)), WORK)
     with late_gathers() as begun:
         rank._train_step(rank._built())
@@ -119,12 +119,12 @@ def test_peak_live_bytes_are_counted_on_every_side(run_ranks) -> None:
         assert peaks["ddp"] > peaks["zero"] > 12 * params
         assert (
             peaks["fsdp2"] > 8 * params
-        )  # no more can be said: its first use in a process makes some 400 kB of its own
+        )  # no closer bound holds: the first use in a process makes some 400 kB of its own
         assert peaks["ours"] > 10 * params
 
 
 class _Products(TorchDispatchMode):
-    """Notes the dtypes that matrix products take."""
+    """Mode that notes the dtypes of matrix products' inputs."""
 
     def __init__(self) -> None:
         super().__init__()

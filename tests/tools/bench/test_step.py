@@ -1,5 +1,5 @@
-"""The parts of a step: a stopwatch gives each moment to one, the parts of a turn leave nothing of it out, watched steps
-train as others do, and goals compare what is over forward and backward alone.
+"""A stopwatch gives each moment of a step to one part; the parts of a turn leave no time out; watched steps train as
+others do; goals compare the time over forward and backward alone.
 """
 
 import time
@@ -86,11 +86,11 @@ def test_the_parts_of_a_turn_leave_nothing_out_and_change_no_bit(run_ranks) -> N
         for name, (turn, watched, plain) in found.items():
             parts = turn.details_ms
             assert watched == plain, name
-            # The stopwatch is set just before the turn begins and read just behind its end.
+            # The stopwatch is set just before the turn begins and read just after its end.
             elapsed = {part: ms for part, ms in parts.items() if part in PARTS}
             assert sum(elapsed.values()) >= 0.999 * 1e3 * turn.seconds, name
             expected = {BATCH, FORWARD, BACKWARD, UPDATE}
-            if name in SHARDS:  # what "parameters" gathers is launched in the passes
+            if name in SHARDS:  # "parameters" launches gathers in the passes
                 expected = set(PARTS) - ({LAUNCHES} if name == "parameters" else set())
             assert set(elapsed) == expected, name
             assert {part for part in CPU if CPU[part] in parts} == expected & set(CPU), name

@@ -17,7 +17,7 @@ WORK = Work(model=MODEL, micro_batch_size=2, lr=1e-2, compile_update=False)
 
 
 def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ranks be forks, without settings of their own: a new interpreter imports torch anew, for seconds."""
+    """Let ranks be forks, without settings of their own: a new interpreter takes seconds to import torch anew."""
 
     def pool(*args: Any, environment: object, **kwargs: Any) -> RankPool:
         return RankPool(*args, **kwargs)
@@ -26,7 +26,7 @@ def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Adder:
-    """Keeps a sum from call to call."""
+    """Actor that keeps a sum from call to call."""
 
     def __init__(self, start: int):
         self.total = start

@@ -1,5 +1,5 @@
-"""`megamix doctor` prints a page or JSON about this machine, within the time it is given, and ends with 1 if something
-is broken; what is late on a busy machine is not judged
+"""`megamix doctor` prints a page or JSON about this machine, within its time, and ends with 1 if something is broken; a
+late check on a busy machine is not judged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ probe_torch = cards.probe_torch
 
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A sound machine without cards, and no time to measure it."""
+    """Fake a sound machine without cards, and no time to measure it."""
     facts = {"torch": "2.13.0+cpu", "cuda": None, "nccl": "", "cudnn": 0, "problem": "", "cards": [], "apart": []}
     probes = {
         "disk": lambda folder: (folder, 10**12, 1e9, {}), "memory": lambda: 1 << 40,
@@ -88,7 +88,7 @@ def test_a_check_that_hangs_holds_up_neither_the_page_nor_the_end(
     end, ended = threading.Event(), list[int]()
     monkeypatch.setattr(cards, "probe_torch", lambda: {"problem": "does not load"})
     monkeypatch.setattr(host, "probe_disk", lambda folder: end.wait() and None)
-    monkeypatch.setattr(command, "_HOST_LIMIT_S", 0.5)  # the others look at nothing
+    monkeypatch.setattr(command, "_HOST_LIMIT_S", 0.5)  # the other checks look at nothing
     monkeypatch.setattr(os, "_exit", ended.append)
     try:
         main(["doctor"])
@@ -136,7 +136,7 @@ def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(
     assert main(["doctor"]) == 1
     assert "BROKEN answer file system LateRanks: rank 1: did not answer in time" in capsys.readouterr().out
     monkeypatch.setattr(os, "getloadavg", lambda: (8.0 * cores, 0.0, 0.0))
-    monkeypatch.setattr(os, "cpu_count", lambda: 32 * cores)  # in a container that has a few of a machine's
+    monkeypatch.setattr(os, "cpu_count", lambda: 32 * cores)  # a container may have a few of a machine's cores
     assert main(["doctor"]) == 1
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"ok     cores           {cores} of {32 * cores}, load {8.0 * cores:.1f} ")

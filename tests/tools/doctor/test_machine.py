@@ -1,5 +1,5 @@
-"""`megamix doctor` names what is broken about a machine, and what to do: driver, torch, cards, links, limits, hostname,
-ports, disk, memory, compiler
+"""`megamix doctor` names what is broken about a machine, and the remedy: driver, torch, cards, links, limits, hostname,
+ports, disk, memory, compiler.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def test_this_machine_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def fake_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nvidia-smi that prints what the test writes into the file, and a PCI bus."""
+    """Fake an nvidia-smi that prints the content of the returned file, and a PCI bus."""
     answer, program = tmp_path / "answer", tmp_path / "nvidia-smi"
     program.write_text(f'#!/bin/sh\ncat {answer}\ntest "$(wc -l < {answer})" -gt 1 || exit 9\n')
     program.chmod(0o755)
@@ -268,7 +268,7 @@ def test_memory_is_what_the_control_groups_leave(tmp_path: Path, version: str) -
     assert host.probe_memory(tmp_path) == 8000 << 10
     bound(job, str(5000 << 10))
     assert host.probe_memory(tmp_path) == 3000 << 10
-    own.write_text(told.replace("/job", "/seen/from/outside"))  # in a container
+    own.write_text(told.replace("/job", "/seen/from/outside"))  # a path as in a container
     bound(top, str(4000 << 10))
     assert host.probe_memory(tmp_path) == 2000 << 10
 
@@ -292,7 +292,7 @@ def test_cores_and_processes_are_what_the_control_groups_leave(tmp_path: Path, v
 
     bound("job", None, "max")
     assert (host.probe_quota(tmp_path), host.probe_processes(500, tmp_path)) == (math.inf, 500)
-    bound("", 150_000, "400")  # as a slice around a service
+    bound("", 150_000, "400")  # a slice around a service
     assert (host.probe_quota(tmp_path), host.probe_processes(500, tmp_path)) == (1.5, 400)
     bound("job", 50_000, "64")
     assert (host.probe_quota(tmp_path), host.probe_processes(-1, tmp_path)) == (0.5, 64)

@@ -1,5 +1,5 @@
-"""`megamix doctor --nodes` names ranks with another torch, source or setting, silent ones, machines whose clocks are
-apart or whose name is no address, and the slowest link, as one that the kernel slows down
+"""`megamix doctor --nodes` names ranks with another torch, source or setting, silent ranks, machines whose clocks are
+apart or whose name is no address, and the slowest link, such as one that the kernel slows down.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_a_clock_that_is_apart_is_measured() -> None:
         return nodes.compare_ranks(Later(store, offsets[rank]), rank, 2, (OWN, *(HERE, THERE)[rank]), 30.0)
 
     class Later:
-        """A store whose rank reads another clock."""
+        """Store whose rank reads another clock."""
 
         def __init__(self, store: Any, offset: float):
             self.store, self.offset = store, offset
@@ -102,7 +102,7 @@ def test_a_silent_rank_is_named() -> None:
 
 
 def seconds(size: int, slow: tuple[int, int], value: float) -> list[list[tuple[int, float]]]:
-    """Of each rank by source; of one pair they are `value`."""
+    """Return each rank's seconds by source; those of one pair are `value`."""
     others = [[source for source in range(size) if source != to] for to in range(size)]
     return [[(one, value if (one, to) == slow else 0.1) for one in row] for to, row in enumerate(others)]
 
@@ -130,11 +130,11 @@ def test_ranks_measure_their_links(run_ranks: Any) -> None:
     assert other == []
 
 
-_PACE, _ANY_PACE = 47, -1  # SO_MAX_PACING_RATE of socket(7), bytes/s
+_PACE, _ANY_PACE = 47, -1  # SO_MAX_PACING_RATE of socket(7), in bytes/s
 
 
 def _shaped_links(pair: tuple[int, int]) -> list[Finding]:
-    """On every rank; the kernel slows the connection of one pair down, both ways."""
+    """Return every rank's findings on links, of which the kernel slows down one pair's, both ways."""
     sockets = [
         socket.socket(fileno=os.dup(number)) for number in map(int, os.listdir("/proc/self/fd")) if _is_socket(number)
     ]
@@ -160,7 +160,7 @@ def _shaped_links(pair: tuple[int, int]) -> list[Finding]:
 def _is_socket(number: int) -> bool:
     try:
         return stat.S_ISSOCK(os.fstat(number).st_mode)
-    except OSError:  # of the listing itself, closed by now
+    except OSError:  # the descriptor of the listing itself, closed by now
         return False
 
 
@@ -200,7 +200,7 @@ def test_a_group_that_failed_is_left_as_it_is(
     monkeypatch.setattr(nodes, "rendezvous", lambda *_, **__: iter([(None, 1, 2)]))
     monkeypatch.setattr(nodes, "compare_ranks", lambda *_: [])
     handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    monkeypatch.setenv(handling, "")  # so that it comes back as it was
+    monkeypatch.setenv(handling, "")  # sets it, so that the old value comes back
     monkeypatch.delenv(handling)
     monkeypatch.setattr(nodes, "meet_ranks", lambda *_: calls.append(f"by {handling}={os.environ[handling]}"))
     monkeypatch.setattr(nodes, "measure_links", fails)

@@ -1,5 +1,5 @@
-"""What `megamix doctor` measures on ranks is right on a sound machine and names planted faults: a wrong gather, a wrong
-compiled gradient, a slow link, card, copy, product, layout or training
+"""The measurements of `megamix doctor` on ranks are right on a sound machine and name planted faults: a wrong gather, a
+wrong compiled gradient, a slow link, card, copy, product, layout or training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gathers_wrong(self: GlooCollectives, flat: Tensor, shard: Tensor) -> Pending
 
 
 def measure(plants: bool) -> tuple[dict[str, float], dict[str, float], list[tuple[int, float]], dict[str, float]]:
-    """On every rank; with `plants` the last one's gather is wrong."""
+    """Return every rank's measurements; with `plants` the last rank's gather is wrong."""
     last = dist.get_rank() == dist.get_world_size() - 1
     with mock.patch.object(GlooCollectives, "all_gather", gathers_wrong) if plants and last else nullcontext():
         sums = ranks.sums_off(numel=64)
@@ -164,7 +164,7 @@ ANSWERS: dict[str, Any] = {
 
 
 class Pool:
-    """Ranks that have measured."""
+    """Pool of ranks that have measured."""
 
     def __init__(self, size: int, *, on_gpus: bool):
         self.size = size

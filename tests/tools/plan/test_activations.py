@@ -26,7 +26,7 @@ BATCH = (3, SMALL["seq_len"])
 
 
 def _counted(part: Transformer) -> tuple[int, int, int]:
-    """Bytes kept at the end of forward, and the most of forward and of backward, beside the batch."""
+    """Return the bytes kept at the end of forward, and the peaks of forward and of backward, beside the batch."""
     batch = [torch.zeros(BATCH, dtype=torch.int64) for _ in range(2)]
     for param in part.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
@@ -68,7 +68,7 @@ def test_of_many_slices_of_the_loss_three_are_run_and_count_for_all(
     monkeypatch.setattr(cross_entropy, "_add_product", spy)
     traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), range(2))
     assert (traced.kept, traced.forward, traced.backward) == counted
-    assert len(chunks) == 2 * 3  # with one block and with two
+    assert len(chunks) == 2 * 3  # traced with one block and with two
 
 
 def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row() -> None:
@@ -86,7 +86,7 @@ def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row() -> 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_on_a_gpu_a_compiled_block_keeps_what_the_formula_says(family: str, recompute: str) -> None:
-    """The two ways to count: tests/model/kept_bytes.py from the sizes, this one from the code."""
+    """Two counts must agree: tests/model/kept_bytes.py counts from the sizes, this one from the code."""
     changes = {"dropout": 0.0, "recompute": recompute, "tie_embeddings": True, "compile": True}
     model = ModelConfig(**{**SMALL, **VARIANTS[family], **changes, "num_layers": 4})
     traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=torch.bfloat16, machine="gpu"), range(4))

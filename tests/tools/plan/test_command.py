@@ -1,5 +1,5 @@
-"""`megamix plan` by hand for an 8 B model; what does not fit is named with changes that make it fit; 16,384 ranks
-without ranks.
+"""`megamix plan` agrees with a count by hand for an 8 B model; a job that does not fit is named with changes that make
+it fit; 16,384 ranks are planned without ranks.
 """
 
 import itertools
@@ -50,11 +50,11 @@ def test_an_8b_model_by_share_of_parameters_works_in_three_gib() -> None:
     # 12/64 bytes a parameter; padding at the ends of 99 buckets.
     states = sum(held[name] for name in ("half parameters", "half gradients", "FP32 masters", "optimizer states"))
     assert states == pytest.approx(PARAMETERS_8B * 12 / 64, abs=99 * 64 * 12)
-    # The head and the last block are there while the head's gradient is filled; the root is the last norm.
+    # The head and the last block are there while the head's gradient is filled. The root is the last norm.
     head, block = 128_256 * 4096, 4096 * (4096 * 2 + 1024 * 2 + 3 * 14_336) + 2 * 4096
     assert in_step["half parameters while units compute"] == pytest.approx(2 * (head + block + 4096), rel=1e-4)
     assert in_step["half gradients, and their sums"] == pytest.approx((2 + 2 / 64) * head, rel=1e-4)
-    assert 2 * (2 * head + block) == pytest.approx(2.37 * 2**30, rel=0.01)  # of the 3 GiB
+    assert 2 * (2 * head + block) == pytest.approx(2.37 * 2**30, rel=0.01)  # part of the 3 GiB
     assert plan["fits"]
     assert [*plan["shards"]] == ["states", "gradients", "parameters"]
     assert plan["shards"]["states"] > plan["shards"]["gradients"] > plan["shards"]["parameters"] == plan["peak"]
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_said_with_changes_that_make_it_fit() -> None:
     config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4"])
     lines = [*plan_lines(config, 8, "1.5GiB", "gpu", False)]
     start = next(index for index, line in enumerate(lines) if line.startswith("does NOT fit"))
-    assert isinstance(lines[start], Failed)  # and the exit status 1
+    assert isinstance(lines[start], Failed)  # sets the exit status to 1
     advice = dict(line.strip().split(": ") for line in lines[start + 1 :])
     (smaller,) = (change for change in advice if change.startswith("training.micro_batch_size"))
     assert ", fits, " in advice[smaller]
@@ -143,7 +143,7 @@ def test_where_no_change_is_enough_that_is_said() -> None:
 
 
 def test_shares_of_all_that_is_held_are_counted_on_more_ranks() -> None:
-    config = load_config(CONFIGS / "llama3.1-8b.toml")  # 16 bytes of a parameter are 15 GiB on 8 ranks
+    config = load_config(CONFIGS / "llama3.1-8b.toml")  # 16 bytes of each parameter are 15 GiB on 8 ranks
     lines = [*plan_lines(config, 8, "16GB", "gpu", False)]
     alone, together = (
         next(line for line in lines if line.startswith(f"  {change}"))
@@ -183,7 +183,7 @@ def test_gpus_are_assumed_and_that_is_said() -> None:
 
 
 class TimeIsUp:
-    """A timer that has waited long enough when it starts."""
+    """Timer that has waited long enough when it starts."""
 
     def __init__(self, seconds: float, function: Callable[..., None], args: Sequence[object]) -> None:
         assert seconds == command.PATIENCE_S

@@ -1,5 +1,5 @@
-"""A model of 500 M parameters, of which a rank holds more than 3 GiB otherwise, trains in 3 GiB a rank with
-`shard = "parameters"`, as `train --check --memory` says.
+"""A model of 500 M parameters, of which a rank otherwise holds more than 3 GiB, trains in 3 GiB a rank with `shard =
+"parameters"`, as `train --check --memory` says.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def large_job(folder: Path, shard: str) -> Config:
 
 
 def _train(config: Config) -> tuple[list[float], int]:
-    """Loss of each step, and the most bytes that this rank's process has had resident. malloc gives back what is freed,
-    where that of a job on CPUs keeps it for speed.
+    """Return the loss of each step, and the peak of this rank's resident memory in bytes.
+
+    malloc gives freed memory back here; that of a job on CPUs keeps it for speed.
     """
     torch.set_num_threads(1)
     topology, cpu = Topology.connect(), torch.device("cpu")
@@ -51,7 +52,7 @@ def _train(config: Config) -> tuple[list[float], int]:
     generator = torch.Generator().manual_seed(topology.dp.rank)
     samples = torch.randint(config.model.vocab_size, (1, config.model.seq_len + 1), generator=generator)
     tokens, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-    for _ in range(STEPS):  # over one batch, which it learns
+    for _ in range(STEPS):  # all steps have one batch, which the model learns
         passes.backward(iter([MicroBatch(Batch(tokens, targets, None, targets.numel()))]))
         losses.append(float(engine.step().loss))
     return losses, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -65,7 +66,7 @@ def test_a_check_names_the_setting_in_which_a_large_model_fits(
     for shard in ("states", "parameters"):
         (tmp_path / f"{shard}.toml").write_text(config_to_toml(large_job(tmp_path, shard)))
     check = ["--check", "--memory"]
-    for limit, shard in (("3.1GiB", "gradients"), ("2.5GiB", "parameters")):  # the first that fits
+    for limit, shard in (("3.1GiB", "gradients"), ("2.5GiB", "parameters")):  # the first setting that fits
         assert main(["train", str(tmp_path / "states.toml"), *check, limit]) == 2
         assert f'; write parallelism.shard = "{shard}", which needs ' in capsys.readouterr().err
     assert main(["train", str(tmp_path / "parameters.toml"), *check, "2.5GiB"]) == 0

@@ -25,7 +25,10 @@ def _engine() -> ShardedEngine:
 
 @pytest.fixture
 def others() -> Iterator[int]:
-    """Bytes that other tests and libraries hold; they stay, or what is let go meanwhile would hide what is new."""
+    """Return the bytes that other tests and libraries hold.
+
+    They are kept alive: memory freed meanwhile would hide new memory.
+    """
     gc.collect()
     kept = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
     yield memory_plan._live_bytes()
@@ -60,7 +63,7 @@ def test_every_storage_counts_once_while_a_tensor_refers_to_it(others: int) -> N
 
 
 def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
-    """(planned, held) by this rank of a job."""
+    """Return (planned, held) by this rank of a job."""
     section, stages = config.parallelism, plan_pipeline(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
     model, placements = build_model(

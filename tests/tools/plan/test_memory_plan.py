@@ -1,5 +1,5 @@
-"""Memory that is planned is memory that ranks of five layouts and every `shard` hold: parameters, gradients,
-states and buckets to the byte, each phase's peak within 5 %.
+"""The planned memory is the memory that ranks of five layouts and every `shard` hold: parameters, gradients, states and
+buckets to the byte, each phase's peak within 5 %.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GPT = {
     "vocab_size": 2048,
 }  # fmt: skip
 LARGE = {"tie_embeddings": False, "num_layers": 4, "vocab_size": 2048}
-CONFIGS = {  # the layout, and what is not as in BASE
+CONFIGS = {  # the layout, and the settings that differ from BASE
     "gpt bf16, two ranks": ("dp2", {"model": GPT, "precision": {"dtype": "bf16"}}),
     "llama with few kv heads, untied, fp32 sums, divided": (
         "tp2sp",
@@ -90,7 +90,7 @@ MUON = {
          "parallelism": {"bucket_size": 100_000}},
     ),
 }  # fmt: skip
-SHARDED = {  # with the micro-batches of a step: gradients of one alone come and go
+SHARDED = {  # with the micro-batches of a step; gradients of one micro-batch are temporary
     "gradients, fp32 sums": (
         "dp2", {"precision": {"reduce_dtype": "half_fp32_sum"}, "parallelism": {"shard": "gradients"}}, 1,
     ),
@@ -149,7 +149,7 @@ ALL = CONFIGS | MUON | MORE | SHARDED | MORE_SHARDED
 
 
 def held_by(engine: ShardedEngine) -> dict[str, int]:
-    """Bytes of what an engine holds between steps, by the plan's categories."""
+    """Return the bytes that an engine holds between steps, by the plan's categories."""
     buckets, sums = engine.buckets, [bucket.grad_sum for bucket in engine.buckets]
     owner_adds = engine.plan.sharding.accumulate == "owner" and engine.grad_accum_steps > 1
     held = {
@@ -163,8 +163,8 @@ def held_by(engine: ShardedEngine) -> dict[str, int]:
 
 
 def _measured(config: Config) -> tuple[Topology, dict[str, int], dict[str, int], int]:
-    """Of one rank that takes two steps: its place, bytes by category, the most of each phase, and what lives between
-    steps.
+    """Return measurements of one rank that takes two steps: its place, bytes by category, peak of each phase, and bytes
+    that live between steps.
     """
     phases: dict[str, int] = {}
     section, stages = config.parallelism, plan_pipeline(config)
@@ -214,7 +214,7 @@ def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
     size = layout.world_size
     ranks = [_measured(config)] if size == 1 else run_ranks(_measured, size, config)
     for topology, held, _, live in ranks:
-        # Of the rank's own shards: with some optimizers not all parameters have the same states.
+        # The shards are this rank's own: with some optimizers not all parameters have the same states.
         own, _ = held_memory(config, layout.size("dp"), topology.world.rank, "cpu")
         assert {category: own[category] for category in held} == held
         spare = SCALARS if layout.size("pp") == 1 else 0.01 * live
@@ -235,8 +235,9 @@ def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
 
 
 def test_how_many_matrices_travel_is_said() -> None:
-    """And the bucket_size with which none would, if there is one. Four blocks of four matrices of 256 x 256 and
-    three of 256 x 704: 3,211,264 elements.
+    """The line also tells the bucket_size with which none would travel, if there is one.
+
+    There are four blocks of four matrices of 256 x 256 and three of 256 x 704: 3,211,264 elements.
     """
     _, whole = MUON["muon, whole"]
     size = 2 * 256 * 704
@@ -244,9 +245,9 @@ def test_how_many_matrices_travel_is_said() -> None:
     for size_given, dp_size, said in (
         (None, 1, "matrices: none of 28 travels, each is whole in one shard; padding 0.0%"),
         (None, 2, "matrices: none of 28 travels, each is whole in one shard; padding 3.8%"),
-        # The smaller half of each is sent, there and back.
+        # The smaller half of each matrix is sent, there and back.
         (1, 2, f"matrices: 28 of 28 travel, 3.1 MiB from each rank in a step, 2.00 bytes an element; {would}"),
-        # No bucket has eight of them: 4 (8 - 1) / 8 bytes at the most; and there are no four buckets that would.
+        # No bucket has eight matrices: 4 (8 - 1) / 8 bytes at the most. No four buckets would be left.
         (1, 8, "matrices: 28 of 28 travel, 1.3 MiB from each rank in a step, 3.50 bytes an element; padding 0.1%"),
     ):
         config = _config(**whole, parallelism={"bucket_size": size_given}, training={"global_batch_size": 32})
@@ -288,12 +289,12 @@ def test_the_ranks_of_a_pipeline_build_each_block_once_and_one_schedule(monkeypa
     config = parse_layout("pp4").apply(_config(model={"num_layers": 9}), 7)
     for rank in range(4):
         held_memory(config, 1, rank, "cpu")
-    assert sorted(filter(None, built)) == [*range(1, 9)]  # the first one is looked at for what blocks cost
+    assert sorted(filter(None, built)) == [*range(1, 9)]  # the first block is traced for the cost of a block
     assert len(scheduled) == 1
 
 
 def test_buffers_that_a_forward_moves_are_planned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the engine copies them. A size of its own, for what was traced before is remembered."""
+    """The engine copies such buffers. The size is used only here, for earlier traces are remembered."""
     build, forward = Block.__init__, Block.forward
 
     def counted(block: Block, *args: object, **kwargs: object) -> None:

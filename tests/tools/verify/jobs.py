@@ -58,8 +58,10 @@ def make_config(
     model: Mapping[str, object] | None = None,
     **optimizer: object,
 ) -> Config:
-    """`accumulation`: micro-batches a step; with stages pp_size, or twice that for more than one. `loss_scale`: None
-    for 2**10 in FP16, and none elsewhere.
+    """Return a small job.
+
+    `accumulation`: micro-batches a step; with stages pp_size, or twice that for more than one. `loss_scale`: None for
+    2**10 in FP16, and none elsewhere.
     """
     place = parse_layout(f"{layout}{'sp' * sequence_parallel}-{shard}")
     stages = place.size("pp")
@@ -93,8 +95,9 @@ def observe_bugs(cases: Sequence[tuple[Config, str]], overflow_at: int | None = 
 
 
 def observe_bug(config: Config, bug: str, overflow_at: int | None = None) -> list[ObservedStep]:
-    """The same with a bug planted on every rank, or with none. The engine does not look at its half parameters itself:
-    `verify` must see what is wrong with them.
+    """Return the steps of `observe` with a bug planted on every rank, or with none.
+
+    The engine does not look at its half parameters itself: `verify` must see their damage.
     """
     with BUGS[bug]() if bug else nullcontext(), mock.patch.object(UnseenWrites, "look", lambda *_: None):
         return observe(config, UPDATES, overflow_at)
@@ -124,7 +127,7 @@ def gradients_not_reduced() -> Iterator[None]:
 
 
 def _squares_times(factor: Callable[[ParamSpec], float]) -> object:
-    """Of what each piece of a parameter adds to the norm."""
+    """Plant a factor into the squares that each piece of a parameter adds to the norm."""
     right = engine_module.stats_by_piece
 
     def wrong(buckets, row_stats, counts):
@@ -137,7 +140,7 @@ def _squares_times(factor: Callable[[ParamSpec], float]) -> object:
 
 
 def norm_counted_per_rank() -> object:
-    """Every rank's squares count as often as there are ranks, as where a replicated norm has no 1 / copies."""
+    """Every rank's squares count as often as there are ranks, as if a replicated norm had no 1 / copies."""
     return _squares_times(lambda spec: dist.get_world_size())
 
 
@@ -155,7 +158,7 @@ def norm_of_one_rank() -> object:
 
 
 def positions_of_one_rank() -> object:
-    """Of what tensor-parallel ranks replicate the first one's gradient counts, as if it were that of all positions."""
+    """The first tensor-parallel rank's gradient of replicated parameters counts as if it were that of all positions."""
     right = tensor_parallel._place
 
     def wrong(rule, shape, topology, sequence_parallel):
@@ -166,7 +169,7 @@ def positions_of_one_rank() -> object:
 
 @contextmanager
 def tables_in_half() -> Iterator[None]:
-    """As a cast of the whole module would, which rounds buffers too."""
+    """Buffers are rounded too, as by a cast of the whole module."""
     right = RotaryTable._fill
 
     def wrong(self, device):
@@ -206,7 +209,7 @@ def frozen_moves() -> object:
 
 
 def decay_by_the_other_rule() -> object:
-    """Coupled where it should be decoupled, or the reverse."""
+    """Decay is coupled where it should be decoupled, or the reverse."""
     right = NAG.equation
 
     def wrong(self, *args):
@@ -232,7 +235,7 @@ def recomputed_elsewhere() -> object:
 
 @contextmanager
 def _loss_times(factor: Callable[[StepProgress], Tensor | float]) -> Iterator[None]:
-    """Of what the plain loop and a pipeline's last stage back-propagate."""
+    """Plant a factor into the loss that the plain loop and a pipeline's last stage back-propagate."""
     right = StepProgress.scaled
 
     def scaled(self, loss, weight, *, counts):
@@ -243,7 +246,7 @@ def _loss_times(factor: Callable[[StepProgress], Tensor | float]) -> Iterator[No
 
 
 def wrong_divisor() -> object:
-    """The loss is divided by its micro-batches once more, as where a schedule does it, too."""
+    """The loss is divided by its micro-batches once more, as if a schedule did it, too."""
     return _loss_times(lambda step: 1 / step.grad_accum_steps)
 
 
@@ -282,7 +285,7 @@ def unit_freed_early() -> Iterator[None]:
 
 @contextmanager
 def stale_shards() -> Iterator[None]:
-    """What is gathered behind a step are the casts of the masters before it."""
+    """The gathered weights behind a step are the casts of the masters before it."""
     right = ShardedEngine.step
     before: dict[Bucket, Tensor] = {}
 

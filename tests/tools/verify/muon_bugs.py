@@ -1,4 +1,4 @@
-"""Bugs of others' Muon, to plant in ours."""
+"""Bugs of other Muons, to plant in ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAMILY = "tests.tools.verify.per_head"
 
 @contextmanager
 def matrices_by_parts() -> Iterator[None]:
-    """Each rank makes its own part orthogonal: rows of its shard, or its block of what tensor-parallel ranks divide."""
+    """Each rank makes its own part orthogonal: rows of its shard, or its block of a tensor-parallel division."""
     right = MuonUpdate._turn
 
     def turn(self, arrived, homes):
@@ -52,7 +52,7 @@ def tall_not_orthogonalised() -> Iterator[None]:
 
 @contextmanager
 def muon_per_micro_batch() -> Iterator[None]:
-    """Each micro-batch's gradient is made orthogonal as it comes, and these are added up."""
+    """Each micro-batch's gradient is made orthogonal as it comes, and the results are added up."""
     built = ShardedEngine.__init__
 
     def wrong(self, *args, **kwargs):
@@ -88,7 +88,7 @@ def heads_not_split() -> object:
 
 @contextmanager
 def matrices_decay_twice() -> Iterator[None]:
-    """Once by the optimizer's wrapper, and once by its equation."""
+    """Matrices decay once by the optimizer's wrapper, and once by its equation."""
     right = Muon.equation
 
     def equation(self, grad, master, states, at):

@@ -1,4 +1,4 @@
-"""A family of which Muon takes each head's queries for a matrix of its own, as where one weight holds several."""
+"""A family whose Muon takes each head's queries for a matrix of its own, as if one weight held several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megamix.plugins import register_family
 
 
 class PerHeadConfig(ModelConfig):
-    """A transformer."""
+    """Section of a transformer with matrices per head."""
 
     family: Literal["per_head"] = "per_head"
     """What kind of model it is."""

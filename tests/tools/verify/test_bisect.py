@@ -54,7 +54,7 @@ def observe_planted(config: Config, name: str, what: str) -> list[ObservedStep]:
     def planted(*args, **kwargs):
         model, placements = build(*args, **kwargs)
         modules = dict(model.named_modules())
-        if name in modules:  # a stage has some
+        if name in modules:  # a stage has only some
             right = modules[name].forward
             modules[name].forward = lambda *args, **kwargs: trainers.SPOILS[what](right(*args, **kwargs))
         return model, placements

@@ -109,7 +109,7 @@ def test_who_is_asked_to_end_ends_the_ranks_first(monkeypatch: pytest.MonkeyPatc
     pool = mock.Mock()
     monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(layout_lines, "RankPool", lambda *_, **__: pool)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # where nobody listens, this goes on and fails
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without a handler, this goes on and fails
     try:
         with pytest.raises(SystemExit) as ended:
             main(["verify", CONFIG, *SMALL, "--layouts", "dp1"])

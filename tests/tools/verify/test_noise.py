@@ -26,7 +26,7 @@ CONFIG = make_config("dp1", dtype="bf16")
 
 @contextmanager
 def _loss_of_other_logits() -> Iterator[None]:
-    """With targets the head takes hidden states that are a tenth larger."""
+    """With targets, the head takes hidden states that are a tenth larger."""
     right = Head.forward
 
     def forward(self, x, targets=None, *others):
@@ -50,7 +50,7 @@ def test_a_family_whose_loss_is_not_that_of_its_logits_is_named(run_ranks) -> No
 
 
 class ByDtype(ByHand):
-    """Its loss has a temperature, which nobody meant, in FP32."""
+    """Training whose loss has a temperature, which nobody meant, in FP32."""
 
     def loss(self, model, batch):
         logits = model(batch[0])
@@ -58,7 +58,7 @@ class ByDtype(ByHand):
 
 
 class HalfInside(ByHand):
-    """One product is of BF16, by no autocast."""
+    """Training with one product in BF16, by no autocast."""
 
     def loss(self, model, batch):
         x = model.embed(batch[0])

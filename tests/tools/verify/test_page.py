@@ -1,6 +1,6 @@
-"""Every command of docs/verify.md runs and prints what stands below it, and its script passes. A trainer whose
-gradients cannot be had is judged by its updates, one whose optimizer is none of torch's is told so, and what overflows
-is never within a bound.
+"""Every command of docs/verify.md runs and prints the text below it, and its script passes.
+A trainer without accessible gradients is judged by its updates, one whose optimizer is none of torch's is told so, and
+an overflow is never within a bound.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGE = (Path(__file__).parents[3] / "docs/verify.md").read_text(encoding="utf-8"
 
 
 class Blind(ByHand):
-    """Its gradients cannot be had."""
+    """Training whose gradients cannot be had."""
 
     def gradients(self, module, optimizer):
         return {}
@@ -44,7 +44,7 @@ class BlindAndSlow(Blind):
     def make(self, module):
         made = self.optimizer(module)
         for group in made.param_groups:
-            group["lr"] *= 1 + 1e-7  # the option is right, what it does is not
+            group["lr"] *= 1 + 1e-7  # the option is right, its effect is not
         made.register_step_pre_hook(lambda *_: [param.grad.mul_(-1) for param in module.parameters()] and None)
         return made
 
@@ -60,7 +60,7 @@ class NotTorchs(ByHand):
 
 
 class Unscaled(Half):
-    """It has a scaler, and never scales: one process overflows, and this training does not."""
+    """Training with a scaler that never scales: one process overflows, and this training does not."""
 
     start = 2.0**40
 
@@ -105,7 +105,7 @@ def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
 
 
 def _masked(text: str) -> str:
-    """Return it without sizes, which are smaller here, and shares, which another machine rounds in another order."""
+    """Return a text without sizes, which are smaller here, and shares, which other machines round in another order."""
     return re.sub(r"=\d+|\d+\.\d+", "#", text)
 
 

@@ -1,4 +1,4 @@
-"""Bugs that users of known systems met, each planted as its thread describes it, and what `verify` says of them.
+"""Bugs that users of known systems met, each planted as its thread describes it, and the answer of `verify` to each.
 
 bugs         an entry, and the table of all
 foreign      a training by hand, right, whose parts the bugs replace

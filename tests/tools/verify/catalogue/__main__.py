@@ -23,7 +23,7 @@ RUNS_HEADER = "| bug in a run | met in | step | what `verify --runs` says |\n|--
 
 
 def runs_table() -> str:
-    """Return the table of what `--runs` must say: tests/tools/verify/runs/test_runs.py plants and asks."""
+    """Return the table of answers that `--runs` must give: tests/tools/verify/runs/test_runs.py plants and asks."""
     rows = ""
     for bug in RUN_BUGS:
         said = ", ".join(words.strip() for words in bug.words)
@@ -32,7 +32,7 @@ def runs_table() -> str:
 
 
 def named(bug: Bug, verdict: Verdict) -> bool:
-    """Say if the first difference is at the right place and of the right kind."""
+    """Return whether the first difference is at the right place and of the right kind."""
     if not verdict.differences:
         return False
     first = verdict.differences[0]
@@ -40,7 +40,7 @@ def named(bug: Bug, verdict: Verdict) -> bool:
 
 
 def row(bug: Bug, verdict: Verdict) -> str:
-    """Return a bug's row: what was said, without how far it was off."""
+    """Return a bug's row: the answer without its numbers for errors."""
     said, step = "nothing", ""
     if verdict.differences:
         first = verdict.differences[0]
@@ -54,7 +54,7 @@ def row(bug: Bug, verdict: Verdict) -> str:
 
 
 def masked(row: str) -> str:
-    """Return it without its numbers: another machine rounds in another order."""
+    """Return a row without its numbers: another machine rounds in another order."""
     return re.sub(r"\d[\d.e-]*", "#", row)
 
 

@@ -17,16 +17,16 @@ class Bug:
     name: str
     sentence: str
     met_in: str
-    file: str  # of its class; "" for one in our engine
+    file: str  # file of the class; "" for a bug in our engine
     ranks: int
     check: str
-    where: str = ""  # in the place of the difference: a parameter, or what else was compared
-    kind: str = ""  # words of what it looks like
-    missing: str = ""  # why the kind is not named, or the bug not found
-    layout: str = ""  # of our engine
-    job: Mapping[str, object] = field(default_factory=dict)  # more of its configuration
+    where: str = ""  # words in the place of the difference: a parameter, or another thing that was compared
+    kind: str = ""  # words of the kind
+    missing: str = ""  # reason why the kind is not named, or the bug not found
+    layout: str = ""  # layout of our engine
+    job: Mapping[str, object] = field(default_factory=dict)  # further settings of the job
     overflow_at: int | None = None
-    fast: bool = False  # always in CI
+    fast: bool = False  # True: always in CI
 
 
 BUGS: dict[str, Bug] = {}

@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class ByHand(ForeignTrainer):
-    """Ranks sum their gradients by hand; two micro-batches, whose sizes do not differ."""
+    """Right training: ranks sum their gradients by hand; two micro-batches of equal sizes."""
 
     accumulation = 2
     tied = batch_norm = False
@@ -50,7 +50,7 @@ class ByHand(ForeignTrainer):
         return [tuple(torch.randint(VOCAB, (2, 16), generator=drawn)) for _ in range(self.accumulation)]
 
     def grouped(self, model):
-        """Matrices decay."""
+        """Return the groups: matrices decay, others do not."""
         params = [*model.parameters()]
         matrices = [param for param in params if param.dim() > 1]
         others = [param for param in params if param.dim() < 2]
@@ -81,7 +81,7 @@ class ByHand(ForeignTrainer):
         return self.loss(self.module, batch)
 
     def share(self, batch, batches):
-        """What a micro-batch's mean counts, before ranks are averaged."""
+        """Return the weight of a micro-batch's mean, before ranks are averaged."""
         return 1 / len(batches)
 
     def micro(self, number, batch, batches):
@@ -119,7 +119,7 @@ class ByHand(ForeignTrainer):
 
 
 class Unequal(ByHand):
-    """Micro-batches have different numbers of targets."""
+    """Right training whose micro-batches have different numbers of targets."""
 
     def batches(self, step, rank, ranks):
         made = super().batches(step, rank, ranks)
@@ -154,7 +154,7 @@ class Clipped(ByHand):
 
 
 class Half(ByHand):
-    """FP16 by autocast; the first step overflows."""
+    """Right training in FP16 by autocast; the first step overflows."""
 
     start = 2.0**19
 
@@ -185,14 +185,14 @@ class Half(ByHand):
 
 
 class Decaying:
-    """The lr halves with every update."""
+    """Right training whose lr halves with every update."""
 
     def scheduler(self, optimizer):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
 class CountedOutside(torch.optim.AdamW):
-    """Takes the number of its updates, for the bias correction, from who sets it."""
+    """AdamW whose count of updates, for the bias correction, is set from outside."""
 
     updates = 0
 

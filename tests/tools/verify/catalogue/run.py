@@ -21,7 +21,7 @@ ENTERED = (engine, gradients, scaling, updates)
 
 
 def observe_all(bugs: Sequence[Bug]) -> list[list[Any]]:
-    """On every rank: what it saw of each of them."""
+    """Return what every rank saw of each bug."""
     return [_observe(bug) for bug in bugs]
 
 
@@ -40,7 +40,7 @@ def _config(bug: Bug) -> Any:
 
 
 def verdicts(run_ranks: Callable[..., list[Any]], names: Sequence[str]) -> dict[str, Verdict]:
-    """Return what `verify` says of each: ranks are started once for each number of them."""
+    """Return the verdict of `verify` on each bug. Ranks are started once for each number of them."""
     found = {}
     for ranks in sorted({BUGS[name].ranks for name in names}):
         bugs = [BUGS[name] for name in names if BUGS[name].ranks == ranks]

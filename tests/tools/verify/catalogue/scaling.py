@@ -126,7 +126,7 @@ class FusedFirstSkipped(Half):
         return torch.optim.SGD(self.grouped(model), lr=self.lr, momentum=0.9, fused=True)
 
     def update(self):
-        torch.use_deterministic_algorithms(True)  # what nobody has filled is NaN then, and not what is there by chance
+        torch.use_deterministic_algorithms(True)  # unfilled memory is NaN then, and not a value by chance
         try:
             super().update()
         finally:

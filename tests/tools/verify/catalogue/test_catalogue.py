@@ -13,7 +13,7 @@ from tests.tools.verify.catalogue.__main__ import PAGE, masked, named, row, rows
 from tests.tools.verify.catalogue.bugs import BUGS
 from tests.tools.verify.catalogue.run import verdicts
 
-SAMPLE = 6  # beside those that are always run
+SAMPLE = 6  # bugs, in addition to those that always run
 
 
 def _names() -> list[str]:

@@ -135,7 +135,7 @@ class DecayCoupled(ByHand):
 
 
 class _Coupled(torch.optim.AdamW):
-    """Its own equation: nothing in its groups says that it is Adam's."""
+    """AdamW with an equation of its own: nothing in its groups says that it is Adam's."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -295,7 +295,7 @@ class StatesOfAnother(ByHand):
 
 
 class _BetasSwapped(torch.optim.AdamW):
-    """By its groups nobody sees it."""
+    """AdamW whose equation swaps the betas, which its groups do not show."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -386,7 +386,7 @@ class BuffersNeverMoved(ByHand):
 
 
 class _Turned(nn.Module):
-    """Rotary positions."""
+    """Module of rotary positions."""
 
     def __init__(self, base=1e4):
         super().__init__()
@@ -428,7 +428,7 @@ class BufferLost(Rotary):
     """`to_empty()` gives a buffer new memory, too, and no state dict brings back one that is not persistent."""
 
     def wrap(self, model):
-        torch.use_deterministic_algorithms(True)  # what nobody has filled is NaN then, and not what is there by chance
+        torch.use_deterministic_algorithms(True)  # unfilled memory is NaN then, and not a value by chance
         try:
             model.embed[1].to_empty(device="cpu")
         finally:
@@ -471,7 +471,7 @@ def _orthogonal(matrix):
 
 
 class _Muon(torch.optim.Optimizer):
-    """Of whole matrices, unless `parts` says of parts."""
+    """Muon of whole matrices, unless `parts` asks for parts."""
 
     parts = 1
 

@@ -1,5 +1,6 @@
-"""Bugs that are not in the catalogue, as they stand in training scripts: four in each of the loops of loops.py. What an
-expert wants to be told of each, its place and kind, was written down before `verify` had seen any.
+"""Bugs that are not in the catalogue, as they stand in training scripts: four in each of the loops of loops.py.
+
+The answer that an expert wants to each, its place and kind, was written down before `verify` had seen any.
 """
 
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from tests.tools.verify.foreign.loops import LENGTH, VOCAB, Ddp, Engine, Fabric,
 
 @dataclass(frozen=True)
 class Planted:
-    """What `verify` has to say of a bug: words of its place, and of its kind."""
+    """Answer that `verify` must give to a bug: words of its place, and of its kind."""
 
-    sort: str  # buffers, clipping, averaging, names, or another
+    sort: str  # sort of the bug: buffers, clipping, averaging, names, or another
     ranks: int
     place: str
     kind: str
@@ -95,7 +96,7 @@ class ShorterLastStep(Ddp):
 
 
 class _TwoOptimizers(Fsdp):
-    """Blocks by momentum, all else by AdamW."""
+    """FSDP2 whose blocks train by momentum, all else by AdamW."""
 
     def optimizer(self, model):
         blocks = [*model.blocks.parameters()]

@@ -24,7 +24,7 @@ def wide(x):
 
 
 class Rotary(nn.Module):
-    """Turns positions by tables of cosines and sines."""
+    """Rotary positions by tables of cosines and sines."""
 
     def __init__(self, base=1e4, scaling=1.0):
         super().__init__()
@@ -68,9 +68,9 @@ class Net(nn.Module):
         turns = torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH // 2) / 3)
         self.register_buffer("turns", turns, persistent=False)
         self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("largest", torch.full((3,), 1.0))  # a history
+        self.register_buffer("largest", torch.full((3,), 1.0))  # a history of maxima
         self.register_buffer("unused", torch.empty(0))
-        self.register_buffer("least", torch.full((2,), math.inf))  # of an observer that has seen nothing of the second
+        self.register_buffer("least", torch.full((2,), math.inf))  # an observer that has seen nothing of the second
         self.register_buffer("range", torch.full((2,), math.nan))
 
     def forward(self, tokens):
@@ -91,15 +91,15 @@ class Net(nn.Module):
 
 
 class Loop(Unequal):
-    """What the five have in common. Micro-batches have as many targets, unless `unequal`."""
+    """Common parts of the five loops. Micro-batches have equally many targets, unless `unequal`."""
 
-    blocks, tied, recomputed = 2, False, False  # of the net
+    blocks, tied, recomputed = 2, False, False  # settings of the net
     unequal = False
     frozen = ""  # the parameter that is not trained
-    decay = 1.0  # of the learning rate, with every update
+    decay = 1.0  # factor of the learning rate with every update
     precision = "fp32"
-    start = 2.0**17  # the loss scale
-    table = torch.float32  # in which the training keeps its rotary tables
+    start = 2.0**17  # first loss scale
+    table = torch.float32  # dtype in which the training keeps its rotary tables
 
     def model(self):
         torch.manual_seed(0)
@@ -134,7 +134,7 @@ class Loop(Unequal):
 
 
 class Autocast(Loop):
-    """Forward and loss stand under autocast, with a GradScaler where it is FP16."""
+    """Loop whose forward and loss are under autocast, with a GradScaler for FP16."""
 
     def forward(self, batch):
         dtype = AUTOCASTS.get(self.precision, torch.bfloat16)
@@ -154,7 +154,7 @@ class Autocast(Loop):
 
 
 class Hand(Autocast):
-    """Ranks add up their gradients by hand, as one flat tensor."""
+    """Loop whose ranks add up their gradients by hand, as one flat tensor."""
 
     def reduce(self):
         if self.ranks > 1:
@@ -165,7 +165,7 @@ class Hand(Autocast):
 
 
 class Ddp(Autocast):
-    """DistributedDataParallel, which reduces in the last micro-batch alone."""
+    """Loop with DistributedDataParallel, which reduces in the last micro-batch only."""
 
     def wrap(self, model):
         return DistributedDataParallel(model)
@@ -179,7 +179,7 @@ class Ddp(Autocast):
 
 
 class Fsdp(Loop):
-    """FSDP2 with a policy: "fp32", "bf16" with FP32 sums, "bf16 sums"."""
+    """Loop with FSDP2 and a policy: "fp32", "bf16" with FP32 sums, "bf16 sums"."""
 
     def wrap(self, model):
         half = torch.bfloat16 if self.precision != "fp32" else None
@@ -201,7 +201,7 @@ class Fsdp(Loop):
 
 
 class FabricModule(nn.Module):
-    """Holds what it was given twice, as Fabric's does; its forward enters autocast and gives FP32."""
+    """Wrapper that holds its module twice, as Fabric's does; its forward enters autocast and gives FP32."""
 
     def __init__(self, forward_module, original_module, dtype):
         super().__init__()
@@ -213,7 +213,7 @@ class FabricModule(nn.Module):
 
 
 class FabricOptimizer:
-    """Passes on what is asked of it, as Fabric's does."""
+    """Wrapper that passes on all calls, as Fabric's does."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -223,7 +223,7 @@ class FabricOptimizer:
 
 
 class Fabric(Loop):
-    """A module and an optimizer in wrappers as Lightning Fabric's."""
+    """Loop with a module and an optimizer in wrappers such as Lightning Fabric's."""
 
     def wrap(self, model):
         forward = DistributedDataParallel(model) if self.ranks > 1 else model
@@ -242,7 +242,7 @@ class Fabric(Loop):
 
 
 class _Marked(torch.optim.Optimizer):
-    """Stands for the engine's, which is none of torch's: it steps when the engine has taken its update."""
+    """Stand-in for the engine's optimizer, which is none of torch's: it steps when the engine has taken its update."""
 
     def __init__(self):
         super().__init__([nn.Parameter(torch.zeros(1))], {})
@@ -252,7 +252,7 @@ class _Marked(torch.optim.Optimizer):
 
 
 class _Scale:
-    """Tells the engine's loss scale, as a GradScaler tells its own."""
+    """Stand-in for a GradScaler, which tells the engine's loss scale."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -262,12 +262,15 @@ class _Scale:
 
 
 class Engine(Loop):
-    """Our engine. It shows no gradients: here they are what its first moment, or momentum, has taken."""
+    """Loop with our engine.
+
+    It shows no gradients: here they come from what its first moment, or momentum, has taken.
+    """
 
     precision = "bf16"
     shard = "states"
     grad_dtype = None
-    momentum = 0.0  # NAG's, in the place of AdamW
+    momentum = 0.0  # NAG's momentum; 0: AdamW
     groups_of_names = ()
     betas = (0.9, 0.95)
 
@@ -355,5 +358,5 @@ class Engine(Loop):
         return groups
 
     def states(self, module, optimizer):
-        taken = int(self.engine.applied_updates) > 0  # torch's optimizers have none before
+        taken = int(self.engine.applied_updates) > 0  # torch's optimizers have no states before the first update
         return {key: of for key, of in self.seen.items() if key[0] != "master"} if taken else {}

@@ -7,7 +7,7 @@ from tests.tools.verify.foreign.trainers import Plain
 
 
 class Accelerated(Plain):
-    """accelerate, which wraps in DistributedDataParallel; FP32, clipped by its own function."""
+    """Training with accelerate, which wraps in DistributedDataParallel; FP32, clipped by its own function."""
 
     def setup(self, model):
         from accelerate import Accelerator
@@ -28,13 +28,16 @@ class Accelerated(Plain):
 
 
 class DeepSpeed(Plain):
-    """DeepSpeed's ZeRO on BF16 weights, with FP32 masters that its ranks divide. It clips behind every hook."""
+    """Training with DeepSpeed's ZeRO on BF16 weights, with FP32 masters that its ranks divide.
+
+    It clips behind every hook.
+    """
 
     stage = 1
     clip_grad = 0.0
 
     def model(self):
-        return super().model().bfloat16().float()  # its masters begin with what BF16 leaves of the weights
+        return super().model().bfloat16().float()  # its masters begin with the weights rounded to BF16
 
     def optimizer(self, model):
         return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -57,7 +60,7 @@ class DeepSpeed(Plain):
 
         for batch in batches:
             self.engine.backward(self.loss(self.engine, batch))
-            if self.engine.is_gradient_accumulation_boundary():  # gone when its optimizer steps
+            if self.engine.is_gradient_accumulation_boundary():  # the gradient is gone when its optimizer steps
                 named = self.module.named_parameters()
                 self.grads = {name: safe_get_full_grad(param).cpu() for name, param in named}
             self.engine.step()
@@ -89,7 +92,9 @@ class DeepSpeed2(DeepSpeed):
 
 
 class Fabric(Plain):
-    """Lightning Fabric, whose module holds DistributedDataParallel and the model, and whose optimizer holds torch's."""
+    """Training with Lightning Fabric: its module holds DistributedDataParallel and the model, its optimizer holds
+    torch's.
+    """
 
     def setup(self, model):
         import lightning_fabric

@@ -1,4 +1,4 @@
-"""Right trainings of others, drawn by seeds: wrappers, precisions, optimizers and what else a script has."""
+"""Right trainings of others, drawn by seeds: wrappers, precisions, optimizers and further parts of a script."""
 
 import random
 
@@ -26,7 +26,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def settings(seed: int) -> dict[str, object]:
-    """Return what the training of a seed is: the wrapper decides what else can be."""
+    """Return the settings of a seed's training. The wrapper decides which others are possible."""
     drawn = random.Random(seed)
     ranks = drawn.choice(RANKS)
     wrapper = drawn.choice(["plain", "ddp", "fsdp"] if ranks == 1 else ["hand", "ddp", "ddp no_sync", "fsdp", "zero"])
@@ -74,8 +74,8 @@ class Right(Unequal):
 
     def optimizer(self, model):
         made, options = OPTIMIZERS[self.of["optimizer"]]
-        # NAdam has no fused kernel, and that of SGD knows no shards of FSDP2. Where its first step is skipped it leaves
-        # its momentum unfilled (torch 2.13), which `verify` names: FusedFirstSkipped of the catalogue.
+        # NAdam has no fused kernel, and SGD's knows no shards of FSDP2. If its first step is skipped, SGD's kernel
+        # leaves its momentum unfilled (torch 2.13), which `verify` names: FusedFirstSkipped of the catalogue.
         has_one = made is torch.optim.Adam or made is torch.optim.AdamW
         fused = {"fused": True} if self.of["fused"] and has_one else {}
         return made(self.grouped(model), lr=self.lr, **options, **fused)

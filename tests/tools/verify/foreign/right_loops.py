@@ -16,10 +16,10 @@ PRECISIONS = {
 
 
 def settings(seed: int) -> dict[str, object]:
-    """Return what the training of a seed is."""
+    """Return the settings of a seed's training."""
     loop, drawn = LOOPS[seed % len(LOOPS)], random.Random(seed)
     ranks, precision = drawn.choice([1, 2]), drawn.choice(PRECISIONS[loop])
-    half = torch.float16 if precision == "fp16" else torch.bfloat16  # of two halves autocast makes none
+    half = torch.float16 if precision == "fp16" else torch.bfloat16  # autocast makes none of two halves
     return {
         "loop": loop, "ranks": ranks, "precision": precision, "table": drawn.choice([torch.float32, half]),
         "tied": drawn.random() < 0.4, "recomputed": drawn.random() < 0.4,
@@ -33,7 +33,7 @@ def settings(seed: int) -> dict[str, object]:
 
 
 class _Drawn:
-    """A loop whose optimizer is one of torch's."""
+    """Loop whose optimizer is one of torch's."""
 
     made = "adamw"
 

@@ -1,5 +1,5 @@
 """`verify --trainer` compares every rank's buffers with the plain model's before the first step, in the dtype that is
-kept: what is wrong, lost or missing is named, what is merely rounded by its dtype is noted.
+kept: a wrong, lost or missing buffer is named, one that is merely rounded by its dtype is noted.
 """
 
 import pytest
@@ -53,7 +53,7 @@ def test_a_buffer_is_compared_in_the_dtype_that_is_kept(kept: Tensor | None, tol
 
 
 class Kept(ByHand):
-    """Its running statistics go on, and its table is kept in BF16."""
+    """Training whose running statistics go on, and whose table is kept in BF16."""
 
     batch_norm = True
 
@@ -72,7 +72,7 @@ class Kept(ByHand):
 
 
 class Corrected(ByHand):
-    """Its router's bias moves with every update, by what is no forward."""
+    """Training whose router's bias moves with every update, by no forward."""
 
     def model(self):
         net = super().model()

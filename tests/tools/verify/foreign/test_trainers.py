@@ -37,7 +37,7 @@ def _verify(run_ranks, name: str, ranks: int) -> Verdict:
         ("TwoOptimizers", 2, 0),
         ("Factored", 2, 0),
     ]
-    + ([("Plain", 1, 0), ("Ddp", 2, 0), ("Scheduled", 2, 0)] if FULL else []),  # test_right.py has their like
+    + ([("Plain", 1, 0), ("Ddp", 2, 0), ("Scheduled", 2, 0)] if FULL else []),  # test_right.py has similar ones
 )
 def test_a_right_training_passes(run_ranks, name: str, ranks: int, skipped: int) -> None:
     verdict = _verify(run_ranks, name, ranks)
@@ -134,7 +134,7 @@ def test_autocast_around_the_loss_is_the_precision_in_which_it_is_judged(
 def test_an_eps_that_is_not_given_is_that_of_the_dtype_which_is_trained() -> None:
     weight = torch.ones(4, 4)
     param = torch.nn.Parameter(weight.clone())
-    param.grad = torch.full_like(param, 1e-8)  # below both
+    param.grad = torch.full_like(param, 1e-8)  # below the bounds of both
     optimizer = torch.optim.Adafactor([param])
     group, grad = optimizer.param_groups[0], param.grad.double()
     alone = torch_update(optimizer, group, "", grad, {"master": weight}, lr=1e-2, weight_decay=0.0, update=1)

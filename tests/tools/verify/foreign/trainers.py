@@ -11,7 +11,7 @@ from megamix import ForeignTrainer
 
 
 class Plain(ForeignTrainer):
-    """Every rank the whole batch, by itself: right on one rank only."""
+    """Training in which every rank takes the whole batch, by itself: right on one rank only."""
 
     clip_grad = 0.5
     accumulation = 2
@@ -73,7 +73,7 @@ class Fsdp(Plain):
 
 
 class _Fabric(nn.Module):
-    """Holds what it was given twice, as Lightning Fabric's module does."""
+    """Wrapper that holds its module twice, as Lightning Fabric's does."""
 
     def __init__(self, forward_module, original_module):
         super().__init__()
@@ -89,7 +89,7 @@ class InFabric(Plain):
 
 
 class OtherNames(Plain):
-    """A wrapper's names are none that anybody knows."""
+    """Wrapper whose names nobody knows."""
 
     def wrap(self, model):
         return nn.ModuleDict({"inner": model})
@@ -99,7 +99,7 @@ class OtherNames(Plain):
 
 
 class RowsMoved(Plain):
-    """A table's rows are turned by one."""
+    """The rows of a table are turned by one."""
 
     def wrap(self, model):
         with torch.no_grad():
@@ -108,7 +108,7 @@ class RowsMoved(Plain):
 
 
 class OthersValues(Plain):
-    """One layer begins with another one's values."""
+    """One layer begins with another layer's values."""
 
     def model(self):
         net = super().model()
@@ -122,7 +122,7 @@ class OthersValues(Plain):
 
 
 class Padded(Plain):
-    """Its vocabulary is padded to a multiple of 64."""
+    """The vocabulary is padded to a multiple of 64."""
 
     def wrap(self, model):
         model[0] = nn.Embedding(64, 32)
@@ -193,7 +193,7 @@ class AutocastInStep(Scaled):
 
 
 class AutocastInForward(Plain):
-    """BF16 as accelerate has it: the forward that it wraps enters autocast, and gives FP32."""
+    """Training in BF16 as accelerate has it: the forward that it wraps enters autocast, and gives FP32."""
 
     def wrap(self, model):
         plain = model.forward
@@ -207,7 +207,7 @@ class AutocastInForward(Plain):
 
 
 class AutocastAlone(AutocastInForward):
-    """The same, with a gradient of which half is lost."""
+    """AutocastInForward with a gradient of which half is lost."""
 
     def setup(self, model):
         model[1].weight.register_hook(lambda grad: grad / 2)
@@ -289,7 +289,7 @@ class MeansLost(Factored):
 
 
 class More(Plain):
-    """Its optimizer keeps what the plain one does not; every rank its own."""
+    """Its optimizer keeps states that the plain one does not; every rank has its own."""
 
     def step(self, batches):
         told = super().step(batches)
@@ -414,7 +414,7 @@ SPOILS = {"output": lambda x: x * 1.01, "gradient": _WrongGradient.apply}
 
 
 class AddedUp(Ddp):
-    """Its micro-batches are added up, not averaged; where clipping hides that, nothing but the norm is left of it."""
+    """Its micro-batches are added up, not averaged; if clipping hides that, only the norm shows it."""
 
     clip_grad = 2.0  # between the right norm and twice that
 

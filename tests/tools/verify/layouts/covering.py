@@ -13,8 +13,9 @@ Run = dict[str, object]
 def covering_runs(
     axes: Mapping[str, Sequence[object]], allowed: Callable[[Run], bool], most: int, seed: int = 0
 ) -> list[Run]:
-    """Greedy: each run is the one of the matrix that shows the most pairs of values not shown yet; values not shown
-    twice count as much as many pairs. Fewer than `most` if nothing is left to show.
+    """Return runs chosen greedily: each shows the most pairs of values not shown yet.
+
+    Values not shown twice count as much as many pairs. There are fewer than `most` runs if nothing is left to show.
     """
     matrix = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     matrix = [run for run in matrix if allowed(run)]

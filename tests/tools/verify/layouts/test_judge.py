@@ -41,7 +41,7 @@ def test_data_parallel_ranks_pass_with_every_optimizer(run_ranks, dtype: str, fa
     ("layout", "bug", "check"),
     [
         ("dp2", "gradients_not_reduced", "gradient"),
-        ("tp2sp", "gradients_not_reduced", "gradient"),  # of norms, which the ranks replicate
+        ("tp2sp", "gradients_not_reduced", "gradient"),  # gradients of norms, which the ranks replicate
         ("dp2", "norm_counted_per_rank", "norm"),
         ("tp2", "norm_counted_per_rank", "norm"),
         ("pp2", "norm_counted_per_rank", "norm"),
@@ -83,9 +83,9 @@ def test_the_parts_of_tensor_parallel_ranks_and_of_owners_are_named(run_ranks) -
     own = "each rank's own: the others' parts are missing, or not reduced over the ranks"
     missing = "tensor-parallel rank 1's part is missing"
     kinds = {
-        ("dp2", "gradients_not_reduced"): {own},  # where a bucket's border cuts a parameter, too
+        ("dp2", "gradients_not_reduced"): {own},  # a bucket's border cuts a parameter, too
         ("tp2sp", "gradients_not_reduced"): {own},
-        ("tp2sp", "positions_of_one_rank"): {own, missing},  # of those that rank 0 owns they are the same numbers
+        ("tp2sp", "positions_of_one_rank"): {own, missing},  # the same numbers for rank 0's elements
     }
     cases = [
         (make_config(layout.removesuffix("sp"), loss_scale=4.0, sequence_parallel="sp" in layout), bug)
@@ -128,7 +128,7 @@ NAG_FORMS = [
     for decoupled in (False, True)
 ]
 COUPLED, DECOUPLED = "weight decay added to the gradient, not to the", "weight decay taken from the weights, not added"
-# What a job may have, the mistake that is planted in it, and the first difference: check, place, kind.
+# Settings of a job, the mistake that is planted in it, and the first difference: check, place, kind.
 PARTS = [
     *[
         (make_config("dp2", loss_scale=4.0, name="nag", nag=form), "decay_by_the_other_rule", "weight", "", kind)

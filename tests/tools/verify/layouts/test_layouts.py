@@ -22,7 +22,7 @@ from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_c
 from tests.tools.verify.layouts.covering import Run, covering_runs, whole_matrix
 
 MOST_RUNS = 20
-AT_ONCE = 6  # of more runs, what ranks have seen would fill the memory, and groups that they have made the threads
+AT_ONCE = 6  # with more runs, observed steps would fill the memory, and groups the limit on threads
 LAYOUTS = ("dp2", "dp4", "tp2", "tp4", "pp2", "pp4", "dp2tp2", "dp2pp2", "tp2pp2", "dp2tp2pp2")
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 OPTIMIZERS = ("adamw", "muon")
@@ -40,7 +40,7 @@ AXES = {
 
 
 def _allowed(run: Run) -> bool:
-    """Sequence parallel needs tp, and a schedule stages."""
+    """Return whether a run is possible: sequence parallel needs tp, and a schedule needs stages."""
     layout = parse_layout(str(run["layout"]))
     has_sequence = layout.size("tp") > 1 or not run["sequence_parallel"]
     if run["shard"] == "parameters" and layout.size("pp") > 1:
@@ -56,7 +56,7 @@ def _observe_all(configs: list[Config]) -> list[list[ObservedStep]]:
 def _runs() -> list[Run]:
     if not FULL:
         return covering_runs(AXES, _allowed, MOST_RUNS)
-    # Six times as many say no more.
+    # Six times as many runs show no more.
     runs, drawn = whole_matrix(AXES | {"shard": ("states",), "name": ("adamw",)}, _allowed), random.Random(0)
     turned = [run | {"shard": drawn.choice(get_args(Shard)), "name": drawn.choice(OPTIMIZERS)} for run in runs]
     return [run if _allowed(run) else run | {"shard": "gradients"} for run in turned]

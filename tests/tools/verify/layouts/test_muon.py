@@ -1,5 +1,5 @@
-"""`verify` of Muon: a direction's bound in FP64 holds and is narrow; what others' Muon got wrong is named, planted in
-ours; matrices that are batched, of a family's own division, in FP32 pass.
+"""`verify` of Muon: a direction's bound in FP64 holds and is narrow; mistakes of other Muons are named, planted in
+ours; matrices that are batched, of a family's own division, or in FP32 pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPECTRA: dict[str, Callable[[int], Tensor]] = {
 
 
 def _matrices(seed: int) -> Tensor:
-    """One of any size, spectrum and magnitude; some elements may be zero."""
+    """Return a matrix of any size, spectrum and magnitude; some elements may be zero."""
     drawn, draws = torch.Generator().manual_seed(seed), random.Random(seed)
     matrix = torch.randn(draws.choice(SIZES), draws.choice(SIZES), generator=drawn)
     if draws.random() < 0.5:
@@ -70,7 +70,10 @@ def test_a_coefficient_that_is_wrong_by_a_thousandth_does_not() -> None:
 
 
 def _said(optimizer: Muon, source: Tensor, found: Tensor) -> str:
-    """What is said of a parameter of which that was made orthogonal, and that came of it."""
+    """Return the answer to a parameter's matrix and its direction.
+
+    `source`: before, `found`: after it was made orthogonal.
+    """
     owners = torch.zeros(source.shape, dtype=torch.int64)
     tensors = {(SOURCE, "up"): source, (DIRECTION, "up"): found}
     verdict, after = Verdict(), Whole(tensors, {(SOURCE, "up"): owners})
@@ -86,7 +89,7 @@ def test_a_wrong_scale_and_another_dtype_are_told() -> None:
     assert "it looks like 1.021 times the right one: scaled for" in _said(own, matrix.float(), right)
     wide = orthogonalised(matrix.float(), own) * own.lr_scale(16, 24)
     assert _said(own, matrix.float(), wide).startswith("attempt 0: direction of up is off by ")
-    assert _said(replace(own, batched=True), matrix.float(), wide) == ""  # what rounds otherwise is within the bound
+    assert _said(replace(own, batched=True), matrix.float(), wide) == ""  # another rounding is within the bound
 
 
 def test_a_matrix_without_a_direction_is_told() -> None:

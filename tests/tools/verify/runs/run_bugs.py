@@ -1,4 +1,4 @@
-"""What a resume, or the order of the data, gets wrong: bugs to plant in one part of a job."""
+"""Bugs in a resume, or in the order of the data, to plant in one part of a job."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def samples_twice_an_epoch() -> Any:
 
 @contextmanager
 def _loaded(change: Callable[[ShardedEngine], None]) -> Iterator[None]:
-    """`change` what a checkpoint has brought."""
+    """Apply `change` to the state that a checkpoint has brought."""
     right = job.load_start
 
     def wrong(start, config, engine):
@@ -166,13 +166,13 @@ def put_in_any_order() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RunBug:
-    """A bug, by the system that met it, and what `verify --runs` must say of it."""
+    """One bug, the system that met it, and the answer that `verify --runs` must give."""
 
     plant: Callable[[], Any]
     met_in: str
     words: tuple[str, ...]
-    at_resume: int = 1  # which
-    run: str = "changed"  # or "same": in which of the interrupted runs
+    at_resume: int = 1  # number of the resume
+    run: str = "changed"  # interrupted run: "changed" or "same"
 
 
 RUN_BUGS = [
@@ -222,6 +222,6 @@ RUN_BUGS = [
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """A bug of this module by its name, or none."""
+    """Plant a bug of this module by its name, or none."""
     with globals()[name]() if name else mock.patch.dict({}):
         yield

@@ -1,5 +1,5 @@
-"""`verify --runs` and `--twice` are quiet where all is right, and name what a resume, the order of the data or an
-operation gets wrong: what, at which update, on which rank, which samples.
+"""`verify --runs` and `--twice` are quiet on a right job, and name what a resume, the order of the data or an operation
+gets wrong: the fault, the update, the rank, the samples.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _work(bug: str, work: Callable[[JobPart], Any], part: JobPart) -> Any:
 
 
 def _dynamic(config: Config, dropout: float = 0.0) -> Config:
-    """Its loss scale grows within a run."""
+    """Return a job whose loss scale grows within a run."""
     tree = config.model_dump()
     tree["data"]["packing"] = "documents" if dropout else "none"
     tree["precision"]["loss_scale"] = {"rule": "dynamic", "init_scale": 2.0**12, "growth_interval": 2}
@@ -182,7 +182,7 @@ def test_the_same_job_twice(run_ranks, tmp_path: Path, bug: str, seed: int, word
 
 
 class Pool:
-    """The session's ranks, by a pool of the command's."""
+    """The session's ranks in place of the command's pool."""
 
     run: Callable[..., list[Any]]
     on_gpus = False
