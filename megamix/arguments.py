@@ -23,28 +23,21 @@ class Parser(argparse.ArgumentParser):
     """Reads a verb's arguments. `example`: a command that works, with which the help and every error end."""
 
     def __init__(self, *, example: str = "", **settings: Any):
-        super().__init__(epilog=f"for example: {example}", **settings)
-        self._example = example
+        super().__init__(**settings)
+        self.example = example
+
+    def format_help(self) -> str:
+        self.epilog = f"for example: {self.example}"
+        return super().format_help()
 
     def error(self, message: str, fix: str | None = None) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice and (near := nearest(choice[1], re.findall(r"[\w-]+", choice[2]))):
-            fix = f"did you mean {near}? write for example {self._example}"
+            fix = f"did you mean {near}? write for example {self.example}"
         if choice and choice[1] in _ELSEWHERE:
             fix = f"write {_ELSEWHERE[choice[1]]}"
         self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: {message}; {fix or f'write for example {self._example}'}\n")
-
-
-def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int | None], help: str, example: str) -> Parser:
-    """Return the parser of one more verb; `run` gives its exit status."""
-    parser: Parser = verbs.add_parser(name, help=help, example=f"megamix {name} {example}")
-    parser.set_defaults(run=run, parser=parser)
-    parser.add_argument(
-        "--plugins", metavar="NAMES", type=lambda names: names.split(",") if names else [], default=[],
-        help="modules to import first, as a,b: what was saved names them",
-    )  # fmt: skip
-    return parser
+        self.exit(2, f"{self.prog}: {message}; {fix or f'write for example {self.example}'}\n")
 
 
 def add_config(parser: argparse.ArgumentParser, help: str = "TOML file", nargs: str | None = None) -> None:

@@ -19,6 +19,7 @@ from megamix.config import ConfigError
 from megamix.machine import many_imports
 from megamix.supervise.console import say
 from megamix.supervise.launch import signals_passed_on, start_ranks
+from megamix.train import command
 
 
 def main(argv: list[str]) -> int:
@@ -31,14 +32,14 @@ def main(argv: list[str]) -> int:
 def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace) -> int:
     tell: Callable[[str], None] = say if arguments.check else lambda line: None  # a rank that starts says it again
     _say_phase("checking the job")
-    config = cli.job_of(arguments, tell)
+    config = command.job_of(arguments, tell)
     with signals_passed_on() as request:
         ranks = int(os.environ.get("NPROC_PER_NODE") or 0) or max(1, _gpus())
         # Both are the whole job's; torchrun tells each rank its own. No node is ahead of the others: the run's folder
         # is claimed only when all ranks have met.
         world_size = ranks * int(os.environ.get("NNODES") or 1)
         os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks)}
-        outlook = cli.outlook_of(arguments, config, tell)
+        outlook = command.outlook_of(arguments, config, tell)
         if arguments.check:
             say(outlook)
             return 0

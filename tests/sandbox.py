@@ -51,7 +51,8 @@ esac
 PRETRAIN = """
 import os, sys
 from pathlib import Path
-from megamix import cli, pretrain
+from megamix import pretrain
+from megamix.train import command
 
 def record(name, line):
     with Path(os.environ["BASE"], name).open("a") as file:
@@ -69,7 +70,7 @@ def start_ranks(options, request):
     record("environment", "OMP_NUM_THREADS={} MALLOC={}".format(*settings))
     return 0
 
-cli.outlook_of, pretrain.start_ranks = outlook_of, start_ranks
+command.outlook_of, pretrain.start_ranks = outlook_of, start_ranks
 sys.exit(pretrain.main(sys.argv[2:]))
 """
 

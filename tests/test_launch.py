@@ -88,7 +88,8 @@ def test_pretrain_tells_all_mistakes_before_it_imports_torch(
 def test_a_signal_while_files_are_looked_at_ends_pretrain_as_a_run_that_was_asked_to_leave() -> None:
     job = ["--standalone", "--", str(ROOT / "configs/quickstart.toml")]
     look = "lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))"
-    code = f"import os, signal, time; from megamix import cli, pretrain; cli.outlook_of = {look}; pretrain.main({job})"
+    code = "import os, signal, time; from megamix import pretrain; from megamix.train import command; "
+    code += f"command.outlook_of = {look}; pretrain.main({job})"
     environment = os.environ | {"NPROC_PER_NODE": "2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == EXIT_STATUS["preempted"], done.stderr

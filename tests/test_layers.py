@@ -265,7 +265,8 @@ def test_planted_circle_is_found(tmp_path: Path, line: str) -> None:
 
 def test_config_and_cli_load_no_torch_and_no_numpy() -> None:
     heavy = {"torch", "numpy", "safetensors", "tokenizers"}
-    for path in [*(PACKAGE / "config").glob("*.py"), *(PACKAGE / name for name in ("cli.py", "__main__.py"))]:
+    light = [*(PACKAGE / "config").glob("*.py"), *(PACKAGE / name for name in ("cli.py", "__main__.py"))]
+    for path in [*light, *PACKAGE.rglob("command.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -12,4 +12,5 @@ load         the newest good checkpoint, into an engine of any layout, verified 
 checkpoints  saving and loading as one object, for a user's own program
 export_dcp   a checkpoint as a folder of torch.distributed.checkpoint
 actions      the lines that `megamix checkpoint` prints: lists, verdicts, differences
+command      the verb
 """

@@ -8,9 +8,9 @@ import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megamix.arguments import add_verb, lines_told
+from megamix.arguments import Parser, lines_told
 from megamix.hub.place import CONFIG, find_model, is_hugging_face, read_json
 
 if TYPE_CHECKING:
@@ -20,59 +20,15 @@ _MODEL = "a run's folder, an imported one, a checkpoint, or a Hugging Face folde
 _DTYPES = ["fp32", "bf16", "fp16"]
 
 
-def add_verbs(verbs: Any) -> None:
-    """Add the verbs to the subparsers of the command line."""
-    help = "make a checkpoint to train on from a Hugging Face folder"
-    example = "hf/gpt2 --output runs/imported"
-    imported = add_verb(verbs, "import", lines_told(_import), help, example)
-    imported.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json and safetensors")
-    imported.add_argument("--output", metavar="DIR", type=Path, required=True, help="must not be there yet")
-    _add_allow(imported)
-
-    example = "runs/mine --to hf hf/mine --dtype bf16"
-    export = add_verb(verbs, "export", lines_told(_export), "write a model as a Hugging Face folder", example)
-    export.add_argument("path", metavar="CHECKPOINT", type=Path, help=_MODEL)
-    export.add_argument("--to", choices=["hf"], required=True, help="hf: config.json, safetensors and tokenizer")
-    export.add_argument("output", metavar="DIR", type=Path, help="must not be there yet")
-    export.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (fp32)")
-    export.add_argument("--shard-gb", metavar="N", type=float, default=5.0, help="a file's largest size in GB (5)")
-    export.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
-
-    example = "runs/mine --prompt 'def '"
-    generate = add_verb(verbs, "generate", lines_told(_generate), "continue prompts with a model", example)
-    generate.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
-    generate.add_argument(
-        "--prompt", metavar="TEXT", action="append", help="the text to continue; may be repeated (none)"
-    )
-    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add at most (128)")
-    generate.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
-    generate.add_argument("--top-p", metavar="P", type=float, default=1.0, help="sample from this share alone (1)")
-    generate.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of the sampling; each prompt starts from it (0)"
-    )
-    generate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
-    generate.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
-    _add_allow(generate)
-
-    example = "runs/mine --data runs/data/mine/valid"
-    evaluate = add_verb(verbs, "evaluate", lines_told(_evaluate), "perplexity of a model on a token file", example)
-    evaluate.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
-    evaluate.add_argument(
-        "--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)"
-    )
-    evaluate.add_argument("--seq-len", metavar="N", type=int, help="tokens in a window (the model's seq_len)")
-    evaluate.add_argument("--stride", metavar="N", type=int, help="tokens between windows (those in a window)")
-    evaluate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
-    evaluate.add_argument("--json", action="store_true", help="print JSON")
-    evaluate.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval-harness instead, with commas between")
-    _add_allow(evaluate)
+def import_arguments(parser: Parser) -> None:
+    parser.example = "megamix import hf/gpt2 --output runs/imported"
+    parser.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json and safetensors")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="must not be there yet")
+    _add_allow(parser)
 
 
-def _add_allow(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--allow-non-finite", action="store_true", help="take weights that are NaN or inf as they are")
-
-
-def _import(arguments: argparse.Namespace) -> Iterator[str]:
+@lines_told
+def run_import(arguments: argparse.Namespace) -> Iterator[str]:
     read_json(arguments.folder / CONFIG)  # fail early: the imports below load torch, which takes seconds
     from megamix.hub.convert import MODEL, import_model
 
@@ -80,7 +36,18 @@ def _import(arguments: argparse.Namespace) -> Iterator[str]:
     yield f"{checkpoint}: the weights; a run begins from them with base = {str(arguments.output / MODEL)!r}"
 
 
-def _export(arguments: argparse.Namespace) -> Iterator[str]:
+def export_arguments(parser: Parser) -> None:
+    parser.example = "megamix export runs/mine --to hf hf/mine --dtype bf16"
+    parser.add_argument("path", metavar="CHECKPOINT", type=Path, help=_MODEL)
+    parser.add_argument("--to", choices=["hf"], required=True, help="hf: config.json, safetensors and tokenizer")
+    parser.add_argument("output", metavar="DIR", type=Path, help="must not be there yet")
+    parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (fp32)")
+    parser.add_argument("--shard-gb", metavar="N", type=float, default=5.0, help="a file's largest size in GB (5)")
+    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
+
+
+@lines_told
+def run_export(arguments: argparse.Namespace) -> Iterator[str]:
     if not 0 < arguments.shard_gb < math.inf:
         raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive and finite; write --shard-gb 5")
     find_model(arguments.path)
@@ -93,7 +60,25 @@ def _export(arguments: argparse.Namespace) -> Iterator[str]:
     yield f"{arguments.output}: {source.path} in {arguments.dtype}, {size / 1e6:,.1f} MB"
 
 
-def _generate(arguments: argparse.Namespace) -> Iterator[str]:
+def generate_arguments(parser: Parser) -> None:
+    parser.example = "megamix generate runs/mine --prompt 'def '"
+    parser.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
+    parser.add_argument(
+        "--prompt", metavar="TEXT", action="append", help="the text to continue; may be repeated (none)"
+    )
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add at most (128)")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
+    parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="sample from this share alone (1)")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of the sampling; each prompt starts from it (0)"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
+    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
+    _add_allow(parser)
+
+
+@lines_told
+def run_generate(arguments: argparse.Namespace) -> Iterator[str]:
     find_model(arguments.path)
     from megamix.builders.objects import DTYPES
     from megamix.comm.topology import local_device
@@ -114,7 +99,20 @@ def _generate(arguments: argparse.Namespace) -> Iterator[str]:
         yield sample_text(model, tokenizer, prompt, sampling, ends)
 
 
-def _evaluate(arguments: argparse.Namespace) -> Iterator[str]:
+def evaluate_arguments(parser: Parser) -> None:
+    parser.example = "megamix evaluate runs/mine --data runs/data/mine/valid"
+    parser.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
+    parser.add_argument("--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)")
+    parser.add_argument("--seq-len", metavar="N", type=int, help="tokens in a window (the model's seq_len)")
+    parser.add_argument("--stride", metavar="N", type=int, help="tokens between windows (those in a window)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval-harness instead, with commas between")
+    _add_allow(parser)
+
+
+@lines_told
+def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
     find_model(arguments.path)
     from megamix.builders.objects import DTYPES
     from megamix.comm.topology import local_device
@@ -146,6 +144,10 @@ def _evaluate(arguments: argparse.Namespace) -> Iterator[str]:
         f"{source.path} in {dtype} on {prefix}: {result.targets:,} tokens in windows of {seq_len}, "
         f"{stride} apart: {result.nats_per_token:.4f} nats a token, perplexity {result.perplexity:.4f}{bits}"
     )
+
+
+def _add_allow(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--allow-non-finite", action="store_true", help="take weights that are NaN or inf as they are")
 
 
 def _within(flag: str, value: int | None, most: int, what: str) -> int:

@@ -6,4 +6,5 @@ metrics          a line on the console, in metrics.jsonl and in TensorBoard
 trackers         wandb and trackers of plugins
 profiling        traces of the steps that are profiled
 plot             curves as pictures
+command          the verb `plot`
 """

@@ -4,4 +4,5 @@ compiler  torch's compiler, loaded before the ranks meet
 batches   this rank's part of global batches, trained on or evaluated
 trainer   the training loop, top to bottom
 job       a whole job on this rank, from joining the others to leaving the folder
+command   the verb
 """

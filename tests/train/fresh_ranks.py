@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import megamix.train.command  # noqa: F401  # else each rank would import it anew
 from megamix.cli import main
 from megamix.config import Config, config_to_toml
 from megamix.run.batch_plan import Attempt, BatchPlan

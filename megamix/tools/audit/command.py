@@ -8,9 +8,9 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megamix.arguments import Failed, add_config, add_verb, check_plugins, lines_told
+from megamix.arguments import Failed, Parser, add_config, check_plugins, lines_told
 from megamix.config import Config, ConfigError, grad_accum_steps, load_config
 from megamix.tools.verify.core.layout import Layout, at_own_size, size_told
 
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from megamix.tools.audit.report import AuditReport
 
 
-def add_audit(verbs: Any) -> None:
-    """Add the verb."""
-    help = "in which dtype is every number kept, and what is lost of it? exit status 1 if too much"
-    parser = add_verb(verbs, "audit", lines_told(_audit), help, "job.toml")
+def audit_arguments(parser: Parser) -> None:
+    parser.example = "megamix audit job.toml"
     add_config(parser, "TOML file; its token files are not read")
     parser.add_argument("--updates", metavar="N", type=int, default=3, help="how many; the last one is looked at (3)")
     parser.add_argument("--json", action="store_true", help="every share and dtype in full")
 
 
-def _audit(arguments: argparse.Namespace) -> Iterator[str]:
+@lines_told
+def run_audit(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the page, on the first rank alone: of the ranks that torchrun started, else of as many as divide the model,
     which are started here.
     """

@@ -1,4 +1,4 @@
-"""The verb `bench`: runs the benches asked for, prints a report of each and appends a line of JSON to a file."""
+"""Benches by name: each runs, prints a report and appends a line of JSON to a file."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megamix.arguments import add_verb, print_lines
+from megamix.arguments import Parser, print_lines
 from megamix.config import ConfigError
 from megamix.machine import tell_torch
 from megamix.supervise.console import drop_unwritten
@@ -28,17 +28,15 @@ _NODES_LIMIT_S = 240.0
 _MOMENT_S = 15.0  # for ranks that are out of time to be ended
 
 
-def add_doctor(verbs: Any) -> None:
-    """To the subparsers of the command line."""
-    help = "is this machine fit to train? exit status 1 if something must be mended"
-    parser = add_verb(verbs, "doctor", _doctor, help, "--folder runs")
+def doctor_arguments(parser: Parser) -> None:
+    parser.example = "megamix doctor --folder runs"
     where = "where runs will be written (runs)"
     parser.add_argument("--folder", metavar="DIR", type=Path, default=Path("runs"), help=where)
     parser.add_argument("--nodes", action="store_true", help="compare and connect the ranks that torchrun has started")
     parser.add_argument("--json", action="store_true", help="every check with what was looked at, seen and expected")
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
+def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.nodes and "WORLD_SIZE" not in os.environ:
         fix = "write on every node torchrun --nnodes=2 --node-rank=0 --master-addr=node0 -m megamix doctor --nodes"
         raise ConfigError([f"--nodes: no launcher has started ranks; {fix}"], "flags")

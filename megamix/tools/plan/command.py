@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import argparse
 import sys
 from collections.abc import Iterator
 from threading import Timer
 from typing import TYPE_CHECKING
 
-from megamix.config import Config, ConfigError, check_world_size, data_parallel_size
+from megamix.arguments import Parser, add_config, lines_told
+from megamix.config import Config, ConfigError, check_world_size, load_config
 from megamix.supervise.console import say
 from megamix.tools.plan.limits import MOST_RANKS, bytes_of
 
@@ -16,6 +17,21 @@ if TYPE_CHECKING:
     from megamix.tools.plan.activations import Machine
 
 PATIENCE_S = 2.0  # of a user who sees nothing
+
+
+def plan_arguments(parser: Parser) -> None:
+    parser.example = "megamix plan job.toml --world 64 --memory 80GiB"
+    add_config(parser)
+    parser.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
+    parser.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GiB (this machine's GPU, if any)")
+    parser.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (gpu)")
+    parser.add_argument("--json", action="store_true", help="every number, in bytes")
+
+
+@lines_told
+def run_plan(arguments: argparse.Namespace) -> Iterator[str]:
+    config = load_config(arguments.config, arguments.overrides)
+    return plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json)
 
 
 def plan_lines(
@@ -47,11 +63,3 @@ def plan_lines(
         yield from report_lines(config, world // parts, device or "gpu", limit, as_json)
     finally:
         late.cancel()
-
-
-def fit_line(config: Config, limit: int) -> str:
-    """Return what a rank of the job that this environment would start needs. Raises: ConfigError if that is more."""
-    from megamix.tools.plan.report import require_fit  # and torch
-
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return require_fit(config, data_parallel_size(config, world_size), limit)

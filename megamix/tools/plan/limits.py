@@ -1,7 +1,5 @@
 """Limits from flags: `--memory` in bytes, and the most ranks that are planned."""
 
-from __future__ import annotations
-
 import re
 
 from megamix.config import ConfigError

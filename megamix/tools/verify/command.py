@@ -7,29 +7,27 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from megamix.arguments import add_config, add_verb, check_plugins, print_lines
+from megamix.arguments import Parser, add_config, check_plugins, print_lines
 from megamix.config import load_config
 from megamix.tools.verify.core.layout import at_own_size, parse_layouts
 
 MOST_PARTS = 3  # of a job that is interrupted twice
 
 
-def add_verify(verbs: Any) -> None:
-    help_text = "does training on several ranks do what one rank does? exit status 1 if not"
-    verify = add_verb(verbs, "verify", _verify, help_text, "job.toml --layouts dp2,tp2")
-    add_config(verify, "TOML file; its token files are not read", nargs="?")
-    verify.add_argument("--layouts", metavar="NAMES", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
-    verify.add_argument("--bisect", action="store_true", help="name the first module that is wrong (compiles none)")
-    kind = verify.add_mutually_exclusive_group()
+def verify_arguments(parser: Parser) -> None:
+    parser.example = "megamix verify job.toml --layouts dp2,tp2"
+    add_config(parser, "TOML file; its token files are not read", nargs="?")
+    parser.add_argument("--layouts", metavar="NAMES", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
+    parser.add_argument("--bisect", action="store_true", help="name the first module that is wrong (compiles none)")
+    kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--runs", action="store_true", help="a job that is interrupted twice, on one layout after the other"
     )
     kind.add_argument("--twice", action="store_true", help="the same job in two programs, bit for bit")
     kind.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
-    verify.add_argument("--ranks", metavar="N", type=_worlds, help="of a trainer, as 1,2,4 (1,2)")
-    verify.add_argument("--steps", metavar="N", type=_steps, help="of a trainer (4)")
+    parser.add_argument("--ranks", metavar="N", type=_worlds, help="of a trainer, as 1,2,4 (1,2)")
+    parser.add_argument("--steps", metavar="N", type=_steps, help="of a trainer (4)")
 
 
 def _worlds(text: str) -> list[int]:
@@ -56,7 +54,7 @@ def _ranks_end_first() -> Iterator[None]:
 
 
 @_ranks_end_first()
-def _verify(arguments: argparse.Namespace) -> int:
+def run_verify(arguments: argparse.Namespace) -> int:
     _refuse_idle(arguments)
     lines = _trainer_lines(arguments) if arguments.trainer else _config_lines(arguments)
     return 0 if print_lines(lines) else 1

@@ -1,0 +1,48 @@
+"""The verb `checkpoint` and its actions. torch loads inside."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megamix.arguments import Parser, lines_told
+from megamix.checkpoint.folder import checkpoints_at, folder_of
+from megamix.supervise.run_lock import refuse_held
+
+
+def checkpoint_arguments(parser: Parser) -> None:
+    parser.example = "megamix checkpoint ls runs/mine"
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def add(name: str, help: str, example: str) -> Parser:
+        return actions.add_parser(name, help=help, example=f"megamix checkpoint {name} {example}")
+
+    ls = add("ls", "a line for each: step, time, size, layout, complete, damaged or unfinished", "runs/mine")
+    ls.add_argument("path", metavar="RUN_OR_FOLDER", type=Path, help="a run's folder, or a folder of checkpoints")
+    verify = add("verify", "read every byte; exit status 1 and the file's name if one is damaged", "runs/mine")
+    verify.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of them")
+    restore = add("restore", "give back its name to what was set aside and is whole", "runs/mine")
+    restore.add_argument("path", metavar="PATH", type=Path, help="step_N.damaged-..., or a run's folder: all of it")
+    two = "runs/mine/checkpoints/step_00000100 runs/mine/checkpoints/step_00000200"
+    diff = add("diff", "what differs: configuration, counters, every state of every parameter", two)
+    diff.add_argument("path", metavar="A", type=Path, help="a checkpoint")
+    diff.add_argument("other", metavar="B", type=Path, help="another one")
+    export = add("export", "full FP32 weights and optimizer states in another format", "runs/mine --to dcp exported")
+    export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run: its newest one")
+    export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
+    export.add_argument("output", metavar="OUT", type=Path, help="what is written; must not be there yet")
+
+
+@lines_told
+def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
+    for name in ("path", "other"):  # before the seconds that importing torch takes
+        if name in arguments:
+            (folder_of if arguments.action in ("ls", "restore") else checkpoints_at)(getattr(arguments, name))
+    if arguments.action == "restore":
+        for folder in (arguments.path, *arguments.path.absolute().parents[:2]):  # one of them is a run's, if any is
+            refuse_held(folder)
+    from megamix.checkpoint import actions
+    from megamix.run.run_record import check_if_run
+
+    paths = [getattr(arguments, name) for name in ("path", "other", "output") if name in arguments]
+    action: Callable[..., Iterator[str]] = getattr(actions, arguments.action)
+    return action(*paths, check_if_run)

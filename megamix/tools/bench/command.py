@@ -1,0 +1,39 @@
+"""The verb `bench`. torch loads inside."""
+
+import argparse
+from pathlib import Path
+
+from megamix.arguments import Parser
+from megamix.config import ConfigError
+from megamix.durable import unwritable
+
+
+def bench_arguments(parser: Parser) -> None:
+    parser.example = "megamix bench train --rounds 15"
+    benches = ["update", "train", "step", "host", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"]
+    parser.add_argument("what", choices=[*benches, "all"], nargs="?", default="train", help="what to measure (train)")
+    parser.add_argument("--layout", choices=["tp2", "pp2"], help="whole steps on two ranks that divide the model")
+    parser.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, default=Path("runs/bench.jsonl"),
+        help="a line of JSON with every round is appended to it (runs/bench.jsonl)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print that line instead of the tables")
+
+
+def run_bench(arguments: argparse.Namespace) -> None:
+    problems = []
+    if arguments.rounds < 1:
+        problems.append(f"--rounds: got {arguments.rounds}, must be at least 1; write --rounds 15")
+    if arguments.output.is_dir() or unwritable(arguments.output.parent):
+        problems.append(f"--output: got {arguments.output}, which cannot be written; name a file in a folder of yours")
+    if arguments.layout is not None and arguments.what != "train":
+        problems.append(
+            f"--layout: got {arguments.layout} with {arguments.what}, but whole steps alone have a layout; "
+            f"write megamix bench train --layout {arguments.layout}"
+        )
+    if problems:
+        raise ConfigError(problems, "flags")
+    from megamix.tools.bench.benches import run
+
+    run(arguments.layout or arguments.what, arguments.rounds, arguments.output, as_json=arguments.json)

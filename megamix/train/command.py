@@ -1,0 +1,95 @@
+"""The verb `train`: a job is checked before torch is imported, and then trains on this rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megamix.arguments import Parser, add_config, check_plugins
+from megamix.config import Config, ConfigError, data_parallel_size, load_config
+from megamix.machine import has_gpu, keep_freed_memory, many_imports, tell_torch
+from megamix.run.least_memory import memory_problem
+from megamix.supervise.console import say_on_first_rank, say_phase
+from megamix.tools.plan.limits import memory_of_check
+
+if TYPE_CHECKING:
+    from megamix.mixed_precision.engine import ShardedEngine
+
+
+def train_arguments(parser: Parser) -> None:
+    parser.example = "megamix train configs/quickstart.toml checkpoint.folder=runs/mine"
+    add_config(parser)
+    parser.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
+    parser.add_argument("--memory", metavar="SIZE", help="with --check: what a rank may hold, as 3GiB; refuse more")
+
+
+def run_train(arguments: argparse.Namespace) -> None:
+    config = job_of(arguments, say_on_first_rank)
+    if arguments.check:
+        say_on_first_rank(outlook_of(arguments, config, say_on_first_rank))
+        return
+    from megamix.run.run_folder import check
+
+    check(config, say_on_first_rank, starts=True)
+    _tell_torch(config)
+    if too_much := memory_problem(config):
+        raise ConfigError([too_much], "job")
+    with many_imports():
+        say_phase("loading torch")
+        from megamix.train.job import run_job
+
+        if config.optimizer.compile:
+            from megamix.train.compiler import load_compiler
+
+            load_compiler(config, say_phase)
+    if not has_gpu():
+        keep_freed_memory()
+    run_job(config, _memory_line)
+
+
+def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config:
+    """Return the configuration that `train` was given; torch is not imported. `tell` gets a line of each key that is
+    not read. Raises: ConfigError with everything that is wrong with it and the flags.
+    """
+    if arguments.memory is not None:
+        memory_of_check(arguments.memory, checks=arguments.check)
+    config = load_config(arguments.config, arguments.overrides, say=lambda line: tell(f"megamix train: {line}"))
+    check_plugins(arguments, config)
+    return config
+
+
+def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[str], None]) -> str:
+    """Return what `train --check` says of a job in which it finds no mistake, for the ranks of this environment. `tell`
+    gets a line of each thing that trains and is seldom meant. Raises: ConfigError.
+    """
+    from megamix.run.resume_rules import outlook
+    from megamix.run.run_folder import check
+
+    told = check(config, tell)
+    if arguments.check:
+        _tell_torch(config)
+        if too_much := memory_problem(config):
+            tell(f"note: {too_much}")  # it may be asked elsewhere than where the job is to run
+    told = f"{told}; {outlook(config)}"
+    if arguments.memory is not None:
+        from megamix.tools.plan.report import require_fit  # and torch
+
+        limit = memory_of_check(arguments.memory, checks=True)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        told = f"{told}\n  {require_fit(config, data_parallel_size(config, world_size), limit)}"
+    return told
+
+
+def _tell_torch(config: Config) -> None:
+    tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
+
+
+def _memory_line(config: Config, engine: ShardedEngine) -> str:
+    """Planned against measured: a job says it, and goes without where the planner cannot be imported."""
+    try:
+        from megamix.tools.plan.memory_plan import memory_line
+    except ImportError as error:
+        return f"memory | NOT compared with what was planned: {error}"
+    return memory_line(config, engine)
