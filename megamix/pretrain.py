@@ -17,7 +17,7 @@ from functools import partial
 from megamix import cli
 from megamix.config import ConfigError
 from megamix.machine import many_imports
-from megamix.supervise.console import say
+from megamix.supervise.console import say, say_phase
 from megamix.supervise.launch import signals_passed_on, start_ranks
 from megamix.train import command
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace) -> int:
     tell: Callable[[str], None] = say if arguments.check else lambda line: None  # a rank that starts says it again
-    _say_phase("checking the job")
+    say_phase("checking the job")
     config = command.job_of(arguments, tell)
     with signals_passed_on() as request:
         ranks = int(os.environ.get("NPROC_PER_NODE") or 0) or max(1, _gpus())
@@ -44,14 +44,14 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
             say(outlook)
             return 0
         _gpus()  # a torch that cannot be imported is told in words
-        _say_phase(f"no problems; starting {ranks} rank{'s' * (ranks > 1)}")
+        say_phase(f"no problems; starting {ranks} rank{'s' * (ranks > 1)}")
         return start_ranks([*options, f"--nproc-per-node={ranks}", "-m", "megamix", "train", *job], request)
 
 
 def _gpus() -> int:
     """Return how many torch can use. Raises: ConfigError if it cannot be imported."""
     if "torch" not in sys.modules:
-        _say_phase("loading torch")
+        say_phase("loading torch")
     try:
         with many_imports():
             import torch
@@ -61,10 +61,6 @@ def _gpus() -> int:
         problem = f"{where}, it cannot import: torch; install that there, or name another ({error})"
         raise ConfigError([problem], "environment") from error
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _say_phase(phase: str) -> None:
-    say(f"megamix: {phase}", sys.stderr)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def data_problems(config: Config) -> list[str]:
     return [*problems, *_source_problems(config), *_stage_problems(config)]
 
 
-def seldom_meant(config: Config, world_size: int) -> Iterator[str]:
+def data_warnings(config: Config, world_size: int) -> Iterator[str]:
     """Yield a line for each setting that trains but is seldom meant.
 
     The settings are a static loss scale, accumulation by the owner, and a vocabulary or tokenizer other than those that

@@ -28,7 +28,7 @@ from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.mixed_precision.weights import Fill
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
-from megamix.parallel.passes import Passes
+from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.parallel.stages import V_SHAPED, StagePlan, plan_stages
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS, Section
 
@@ -91,10 +91,12 @@ def plan_pipeline(config: Config) -> list[StagePlan]:
     return plan_stages(config.model, section.pp_size, stages_per_rank(section), v_shaped=v_shaped)
 
 
-def build_passes(config: Config, engine: ShardedEngine, model: Decoder, stages: Sequence[StagePlan]) -> Passes:
+def build_runner(
+    config: Config, engine: ShardedEngine, model: Decoder, stages: Sequence[StagePlan]
+) -> MicroBatchRunner:
     """Return the object that sends a step's micro-batches through this rank's part of the model."""
     if not stages:
-        return Passes(engine)
+        return MicroBatchRunner(engine)
     # torch's pipelines import the compiler, which takes 2 s. Jobs without a pipeline do not wait for that.
     from megamix.parallel.pipeline_parallel import Handover, Pipeline
 

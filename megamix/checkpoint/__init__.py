@@ -1,16 +1,16 @@
 """Checkpoints in model space: what the ranks own, saved as boxes of whole parameters, loads on any other layout.
 
-boxes        arithmetic: a flat range of a block as boxes of the full parameter, and whether boxes cover a parameter
-folder       the names in a folder of checkpoints, the meaning of each, and the only calls that change the disk
-manifest     the JSON file that makes a folder a checkpoint, checked when read
-snapshot     one rank's part of the run's state: views of one instant, or a copy in the host's memory
-tensor_file  a safetensors file, streamed
-together     work that succeeds on every rank or on none
-save         the commit: fresh folder, files, manifest, rename; at once or by a thread while training goes on
-verify       the check of a checkpoint: good, or a list of problems; its states read piece by piece
-load         the newest good checkpoint, into an engine of any layout, verified on the way
-checkpoints  saving and loading as one object, for a user's own program
-export_dcp   a checkpoint as a folder of torch.distributed.checkpoint
-actions      the lines that `megamix checkpoint` prints: lists, verdicts, differences
-command      the verb
+boxes         arithmetic: a flat range of a block as boxes of the full parameter, and whether boxes cover a parameter
+folder        the names in a folder of checkpoints, the meaning of each, and the only calls that change the disk
+manifest      the JSON file that makes a folder a checkpoint, checked when read
+snapshot      one rank's part of the run's state: views of one instant, or a copy in the host's memory
+tensor_file   a safetensors file, streamed
+all_or_none   work that succeeds on every rank or on none
+save          the commit: fresh folder, files, manifest, rename; at once or by a thread while training goes on
+verify        the check of a checkpoint: good, or a list of problems; its states read piece by piece
+load          the newest good checkpoint, into an engine of any layout, verified on the way
+checkpoints   saving and loading as one object, for a user's own program
+export_dcp    a checkpoint as a folder of torch.distributed.checkpoint
+actions       the lines that `megamix checkpoint` prints: lists, verdicts, differences
+command       the verb
 """

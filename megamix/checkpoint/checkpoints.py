@@ -10,12 +10,12 @@ from weakref import WeakValueDictionary
 
 from pydantic import JsonValue, ValidationError
 
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import applied_updates, checkpoints
 from megamix.checkpoint.frozen import save_frozen
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
 from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord, printable
 from megamix.checkpoint.save import Saver
-from megamix.checkpoint.together import Together
 from megamix.mixed_precision.engine import ShardedEngine
 
 _BY_ALL = "in Checkpoints.{}(): every rank must call it, so take it out of any `if rank == 0:`"
@@ -42,17 +42,17 @@ class Checkpoints:
         if not isinstance(engine, ShardedEngine):
             raise TypeError(f"engine is a {type(engine).__name__}; pass the ShardedEngine that trains it")
         self._engine, self._folder, self._frozen = engine, Path(folder).absolute(), frozen
-        self._together = Together.apart(engine.topology.world, timeout_s)
-        self._saver = Saver(self._folder, keep, self._together, lambda path: None, self._failed)
+        self._all_or_none = AllOrNone.apart(engine.topology.world, timeout_s)
+        self._saver = Saver(self._folder, keep, self._all_or_none, lambda path: None, self._failed)
         self._error: Exception | None = None
         self._goes_on = False  # True: the folder's earlier checkpoints are loaded, or older than this run
-        if self._together.first(self._folder.is_file):
+        if self._all_or_none.first(self._folder.is_file):
             raise ValueError(f"folder: {self._folder} is a file; give a folder, there already or not")
-        if self._together.first((self._folder / "checkpoints").is_dir):
+        if self._all_or_none.first((self._folder / "checkpoints").is_dir):
             raise ValueError(
                 f"folder: {self._folder} belongs to a job; its checkpoints lie in {self._folder}/checkpoints"
             )
-        self._together.first(lambda: self._folder.parent.mkdir(parents=True, exist_ok=True))
+        self._all_or_none.first(lambda: self._folder.parent.mkdir(parents=True, exist_ok=True))
 
     def load(self) -> dict[str, JsonValue] | None:
         """Load the newest good checkpoint. Return the `progress` that `save` got; None if the folder has no checkpoint.
@@ -63,11 +63,11 @@ class Checkpoints:
         """
         self._engine.progress.require_empty("Checkpoints.load()", "right after step()")
         self.wait()
-        self._together.what = _BY_ALL.format("load")
-        begun = self._together.first(lambda: bool(checkpoints(self._folder)))
-        found = newest_checkpoint(self._folder, self._together)
+        self._all_or_none.what = _BY_ALL.format("load")
+        begun = self._all_or_none.first(lambda: bool(checkpoints(self._folder)))
+        found = newest_checkpoint(self._folder, self._all_or_none)
         if found is not None:
-            found = load_or_older(found, self._engine, self._together, frozen=self._frozen)
+            found = load_or_older(found, self._engine, self._all_or_none, frozen=self._frozen)
         if begun and found is None:
             raise DamagedCheckpoint([f"{self._folder} has no good checkpoint left; give another folder to begin anew"])
         self._goes_on = True
@@ -86,13 +86,13 @@ class Checkpoints:
         """
         self._engine.progress.require_empty("Checkpoints.save()", "right after step()")
         self.wait()
-        self._together.what = _BY_ALL.format("save")
+        self._all_or_none.what = _BY_ALL.format("save")
         if not self._goes_on:
-            newest = self._together.first(lambda: max(map(applied_updates, checkpoints(self._folder)), default=0))
+            newest = self._all_or_none.first(lambda: max(map(applied_updates, checkpoints(self._folder)), default=0))
             if newest > (own := int(self._engine.applied_updates)):
                 more = f"{self._folder} has a checkpoint of {newest} updates, this engine has made {own}"
                 raise ValueError(f"{more}; call load() first, or give another folder")
-        answers = self._together.every(lambda: _judge(progress))
+        answers = self._all_or_none.every(lambda: _judge(progress))
         if problems := dict.fromkeys(answer for answer in answers if isinstance(answer, str)):
             raise ValueError("; ".join(problems))
         if len(set(answers)) > 1:
@@ -100,7 +100,7 @@ class Checkpoints:
         self._goes_on = True
         _last_to_save[self._folder] = self
         if self._frozen:
-            self._together.first(lambda: save_frozen(self._folder, self._engine))
+            self._all_or_none.first(lambda: save_frozen(self._folder, self._engine))
         write = self._saver.start if beside else self._saver.save
         write(self._engine, RunRecord(progress=dict(progress)))
         if not beside:

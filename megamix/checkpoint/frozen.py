@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import MANIFEST, checkpoints, set_aside
 from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.snapshot import digest, frozen_digests, frozen_params
-from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint
 from megamix.durable import folder_aside, sync_file
 from megamix.mixed_precision.engine import ShardedEngine
@@ -59,21 +59,21 @@ def _remove_unneeded(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, takes: bool) -> None:
+def fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, *, takes: bool) -> None:
     """Compare the engine's frozen parameters with those of the model that was saved. With `takes`, set them to the
     values that the checkpoint's folder keeps. Every rank must call it. The first rank's values are compared, as when
     the engine is built.
 
-    Raises, on every rank and before anything is changed: ValueError naming the parameters that differ; FailedTogether
+    Raises, on every rank and before anything is changed: ValueError naming the parameters that differ; SomeRankFailed
     if the kept values cannot be read, or are not what was saved.
     """
-    saved, own = checkpoint.manifest.frozen, together.first(lambda: frozen_digests(engine))
+    saved, own = checkpoint.manifest.frozen, all_or_none.first(lambda: frozen_digests(engine))
     if saved is None or saved == own:
         return
     wanted = {name: text for name, text in saved.items() if own.get(name) != text}
     path, values = _values_of(checkpoint.path.parent, saved), dict[str, Tensor]()
-    if takes and saved.keys() == own.keys() and together.first(path.exists):
-        together.every(lambda: values.update(_read(path, wanted, engine)))
+    if takes and saved.keys() == own.keys() and all_or_none.first(path.exists):
+        all_or_none.every(lambda: values.update(_read(path, wanted, engine)))
         with torch.no_grad():
             for name in wanted:
                 frozen_params(engine)[name].copy_(values[name])
@@ -85,7 +85,7 @@ def fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, together: Together
             f"differ{' and others' if wrong[8:] else ''}, and it does not hold them. Give the model the same ones, or "
             "save and load by Checkpoints(..., frozen=True)"
         )
-    if together.rank == 0:
+    if all_or_none.rank == 0:
         log.warning("frozen parameters cannot be compared: the checkpoint's had another dtype, %s", other_dtype[0])
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import Files, checkpoints, damaged_name
 from megamix.checkpoint.frozen import fit_frozen
 from megamix.checkpoint.manifest import BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
 from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
-from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, read_checkpoint
 from megamix.clock import Clock
 from megamix.config import ConfigError
@@ -30,7 +30,7 @@ log = logging.getLogger("megamix")
 _Wanted = dict[Stored, list[Part]]  # the stored boxes of one file, each with the parts that overlap it
 
 
-def read_together(path: Path, together: Together, check: Check | None = None) -> Checkpoint:
+def read_on_all(path: Path, all_or_none: AllOrNone, check: Check | None = None) -> Checkpoint:
     """Check everything but the tensors' bytes, which `load` verifies. Every rank must call it.
 
     Raises: DamagedCheckpoint on every rank, with the problems that any rank found; ConfigError, likewise.
@@ -45,7 +45,7 @@ def read_together(path: Path, together: Together, check: Check | None = None) ->
         problems = error.problems
     except ConfigError as error:
         refusal = error.problems[0]
-    answers = together.every(lambda: [problems, refusal])
+    answers = all_or_none.every(lambda: [problems, refusal])
     _agree_on([found for found, _ in answers])
     if refusals := [refused for _, refused in answers if refused]:
         raise ConfigError(refusals[:1], "job")
@@ -54,25 +54,25 @@ def read_together(path: Path, together: Together, check: Check | None = None) ->
 
 
 def newest_checkpoint(
-    folder: Path, together: Together, *, before: str | None = None, check: Check | None = None
+    folder: Path, all_or_none: AllOrNone, *, before: str | None = None, check: Check | None = None
 ) -> Checkpoint | None:
-    """Return the newest checkpoint that `read_together` finds good; with `before`, the newest one older than that name.
+    """Return the newest checkpoint that `read_on_all` finds good; with `before`, the newest one older than that name.
     Damaged checkpoints on the way are set aside, with one line each. Every rank must call it.
 
     Raises: ConfigError on every rank for a checkpoint that is whole but refused: no older one is tried instead.
     """
-    for name in together.first(lambda: [path.name for path in checkpoints(folder, before)]):
+    for name in all_or_none.first(lambda: [path.name for path in checkpoints(folder, before)]):
         try:
-            return read_together(folder / name, together, check)
+            return read_on_all(folder / name, all_or_none, check)
         except DamagedCheckpoint as error:
-            _set_aside(folder / name, error, together)
+            _set_aside(folder / name, error, all_or_none)
     return None
 
 
 def load_or_older(
     checkpoint: Checkpoint,
     engine: ShardedEngine,
-    together: Together,
+    all_or_none: AllOrNone,
     *,
     check: Check | None = None,
     frozen: bool = False,
@@ -86,16 +86,16 @@ def load_or_older(
     found: Checkpoint | None = checkpoint
     while found is not None:
         try:
-            load(found, engine, together, frozen=frozen)
+            load(found, engine, all_or_none, frozen=frozen)
             break
         except DamagedCheckpoint as error:
-            _set_aside(found.path, error, together)
-            found = newest_checkpoint(found.path.parent, together, before=found.path.name, check=check)
+            _set_aside(found.path, error, all_or_none)
+            found = newest_checkpoint(found.path.parent, all_or_none, before=found.path.name, check=check)
     return found
 
 
-def _set_aside(path: Path, reason: DamagedCheckpoint, together: Together) -> None:
-    if together.rank != 0:
+def _set_aside(path: Path, reason: DamagedCheckpoint, all_or_none: AllOrNone) -> None:
+    if all_or_none.rank != 0:
         return
     target = path.with_name(damaged_name(path.name))
     try:
@@ -106,7 +106,7 @@ def _set_aside(path: Path, reason: DamagedCheckpoint, together: Together) -> Non
 
 
 def load(
-    checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, anew: bool = False, frozen: bool = False
+    checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, *, anew: bool = False, frozen: bool = False
 ) -> None:
     """Set masters, optimizer states, counters, loss scale and half parameters. Every rank must call it.
 
@@ -115,19 +115,16 @@ def load(
     Raises: ValueError naming what does not fit the engine, by kind, before anything is changed.
     Raises: DamagedCheckpoint on every rank if one rank finds that a file is not what was written. Masters and optimizer
     states are NaN from then on, until another load succeeds.
-    Raises: FailedTogether on every rank if one rank cannot do its part. The engine then holds a mixture of old and
+    Raises: SomeRankFailed on every rank if one rank cannot do its part. The engine then holds a mixture of old and
     loaded state.
     """
     manifest = checkpoint.manifest
     if problems := misfits(manifest, engine, anew=anew):
         raise ValueError(f"{checkpoint.path} does not fit this model and optimizer: " + "; ".join(problems))
-    fit_frozen(checkpoint, engine, together, takes=frozen)
+    fit_frozen(checkpoint, engine, all_or_none, takes=frozen)
+    rank, size = all_or_none.rank, all_or_none.size
     try:
-        _agree_on(
-            together.every(
-                lambda: fill(checkpoint, _saved_parts(manifest, engine), engine.clock, together.rank, together.size)
-            )
-        )
+        _agree_on(all_or_none.every(lambda: fill(checkpoint, _saved_parts(manifest, engine), engine.clock, rank, size)))
     except DamagedCheckpoint:
         # The engine's state from before is lost: keeping it would take as much memory again, and verifying first would
         # read every byte twice. A caller that trains on without another load would train from damaged values
@@ -136,7 +133,7 @@ def load(
             part.tensor.fill_(math.nan)
         raise
     if (
-        anew and not manifest.weights_only and together.rank == 0
+        anew and not manifest.weights_only and all_or_none.rank == 0
     ):  # it counts the whole model: one rank's line is enough
         _tell_of_new_states(manifest, engine)
     engine.applied_updates.fill_(manifest.applied_updates)

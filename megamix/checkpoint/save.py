@@ -14,32 +14,32 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from megamix.checkpoint.all_or_none import AllOrNone, SomeRankFailed
 from megamix.checkpoint.folder import MANIFEST, Files, checkpoints, name_for, unfinished
 from megamix.checkpoint.manifest import FileRecord, Manifest, RunRecord, manifest_text
 from megamix.checkpoint.snapshot import HostCopy, Snapshot, take_snapshot
 from megamix.checkpoint.tensor_file import chunks
-from megamix.checkpoint.together import FailedTogether, Together
 from megamix.durable import aside_name
 from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")
 
 
-def save(folder: Path, snapshot: Snapshot, together: Together, files: Files | None = None) -> Path:
+def save(folder: Path, snapshot: Snapshot, all_or_none: AllOrNone, files: Files | None = None) -> Path:
     """Write a checkpoint that is on the disk when this returns, and return its path. Every rank must call it, and gets
     the same path.
 
     Leftovers of killed saves are removed. Older checkpoints stay, for `remove_old`.
-    Raises: FailedTogether on every rank if anything fails on one. The unfinished folder is removed, and the older
+    Raises: SomeRankFailed on every rank if anything fails on one. The unfinished folder is removed, and the older
     checkpoints are unchanged.
     """
     files = files or Files()
-    begun = folder / together.first(lambda: begin(folder, snapshot, files))
+    begun = folder / all_or_none.first(lambda: begin(folder, snapshot, files))
     try:
-        written = together.every(lambda: write_rank(begun, together.rank, chunks(snapshot.parts), files))
-        saved: Path = folder / together.first(lambda: commit(begun, snapshot.manifest, written, files))
-    except FailedTogether:
-        if together.rank == 0:
+        written = all_or_none.every(lambda: write_rank(begun, all_or_none.rank, chunks(snapshot.parts), files))
+        saved: Path = folder / all_or_none.first(lambda: commit(begun, snapshot.manifest, written, files))
+    except SomeRankFailed:
+        if all_or_none.rank == 0:
             with contextlib.suppress(OSError):  # the disk may be gone; the next save tries again
                 files.remove_tree(begun)
         raise
@@ -104,19 +104,19 @@ def remove_old(folder: Path, keep: int, saved: Path, files: Files) -> None:
 class Saver:
     """Saves an engine's states into one folder. All ranks must make every call, in the same order.
 
-    `together`: its group must have no other user, or the thread's collectives would be matched with that user's.
+    `all_or_none`: its group must have no other user, or the thread's collectives would be matched with that user's.
     `saved(path)`, `failed(error)`: called at the end of each save, by the thread that wrote it, before the next save
     begins. Every rank gets the same error of a disk; if a peer died, each rank gets its own error.
     After a save all checkpoints but the `keep` newest are removed.
     """
 
     def __init__(
-        self, folder: Path, keep: int, together: Together,
+        self, folder: Path, keep: int, all_or_none: AllOrNone,
         saved: Callable[[Path], None], failed: Callable[[Exception], None], files: Files | None = None,
     ):  # fmt: skip
         if type(keep) is not int or keep < 2:
             raise ValueError(f"keep must be a whole number, at least 2, got {keep!r}; the newest may be damaged")
-        self.folder, self._keep, self._together, self._files = folder, keep, together, files or Files()
+        self.folder, self._keep, self._all_or_none, self._files = folder, keep, all_or_none, files or Files()
         self._saved, self._failed = saved, failed
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
@@ -132,7 +132,7 @@ class Saver:
         under way.
         """
         self.finish()
-        snapshot = self._copy.take(take_snapshot(engine, run))
+        snapshot = self._copy.start(take_snapshot(engine, run))
         self._begin(lambda: self._remove_old(self._write(snapshot)))
 
     def finish(self) -> None:
@@ -147,14 +147,14 @@ class Saver:
         self._thread.start()
 
     def _remove_old(self, saved: Path | None) -> None:
-        if saved is not None and self._together.rank == 0:
+        if saved is not None and self._all_or_none.rank == 0:
             remove_old(self.folder, self._keep, saved, self._files)
 
     def _write(self, snapshot: Snapshot) -> Path | None:
         """Write the snapshot, and return the checkpoint's path; None if the save failed."""
         try:
             self._copy.wait()
-            path = save(self.folder, snapshot, self._together, self._files)
+            path = save(self.folder, snapshot, self._all_or_none, self._files)
         except Exception as error:  # an error in a thread reaches nobody unless it is handed on
             self._failed(error)
             return None

@@ -206,7 +206,7 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         self._device = torch.device("cpu")
 
-    def take(self, snapshot: Snapshot) -> Snapshot:
+    def start(self, snapshot: Snapshot) -> Snapshot:
         """Start copying, and return a snapshot of the copy. The engine may go on at once: on a GPU its next step is
         queued behind the copy.
         """

@@ -18,7 +18,7 @@ from megamix.comm.collectives import Collectives, Pending, noting
 from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout, GroupSpan, ParamSpec
 from megamix.mixed_precision.row_stats import RowStats
 from megamix.mixed_precision.settings import Precision, Sharding
-from megamix.mixed_precision.storage import STORAGE, FreedParameter, Storage, free, take
+from megamix.mixed_precision.storage import STORAGE, FreedParameter, Storage, allocate, free
 from megamix.mixed_precision.update_slice import MASTER, States, UpdateGroup, UpdateSlice
 
 log = logging.getLogger("megamix")
@@ -206,10 +206,10 @@ class Bucket:
         if not self.storage.params_pass:
             self.params.copy_(full)
 
-    def take_params(self) -> None:
+    def allocate_params(self) -> None:
         """Give the half parameters memory."""
         if self.storage.params_pass:
-            take(self.params)
+            allocate(self.params)
 
     def show_params(self) -> None:
         """Let the module's Parameters be read again; their values are there."""
@@ -309,7 +309,7 @@ class Bucket:
     def _add(self, grads: Mapping[str, Tensor]) -> None:
         """Copy first gradients, add later ones: copying costs 4 bytes per element, zeroing and adding would cost 8."""
         if self.storage.grads_pass:
-            take(self.grads)
+            allocate(self.grads)
         places = {self.param_grads[name]: grad for name, grad in grads.items()}
         first = [place for place in places if not place.touched]
         later = [place for place in places if place.touched]
@@ -325,7 +325,7 @@ class Bucket:
         self.add_waiting()
         silent = [place for place in self.param_grads.values() if not place.touched]
         if silent and self.storage.grads_pass:
-            take(self.grads)
+            allocate(self.grads)
         for place in silent:
             place.view.zero_()
         return [place.name for place in silent]
@@ -337,7 +337,7 @@ class Bucket:
     def launch_sum(self, row_stats: RowStats) -> None:
         """Start summing the gradients over the owners: `sum_sent`."""
         if self.storage.grads_pass:
-            take(self.rank_sum)
+            allocate(self.rank_sum)
         if self._paddings:
             torch._foreach_zero_(self._paddings)  # padding may hold the last step's sum, or fresh memory
 
@@ -358,7 +358,7 @@ class Bucket:
         assert self.total is not None
         sent.wait()
         if self.storage.grads_pass:
-            take(self.total)
+            allocate(self.total)
         if self._total_begun:
             self.total.add_(self.rank_sum)
         else:

@@ -31,7 +31,7 @@ STORAGE: dict[Shard, Storage] = {
 }
 
 
-def take(flat: Tensor) -> None:
+def allocate(flat: Tensor) -> None:
     """Give a buffer memory unless it has some. Fresh memory holds arbitrary values."""
     storage = flat.untyped_storage()
     if storage.nbytes() == 0:
@@ -41,8 +41,8 @@ def take(flat: Tensor) -> None:
 def free(flat: Tensor) -> bool:
     """Free a buffer's memory; return False if it stays because NumPy or another process has a view of it.
 
-    The storage is resized, so tensors, their views and all references to them stay as they are. Until `take` nothing
-    may read them, since torch would read from address 0, nor make new views of them.
+    The storage is resized, so tensors, their views and all references to them stay as they are. Until `allocate`
+    nothing may read them, since torch would read from address 0, nor make new views of them.
     """
     storage = flat.untyped_storage()
     if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):

@@ -378,7 +378,7 @@ class UnitGather:
             return
         self._live[unit] = None
         for bucket in unit.buckets:
-            bucket.take_params()
+            bucket.allocate_params()
             bucket.cast_master()
             pending = bucket.launch_gather(self._number(bucket.place), _gathering(unit))
             for observer in self._observers:

@@ -1,4 +1,4 @@
-"""Hooks at the begin and end of a unit's forward and backward: on modules, and on the autograd nodes of
+"""Hooks at the begin and end of a member's forward and backward: on modules of units, and on the autograd nodes of
 their outputs.
 """
 
@@ -20,14 +20,14 @@ from torch.utils._pytree import SUPPORTED_NODES, is_namedtuple_class, tree_leave
 
 from megamix.mixed_precision.foreign_params import LEAF
 
-Unit = TypeVar("Unit")
+Member = TypeVar("Member")
 OnForward = Callable[[Any, nn.Module, object], None]  # takes the hook's `given`, the module and its output
 
 
 class Gather(Protocol):
-    """Receives the begins of backwards. `unit`: the object that the hook was given."""
+    """Receives the begins of backwards. `member`: the object that the hook was given."""
 
-    def before_backward(self, unit: Any, turn: float) -> None: ...
+    def before_backward(self, member: Any, turn: float) -> None: ...
 
 
 class OneThread:
@@ -57,7 +57,7 @@ class OneThread:
 
 
 def refuse_transforms(name: str) -> None:
-    """Refuse a call of unit `name` within a transform of torch.func. Raises: RuntimeError."""
+    """Refuse a call of member `name` within a transform of torch.func. Raises: RuntimeError."""
     if torch._C._functorch.maybe_current_level() is not None:
         raise RuntimeError(
             f"{name} is called within a transform of torch.func (vmap, grad), which cannot contain gathers. Use "
@@ -93,22 +93,22 @@ def _run(method: OnForward, given: object, module: nn.Module, output: object) ->
     method(given, module, output)
 
 
-def on_gradient(gather: Gather, unit: object, turn: int, given: Iterable[Tensor]) -> None:
-    """Tell `gather` when the first gradient of the unit's outputs of this turn arrives, which begins the unit's
-    backward.
+def on_gradient(gather: Gather, member: object, turn: int, given: Iterable[Tensor]) -> None:
+    """Tell `gather` when the first gradient of the member's outputs of this turn arrives, which begins the
+    member's backward.
     """
     for tensor in given:
         node: Any = tensor.grad_fn
-        if node is not None and _OnGradient not in node.metadata:  # else another unit or an earlier forward returned it
-            _tell(gather, unit, turn, node)
+        if node is not None and _OnGradient not in node.metadata:  # else another member or an earlier forward gave it
+            _tell(gather, member, turn, node)
 
 
-def on_reads(gather: Gather, unit_of: Mapping[nn.Parameter, Unit], loss: Tensor) -> Iterator[Unit]:
-    """Tell `gather` also before the backward of operations that read a unit's parameters outside its outputs, and yield
-    these units.
+def on_reads(gather: Gather, member_of: Mapping[nn.Parameter, Member], loss: Tensor) -> Iterator[Member]:
+    """Tell `gather` also before the backward of operations that read a member's parameters outside its outputs, and
+    yield these members.
 
-    They lie on a path from the loss that passes no output of a unit: a penalty on a weight, or a loss that a unit has
-    put into a list.
+    They lie on a path from the loss that passes no output of a member: a penalty on a weight, or a loss that a member
+    has put into a list.
     """
     readers: dict[Any, list[Any]] = {}  # for each node: the nodes that read its result
     todo: list[Any] = [loss.grad_fn]
@@ -119,19 +119,19 @@ def on_reads(gather: Gather, unit_of: Mapping[nn.Parameter, Unit], loss: Tensor)
                 if read not in readers:
                     todo.append(read)
                 readers.setdefault(read, []).append(node)
-    for leaf in [node for node in readers if node.name() == LEAF and node.variable in unit_of]:
-        yield unit_of[leaf.variable]
+    for leaf in [node for node in readers if node.name() == LEAF and node.variable in member_of]:
+        yield member_of[leaf.variable]
         todo = [leaf]
         while todo:
             for node in readers.get(todo.pop(), ()):
-                _tell(gather, unit_of[leaf.variable], math.inf, node)
+                _tell(gather, member_of[leaf.variable], math.inf, node)
                 if len(node.next_functions) == 1:  # its result may be a view, so its readers count, too
                     todo.append(node)
 
 
-def _tell(gather: Gather, unit: object, turn: float, node: Any) -> None:
+def _tell(gather: Gather, member: object, turn: float, node: Any) -> None:
     told = node.metadata.setdefault(_OnGradient, {})
-    held = weakref.ref(unit)  # a graph that outlives its engine must not keep the unit's buckets alive
+    held = weakref.ref(member)  # a graph that outlives its engine must not keep its unit's buckets alive
     if held not in told:
         told[held] = node.register_prehook(_OnGradient(gather, held, turn))
 
@@ -139,9 +139,9 @@ def _tell(gather: Gather, unit: object, turn: float, node: Any) -> None:
 class _OnGradient:
     """The hook of an autograd node."""
 
-    def __init__(self, gather: Gather, unit: weakref.ref[object], turn: float):
+    def __init__(self, gather: Gather, member: weakref.ref[object], turn: float):
         self._gather = weakref.ref(gather)
-        self._unit = unit
+        self._member = member
         self._turn = turn
 
     def __call__(self, grads: object) -> None:
@@ -149,7 +149,7 @@ class _OnGradient:
             raise RuntimeError(
                 "a backward through a module whose engine is gone, and with it the weights: keep the engine until then"
             )
-        gather.before_backward(self._unit(), self._turn)
+        gather.before_backward(self._member(), self._turn)
 
 
 # Types that hold no tensor, as most attributes of modules do not. Dataclasses are added if all their fields have such
@@ -191,16 +191,16 @@ def _field_names(kind: type[Any]) -> list[str]:
 
 
 class Attributes:
-    """Finds tensors that a unit may hand out beside its output, such as a router's loss: in attributes of its modules.
-    Modules of torch.nn are left out, because they keep nothing that they compute.
+    """Finds tensors that a member may hand out beside its output, such as a router's loss: in attributes of its
+    modules. Modules of torch.nn are left out, because they keep nothing that they compute.
     """
 
-    def __init__(self, unit: nn.Module):
-        self._unit = unit
+    def __init__(self, module: nn.Module):
+        self._module = module
         self._note()
 
     def _note(self) -> None:
-        modules = [*self._unit.modules()]
+        modules = [*self._module.modules()]
         self._parts = [module._modules.values() for module in modules]
         self._ids = self._ids_now()
         self._own = [vars(module) for module in modules if not type(module).__module__.startswith("torch.nn.modules.")]
@@ -217,7 +217,7 @@ class Attributes:
         return [value for own, name in self._places if type(value := own.get(name)) not in _PLAIN]
 
     def tensors(self, output: object) -> list[Tensor]:
-        """Return the tensors in a forward's output and in the attributes of the unit's modules after it."""
+        """Return the tensors in a forward's output and in the attributes of its modules after it."""
         if self._ids_now() != self._ids or [*map(len, self._own)] != self._lengths:
             self._note()
         return tensors_in([output, self._values()], self._settings)

@@ -73,17 +73,17 @@ class UnseenWrites:
 
     def refuse_told(self) -> None:
         """Raise RuntimeError naming the parameter found `_LAG` steps ago, if there is one."""
-        if number := self._slots[self._steps % _LAG].take():
+        if number := self._slots[self._steps % _LAG].read_once():
             self.forget()  # the steps since then have found the same write
             self._refuse(number)
 
-    def refuse(self, among: Collectives | None) -> None:
-        """Raise RuntimeError naming the parameter found so far, on all ranks of `among` or on this one; waits for the
+    def refuse(self, world: Collectives | None) -> None:
+        """Raise RuntimeError naming the parameter found so far, on all ranks of `world` or on this one; waits for the
         device.
         """
         row = self.found.view(1)
-        number = max(int((row if among is None else among.table(row)).max()), *(slot.read() for slot in self._slots))
-        if number and among is not None:  # without `among` the next step still tells all ranks
+        number = max(int((row if world is None else world.table(row)).max()), *(slot.read() for slot in self._slots))
+        if number and world is not None:  # without `world` the next step still tells all ranks
             self.forget()
         self._refuse(number)
 
@@ -92,7 +92,7 @@ class UnseenWrites:
         self._clear()
         self._steps = 0
         for slot in self._slots:
-            slot.take()
+            slot.read_once()
 
     def _clear(self) -> None:
         if self._looked:
@@ -140,14 +140,14 @@ class HostSlot:
             self._arrived.record()
 
     def read(self) -> int:
-        """Return the number written since the last `take`, else 0."""
+        """Return the number written since the last `read_once`, else 0."""
         if not self._written:
             return 0
         if self._arrived is not None:
             self._arrived.synchronize()
         return int(self._number)
 
-    def take(self) -> int:
+    def read_once(self) -> int:
         """Return the number, as `read` does, and forget it."""
         number = self.read()
         self._written = False

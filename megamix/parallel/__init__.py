@@ -1,9 +1,9 @@
 """One model on several ranks: the block of each parameter that a rank holds, and the traffic between layers.
 
-borders          the collectives at the beginning and end of a divided layer, forward and backward
-tensor_parallel  a plain model becomes this rank's part of it: a block of every parameter, by its name; the loss too
-stages           a pipeline's stages: the layers of each, and the part of the model that a rank holds
-passes           the passes of a step's micro-batches through the model, without a pipeline
-pipeline_parallel  the passes with a pipeline: torch's schedules, each backward pass told to the engine
-build            the model of a job on this rank, with the initial weights that one process would draw
+borders             the collectives at the beginning and end of a divided layer, forward and backward
+tensor_parallel     a plain model becomes this rank's part of it: a block of every parameter, by its name; the loss too
+stages              a pipeline's stages: the layers of each, and the part of the model that a rank holds
+micro_batch_runner  the passes of a step's micro-batches through the model, without a pipeline
+pipeline_parallel   the passes with a pipeline: torch's schedules, each backward pass told to the engine
+build               the model of a job on this rank, with the initial weights that one process would draw
 """

@@ -21,7 +21,7 @@ from megamix.comm.topology import Axis
 from megamix.data.loader import Batch, joined
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.decoder import Decoder
-from megamix.parallel.passes import MicroBatch, Passes
+from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.parallel.stages import Stage
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -42,7 +42,7 @@ class Handover:
     parts: int = 1  # equal parts into which T is divided between stages in training; this rank has one of them
 
 
-class Pipeline(Passes):
+class Pipeline(MicroBatchRunner):
     """Runs the stages of this rank. Every rank of the pipeline has one, and all make each call together.
 
     Every call takes as many micro-batches as a step has, `engine.grad_accum_steps`.

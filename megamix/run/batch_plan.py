@@ -172,8 +172,8 @@ class BatchPlan:
         in_flight = len(self._in_flight)
         return in_flight == self.lag or (in_flight > 0 and self.applied + in_flight >= until)
 
-    def take(self) -> Attempt:
-        """Return the next attempt: the first waiting batch if it is due, else a new batch.
+    def launch(self) -> Attempt:
+        """Return the next attempt, from now on in flight: the first waiting batch if it is due, else a new batch.
 
         If a new batch could be more than the run's updates need, the first waiting batch is taken before it is due.
         """

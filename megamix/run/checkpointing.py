@@ -6,9 +6,9 @@ import math
 import time
 from pathlib import Path
 
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.save import Saver
-from megamix.checkpoint.together import Together
 from megamix.config import Config
 from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
@@ -22,20 +22,20 @@ from megamix.supervise.status import SAVE_FAILED, LeaveRequest, SaveFailedError
 class RunCheckpoints:
     """Checkpoints of a run. Every rank has one of these; all ranks must make its calls in the same order.
 
-    `together`: over a group that nobody else uses while a checkpoint may be under way.
+    `all_or_none`: over a group that nobody else uses while a checkpoint may be under way.
     Every save begins with a replica check, if the run makes any, so that damaged memory is never saved.
     Raises: DamagedMemory on every rank; the older checkpoints stay as they were.
     """
 
     def __init__(
-        self, config: Config, engine: ShardedEngine, start: Start, together: Together, console: Console,
+        self, config: Config, engine: ShardedEngine, start: Start, all_or_none: AllOrNone, console: Console,
         leave: LeaveRequest,
     ):  # fmt: skip
         self._section, self._engine, self._record = config.checkpoint, engine, start.record
-        self._together, self._console, self._leave = together, console, leave
+        self._all_or_none, self._console, self._leave = all_or_none, console, leave
         folder = checkpoint_folder(config)
         self._files = Files()
-        self._saver = Saver(folder, config.checkpoint.keep, together, self._saved, self._failed, self._files)
+        self._saver = Saver(folder, config.checkpoint.keep, all_or_none, self._saved, self._failed, self._files)
         # The newest checkpoint in the run's own folder, and its place in the run.
         own = start.checkpoint if start.checkpoint is not None and start.checkpoint.path.parent == folder else None
         self._path = own.path if own is not None else None
@@ -68,7 +68,7 @@ class RunCheckpoints:
         """Call `save_last`, unless the launcher would kill the ranks in the middle of it. Return what became of it."""
         self._saver.finish()
         # Only ranks that got the signal know when it came, and each rank has its own clock.
-        by_rank = self._together.every(lambda: (self._took_s, self._leave.left_s()))
+        by_rank = self._all_or_none.every(lambda: (self._took_s, self._leave.left_s()))
         took_s, left_s = max(took for took, _ in by_rank), min(left for _, left in by_rank)
         if took_s <= left_s or self._newest == _place(progress):
             self.save_last(progress)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megamix.builders.objects import lr_rule
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import checkpoints
-from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read_together
+from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read_on_all
 from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord
-from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint
 from megamix.config import Config, ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
@@ -27,7 +27,7 @@ class Start:
     progress: Progress
     record: RunRecord  # record in every checkpoint of this run, without its progress
     lines: list[str]  # lines of the log on what has changed since the checkpoint
-    together: Together
+    all_or_none: AllOrNone
 
     def told(self, steps: int) -> list[str]:
         """Return the lines that say so, of a run of that many steps."""
@@ -42,21 +42,21 @@ class Start:
         return [*told, *self.lines]
 
 
-def find_start(config: Config, fingerprints: dict[str, str], together: Together) -> Start:
+def find_start(config: Config, fingerprints: dict[str, str], all_or_none: AllOrNone) -> Start:
     """Return the checkpoint to go on from, compared with the configuration. Every rank must call it.
 
     `load_start` verifies the bytes of its tensors. `fingerprints`: digests of the data, by the key that names it.
     Raises: ConfigError on every rank, if the run must not go on; the run's folder stays as it was.
     """
     own = record_of(config, fingerprints)
-    record = RunRecord.model_validate(together.first(lambda: own.model_dump(mode="json")))
-    checkpoint = find_checkpoint(config, together)
+    record = RunRecord.model_validate(all_or_none.first(lambda: own.model_dump(mode="json")))
+    checkpoint = find_checkpoint(config, all_or_none)
     if checkpoint is None:
-        return Start(None, Progress(), record, [], together)
-    return _start_from(checkpoint, config, record, together)
+        return Start(None, Progress(), record, [], all_or_none)
+    return _start_from(checkpoint, config, record, all_or_none)
 
 
-def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, together: Together) -> Start:
+def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, all_or_none: AllOrNone) -> Start:
     lines = judge(checkpoint.path, checkpoint.manifest, config, record)
     progress = Progress.read(checkpoint.manifest.run.progress)
     if 0 < progress.applied < config.training.steps:
@@ -69,7 +69,7 @@ def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, toget
             lines.append(f"learning rate of update {progress.applied + 1}: {old:.3g} -> {new:.3g}")
     if checkpoint.path.parent != checkpoint_folder(config):
         progress = progress.model_copy(update={"log_sizes": {}})  # the sizes are those of another run's logs
-    return Start(checkpoint, progress, record, lines, together)
+    return Start(checkpoint, progress, record, lines, all_or_none)
 
 
 def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
@@ -85,9 +85,9 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
     say_phase(f"loading {found.path}")
     try:
         if found.path.parent == checkpoint_folder(config):
-            found = load_or_older(found, engine, start.together, check=check_run)
+            found = load_or_older(found, engine, start.all_or_none, check=check_run)
         else:
-            load(found, engine, start.together, anew=True)
+            load(found, engine, start.all_or_none, anew=True)
     except DamagedCheckpoint as error:
         raise path_is_damaged(error) from None
     except ConfigError:
@@ -97,10 +97,10 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
         raise ConfigError([problem], "job") from None
     if found is None:
         raise none_is_whole(config)
-    return start if found is start.checkpoint else _start_from(found, config, start.record, start.together)
+    return start if found is start.checkpoint else _start_from(found, config, start.record, start.all_or_none)
 
 
-def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
+def find_checkpoint(config: Config, all_or_none: AllOrNone) -> Checkpoint | None:
     """Return the checkpoint that `checkpoint.resume` asks for; None for a run that begins anew.
 
     Every rank must call it.
@@ -110,15 +110,15 @@ def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
     resume, folder = config.checkpoint.resume, checkpoint_folder(config)
     if resume == "never":
         return None
-    there_are_some = together.first(lambda: bool(checkpoints(folder)))
+    there_are_some = all_or_none.first(lambda: bool(checkpoints(folder)))
     if there_are_some:  # also if resume is a path: a restarted run goes on from its own checkpoints
-        found = newest_checkpoint(folder, together, check=check_run)
+        found = newest_checkpoint(folder, all_or_none, check=check_run)
         if found is None:
             raise none_is_whole(config)
         return found
     if resume == "auto":
         return None
     try:
-        return read_together(Path(resume), together, check_run)
+        return read_on_all(Path(resume), all_or_none, check_run)
     except DamagedCheckpoint as error:
         raise path_is_damaged(error) from None

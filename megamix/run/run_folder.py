@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megamix.builders.data import data_problems, seldom_meant
+from megamix.builders.data import data_problems, data_warnings
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
 from megamix.config import Config, ConfigError, check_world_size, config_to_toml, load_config
 from megamix.config.problems import short
@@ -116,7 +116,7 @@ def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, st
         fix = "start the ranks by launch/pretrain.sh or torchrun, which set it, or unset WORLD_SIZE for one rank"
         raise ConfigError([f"{', '.join(unset)}: not set, though WORLD_SIZE is {world_size}; {fix}"], "environment")
     doubts = () if starts else _optimizer_doubts(config)  # a start logs these later
-    for line in (*seldom_meant(config, world_size), *doubts):
+    for line in (*data_warnings(config, world_size), *doubts):
         tell(f"note: {line}")
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
 

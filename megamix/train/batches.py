@@ -11,7 +11,7 @@ from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, micro_batches
-from megamix.parallel.passes import Passes
+from megamix.parallel.micro_batch_runner import MicroBatchRunner
 
 
 class RankBatches:
@@ -34,9 +34,9 @@ class RankBatches:
 class Validation:
     """Validation loss over the same batches at every call. Every rank has one."""
 
-    def __init__(self, config: Config, passes: Passes, loader: BatchLoader):
-        self._passes = passes
-        training, topology = config.training, passes.engine.topology
+    def __init__(self, config: Config, runner: MicroBatchRunner, loader: BatchLoader):
+        self._runner = runner
+        training, topology = config.training, runner.engine.topology
         self._rank_batches = RankBatches(loader, topology, training.micro_batch_size)
         size = training.global_batch_size
         self._batches = [(range(first, first + size),) for first in range(0, training.eval_batches * size, size)]
@@ -47,7 +47,7 @@ class Validation:
         Every rank must call it.
         `before_each`: called before each batch; an exception from it ends the validation.
         """
-        engine, mine, batches = self._passes.engine, self._rank_batches, self._batches
+        engine, mine, batches = self._runner.engine, self._rank_batches, self._batches
         engine.module.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=engine.device)  # sum of losses, sum of their weights
         mine.prefetch(batches[0])
@@ -56,7 +56,7 @@ class Validation:
             if number < len(batches):
                 mine.prefetch(batches[number])
             with engine.clock.span("validation"):
-                sums += self._passes.evaluate(map(mine.loader.load, mine.micro_batches(batch)))
+                sums += self._runner.evaluate(map(mine.loader.load, mine.micro_batches(batch)))
         engine.module.train()
         loss_sum, weight_sum = engine.world.table(sums).sum(0).tolist()
         return loss_sum / weight_sum if weight_sum else math.nan

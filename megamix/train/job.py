@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megamix.builders.data import check_unchanged, training_source, validation_source
-from megamix.builders.objects import build_engine, build_passes, plan_pipeline
+from megamix.builders.objects import build_engine, build_runner, plan_pipeline
 from megamix.config import Config, config_to_toml, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.inspect.overflows import GaveUpError
@@ -77,10 +77,10 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
                 writer = files.enter_context(_make_writer(config, start.progress.applied, report))
 
             # 6. The loop.
-            checkpoints = RunCheckpoints(config, engine, start, job.together, job.console, job.leave)
-            passes = build_passes(config, engine, model, stages)
+            checkpoints = RunCheckpoints(config, engine, start, job.all_or_none, job.console, job.leave)
+            runner = build_runner(config, engine, model, stages)
             trainer = job.trainer = make(
-                config, passes, loader, validation, report, job.console, writer, checkpoints, start.progress,
+                config, runner, loader, validation, report, job.console, writer, checkpoints, start.progress,
                 memory_line,
             )  # fmt: skip
             valid_loss, early = None, None

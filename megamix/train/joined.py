@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamix.checkpoint.together import Together
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import NotMetError, Topology, leave_ranks, local_device, meet_ranks, side_store
 from megamix.config import Config, ConfigError
@@ -53,7 +53,7 @@ class Job:
     config: Config
     device: torch.device
     topology: Topology
-    together: Together  # for collectives between two steps
+    all_or_none: AllOrNone  # for collectives between two steps
     leave: LeaveRequest
     launcher: int | None  # the launcher's pid
     data_identity: str  # identity of the files whose fingerprints were compared
@@ -86,7 +86,7 @@ class Job:
                 refusal = error
             return None if refusal is None else isinstance(refusal, StuckError)
 
-        stuck = self.together.first(refused)
+        stuck = self.all_or_none.first(refused)
         if stuck is not None:
             elsewhere = "the first rank says why"
             raise refusal or (StuckError(elsewhere) if stuck else ConfigError([elsewhere], "job"))
@@ -155,11 +155,11 @@ def join(config: Config, stack: ExitStack) -> Job:
     # Signals are noted only from here on: earlier there is nothing to save, and a rank that waits for the others must
     # be free to die.
     leave = stack.enter_context(signals_noted(launched=launcher is not None))
-    together = Together(make_collectives(topology.world, device), device)
-    job = Job(config, device, topology, together, leave, launcher, data.identity)
-    together.every(lambda: None)  # a slower rank may still check the folder, which is claimed only now
+    all_or_none = AllOrNone(make_collectives(topology.world, device), device)
+    job = Job(config, device, topology, all_or_none, leave, launcher, data.identity)
+    all_or_none.every(lambda: None)  # a slower rank may still check the folder, which is claimed only now
     job.on_first_rank(lambda: job.take_folder(stack))
-    job.start = find_start(config, data.fingerprints, together)
+    job.start = find_start(config, data.fingerprints, all_or_none)
     # Counted before the building and the loading: a run that dies in them has started as well.
     job.on_first_rank(lambda: job.begin(job.start, claims=False))
     return job
@@ -178,15 +178,15 @@ def supervised(job: Job) -> Iterator[None]:
         if world.group is not None:
             roll = RollCall(side_store(world), world.rank, world.size)
         with Watchdog(roll, job.config.parallelism.timeout_s, job.status, job.leave, job.launcher, job.position):
-            job.together = Together.apart(world, SAVE_TIMEOUT_S)  # watched, for connecting may take as long
+            job.all_or_none = AllOrNone.apart(world, SAVE_TIMEOUT_S)  # watched, for connecting may take as long
             # All ranks wait until the first rank has written everything. torchrun ends the ranks some time after the
             # first one that left early, and the watchdog takes a rank that has left for dead.
             try:
                 yield
             except EndedEarlyError as early:
-                job.together.first(partial(job.status.end, early))
+                job.all_or_none.first(partial(job.status.end, early))
                 raise
-            job.together.first(partial(job.status.end, None))
+            job.all_or_none.first(partial(job.status.end, None))
     except BaseException as error:
         wrong = early_end(error)
         if world.rank == 0 and (wrong or not isinstance(error, EndedEarlyError)):

@@ -18,7 +18,7 @@ from megamix.inspect.overflows import GaveUpError, OverflowHistory
 from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.step import Examination, StepResult
-from megamix.parallel.passes import MicroBatch, Passes
+from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.report.interval_report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
 from megamix.report.metrics import DETAILED_EVERY, MetricsWriter, format_lines
 from megamix.report.profiling import Profiling
@@ -41,7 +41,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        passes: Passes,
+        runner: MicroBatchRunner,
         loader: BatchLoader,
         validation: BatchLoader | None,
         report: IntervalReport,
@@ -51,10 +51,10 @@ class Trainer:
         start: Progress,  # progress from which the run goes on
         memory_line: MemoryLine | None,  # returns the log's line on memory
     ):
-        self.config, self.passes = config, passes
-        engine = self.engine = passes.engine
+        self.config, self.runner = config, runner
+        engine = self.engine = runner.engine
         self.batches = RankBatches(loader, engine.topology, config.training.micro_batch_size)
-        self.validation = None if validation is None else Validation(config, passes, validation)
+        self.validation = None if validation is None else Validation(config, runner, validation)
         self.report, self.console, self.writer, self.checkpoints = report, console, writer, checkpoints
         self.memory_line = memory_line if writer is not None else None
         self.device = engine.device
@@ -103,7 +103,7 @@ class Trainer:
         self.engine.module.train()
         self.batches.prefetch(plan.next_new())
         if self.engine.loss_scale.wants_probe:
-            self.passes.backward(self._load(GlobalBatch(plan.next_new())))
+            self.runner.backward(self._load(GlobalBatch(plan.next_new())))
             self.engine.probe_loss_scale()
         for stop in self._stops():
             while True:
@@ -116,11 +116,11 @@ class Trainer:
                     break
                 if leave.reason:
                     self.engine.stop_request.fill_(leave.reason)
-                attempt = plan.take()
+                attempt = plan.launch()
                 if self._last_overflowed or self._is_examined(attempt.number):
                     self.engine.examine_next_step()
                 with self.profiling.attempt(attempt.number, plan.applied):
-                    self.passes.backward(self._load(attempt.batch))
+                    self.runner.backward(self._load(attempt.batch))
                     result = self.engine.step()
                 self._note(attempt, result)
             is_new = self._validated < stop  # otherwise it was validated before the run was interrupted

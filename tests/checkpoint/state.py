@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from megamix import DynamicLossScale, Precision, ShardedEngine
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import Saver, remove_old, save
 from megamix.checkpoint.snapshot import owned_parts, take_snapshot
-from megamix.checkpoint.together import Together
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.optimizers import Optimizer
@@ -32,21 +32,21 @@ def fp16_engine(
     return make_engine(model, optimizer, precision, shard=shard, bucket_size=bucket_size)
 
 
-def together_of(engine: ShardedEngine) -> Together:
-    return Together(engine.world, engine.device)
+def all_or_none_of(engine: ShardedEngine) -> AllOrNone:
+    return AllOrNone(engine.world, engine.device)
 
 
-def alone() -> Together:
-    return Together(Collectives(Axis()), torch.device("cpu"))
+def alone() -> AllOrNone:
+    return AllOrNone(Collectives(Axis()), torch.device("cpu"))
 
 
-def make_saver(folder: Path, together: Together, files: Files | None = None) -> Saver:
+def make_saver(folder: Path, all_or_none: AllOrNone, files: Files | None = None) -> Saver:
     """Return a saver that keeps two checkpoints. A failed save raises in the thread that wrote it."""
 
     def failed(error: Exception) -> None:
         raise error
 
-    return Saver(folder, 2, together, saved=lambda path: None, failed=failed, files=files)
+    return Saver(folder, 2, all_or_none, saved=lambda path: None, failed=failed, files=files)
 
 
 @functools.cache
@@ -100,9 +100,9 @@ def save_steps(
     for step in steps:
         fill(engine, step)
         snapshot = take_snapshot(engine, RunRecord(progress={"consumed_samples": step}, config="[model]\n"))
-        together = together_of(engine)
-        saved = save(folder, snapshot, together)
-        if together.rank == 0:
+        all_or_none = all_or_none_of(engine)
+        saved = save(folder, snapshot, all_or_none)
+        if all_or_none.rank == 0:
             remove_old(folder, keep, saved, Files())
         names.append(saved.name)
     return names
@@ -119,13 +119,13 @@ def resume_each(
 ) -> list[tuple[int | None, list[str]]]:
     """Do the same for several folders, one after the other into one engine."""
     engine = fp16_engine(bucket_size, shard=shard)
-    together = together_of(engine)
+    all_or_none = all_or_none_of(engine)
     answers: list[tuple[int | None, list[str]]] = []
     for folder in folders:
         fill(engine, 1)  # no folder holds this step, so what a load leaves alone is seen
-        checkpoint = newest_checkpoint(folder, together)
+        checkpoint = newest_checkpoint(folder, all_or_none)
         if checkpoint is not None:
-            checkpoint = load_or_older(checkpoint, engine, together)
+            checkpoint = load_or_older(checkpoint, engine, all_or_none)
         if checkpoint is None:
             answers.append((None, []))
             continue

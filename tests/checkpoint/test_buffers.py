@@ -16,7 +16,7 @@ from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import HostCopy, take_snapshot
-from tests.checkpoint.state import together_of
+from tests.checkpoint.state import all_or_none_of
 from tests.engines import BF16, make_engine
 
 
@@ -56,14 +56,14 @@ def _saved(folder: Path, copied: bool) -> None:
     engine = _engine()
     _fill(engine, engine.topology.dp.rank)
     snapshot = take_snapshot(engine, RunRecord())
-    save(folder, HostCopy().take(snapshot) if copied else snapshot, together_of(engine))
+    save(folder, HostCopy().start(snapshot) if copied else snapshot, all_or_none_of(engine))
 
 
 def _loaded(folder: Path) -> dict[str, Tensor]:
     engine = _engine()
-    checkpoint = newest_checkpoint(folder, together_of(engine))
+    checkpoint = newest_checkpoint(folder, all_or_none_of(engine))
     assert checkpoint is not None
-    load(checkpoint, engine, together_of(engine))
+    load(checkpoint, engine, all_or_none_of(engine))
     return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
 
 
@@ -80,18 +80,18 @@ def test_the_first_ranks_buffers_are_loaded_on_all(run_ranks, tmp_path: Path, co
 
 def test_a_buffer_that_was_not_saved_stays_and_one_that_is_unknown_is_refused(tmp_path: Path) -> None:
     without, engine = _engine(tallies=False), _engine()
-    together = together_of(engine)
-    save(tmp_path / "without", take_snapshot(without, RunRecord()), together)
+    all_or_none = all_or_none_of(engine)
+    save(tmp_path / "without", take_snapshot(without, RunRecord()), all_or_none)
     _fill(engine, 0)
-    save(tmp_path / "with", take_snapshot(engine, RunRecord()), together)
-    checkpoint = newest_checkpoint(tmp_path / "without", together)
+    save(tmp_path / "with", take_snapshot(engine, RunRecord()), all_or_none)
+    checkpoint = newest_checkpoint(tmp_path / "without", all_or_none)
     assert checkpoint is not None
-    load(checkpoint, engine, together)
+    load(checkpoint, engine, all_or_none)
     assert int(engine.module.get_buffer("seen")) == 2**40 + 1
-    checkpoint = newest_checkpoint(tmp_path / "with", together)
+    checkpoint = newest_checkpoint(tmp_path / "with", all_or_none)
     assert checkpoint is not None
     with pytest.raises(ValueError, match="unknown tally; unknown seen"):
-        load(checkpoint, without, together)
+        load(checkpoint, without, all_or_none)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
@@ -110,7 +110,7 @@ def test_a_difference_of_a_buffer_is_told(tmp_path: Path) -> None:
     paths = []
     for rank in (0, 1):
         _fill(engine, rank)
-        paths.append(save(tmp_path, take_snapshot(engine, RunRecord()), together_of(engine)))
+        paths.append(save(tmp_path, take_snapshot(engine, RunRecord()), all_or_none_of(engine)))
     assert {line.split(":")[0] for line in diff(*paths)} == {
         *(f"buffer of {name}" for name in ("tally", "seen", "flags", "rows")), "4 differences"
     }  # fmt: skip

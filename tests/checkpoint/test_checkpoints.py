@@ -158,7 +158,7 @@ def test_all_ranks_learn_alike_that_a_save_is_refused(run_ranks, tmp_path: Path)
 
 def _save_alone(folder: Path, call: str) -> str:
     checkpoints = Checkpoints(fp16_engine(), folder, timeout_s=1.0)
-    if checkpoints._together.rank:
+    if checkpoints._all_or_none.rank:
         return ""
     with pytest.raises(RuntimeError) as told:
         {"save": lambda: checkpoints.save({}), "load": checkpoints.load}[call]()

@@ -20,7 +20,7 @@ from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import owned_parts, take_snapshot
 from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli import main
-from tests.checkpoint.state import fill, fp16_engine, save_steps, together_of
+from tests.checkpoint.state import all_or_none_of, fill, fp16_engine, save_steps
 
 CONFIG = "[optimizer]\nlr = 0.5\n"
 
@@ -36,7 +36,7 @@ def _saved(
     fill(engine, 3)
     hurt(engine)
     run = RunRecord(progress={"consumed_samples": 3}, config=config)
-    return save(folder, take_snapshot(engine, run), together_of(engine))
+    return save(folder, take_snapshot(engine, run), all_or_none_of(engine))
 
 
 def _lines(old: Path, new: Path) -> list[str]:

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from megamix.checkpoint.all_or_none import SomeRankFailed
 from megamix.checkpoint.folder import Files, checkpoints
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import remove_old, save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.checkpoint.together import FailedTogether
 from tests.checkpoint.faults import FaultyFiles, listing
-from tests.checkpoint.state import alone, fill, fp16_engine, resume, save_steps, together_of
+from tests.checkpoint.state import all_or_none_of, alone, fill, fp16_engine, resume, save_steps
 from tests.conftest import FULL
 
 PLACES = 5 if FULL else 2  # faults of each kind on each rank
@@ -47,13 +47,13 @@ def _save_step_3(folder: Path, faults: list[tuple[int, int, Callable[..., None]]
     """Try a save once per fault, (rank, call, what happens). Return each error, and the folder's content after it."""
     engine = fp16_engine()
     fill(engine, 3)
-    together = together_of(engine)
+    all_or_none = all_or_none_of(engine)
     snapshot = take_snapshot(engine, RunRecord(progress={"consumed_samples": 3}))
     outcomes = []
     for rank, at, fault in faults:
-        files = FaultyFiles(at if together.rank == rank else None, fault)
-        with pytest.raises(FailedTogether) as raised:
-            save(folder, snapshot, together, files)
+        files = FaultyFiles(at if all_or_none.rank == rank else None, fault)
+        with pytest.raises(SomeRankFailed) as raised:
+            save(folder, snapshot, all_or_none, files)
         outcomes.append((str(raised.value), listing(folder)))
     return outcomes
 
@@ -63,7 +63,7 @@ def _calls(folder: Path) -> list[str]:
     engine = fp16_engine()
     fill(engine, 3)
     files = FaultyFiles()
-    save(folder, take_snapshot(engine, RunRecord()), together_of(engine), files)
+    save(folder, take_snapshot(engine, RunRecord()), all_or_none_of(engine), files)
     return files.calls
 
 
@@ -97,13 +97,13 @@ def _save_within(folder: Path, rank: int, largest: int) -> str:
     """Save with files on one rank limited to `largest` bytes by the system itself."""
     engine = fp16_engine()
     fill(engine, 3)
-    together = together_of(engine)
+    all_or_none = all_or_none_of(engine)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if together.rank == rank:
+    if all_or_none.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
     try:
-        save(folder, take_snapshot(engine, RunRecord()), together)
-    except FailedTogether as error:
+        save(folder, take_snapshot(engine, RunRecord()), all_or_none)
+    except SomeRankFailed as error:
         return str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -135,7 +135,7 @@ def test_a_save_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
     engine = fp16_engine()
     fill(engine, 3)
     snapshot = take_snapshot(engine, RunRecord())
-    with pytest.raises(FailedTogether, match=r"a checkpoint takes \d MiB, \d MiB are free"):
+    with pytest.raises(SomeRankFailed, match=r"a checkpoint takes \d MiB, \d MiB are free"):
         save(tmp_path, snapshot, alone(), _Free(snapshot.largest_size - 1))
     assert listing(tmp_path) == ["step_00000001", "step_00000002"]
     save(tmp_path, snapshot, alone(), _Free(snapshot.largest_size))
@@ -180,12 +180,12 @@ def test_a_real_disk_that_is_full_or_read_only(tmp_path: Path) -> None:
         fill(engine, 3)
         snapshot = take_snapshot(engine, RunRecord())
         (folder / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - (40 << 10)))
-        with pytest.raises(FailedTogether, match=r"MiB are free"):
+        with pytest.raises(SomeRankFailed, match=r"MiB are free"):
             save(folder / "checkpoints", snapshot, alone())
-        with pytest.raises(FailedTogether, match=r"\[Errno 28\].*rank_00000.safetensors"):
+        with pytest.raises(SomeRankFailed, match=r"\[Errno 28\].*rank_00000.safetensors"):
             save(folder / "checkpoints", snapshot, alone(), _Free(1 << 40))
         assert os.system(f"mount -o remount,ro {folder}") == 0
-        with pytest.raises(FailedTogether, match=r"\[Errno 30\]"):
+        with pytest.raises(SomeRankFailed, match=r"\[Errno 30\]"):
             save(folder / "checkpoints", snapshot, alone(), _Free(1 << 40))
         assert resume(folder / "checkpoints") == (2, [])
     finally:

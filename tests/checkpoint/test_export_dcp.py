@@ -21,7 +21,7 @@ from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli import main
 from tests.checkpoint.faults import listing
-from tests.checkpoint.state import fill, fp16_engine, full_value, save_steps, together_of
+from tests.checkpoint.state import all_or_none_of, fill, fp16_engine, full_value, save_steps
 from tests.distributed.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by dcp.load: that it is one process
@@ -84,7 +84,7 @@ class _Scalar(nn.Module):
 def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path: Path) -> None:
     engine = fp16_engine(model=_Scalar(), optimizer=NAG(lr=0.1))
     fill(engine, 3)
-    path = save(tmp_path / "checkpoints", take_snapshot(engine, RunRecord()), together_of(engine))
+    path = save(tmp_path / "checkpoints", take_snapshot(engine, RunRecord()), all_or_none_of(engine))
     export_dcp(verify_checkpoint(path), tmp_path / "out")
     got: dict[str, Any] = {"model": {"gain": torch.zeros(())}}
     got["optimizer"] = {"state": {"gain": {"momentum_buffer": torch.zeros(())}}}

@@ -58,7 +58,7 @@ def snapshot(*numels: int) -> Snapshot:
 
 
 def test_blocks_are_powers_of_two_and_hold_no_mebibyte_too_much(gpu) -> None:
-    taken = HostCopy().take(snapshot(640_000, 64, 1_000_000))
+    taken = HostCopy().start(snapshot(640_000, 64, 1_000_000))
     sizes = gpu["pinned"]
     assert all(size.bit_count() == 1 for size in sizes)
     assert [first > second for first, second in pairwise(sizes)] == [True] * (len(sizes) - 1)
@@ -76,7 +76,7 @@ def test_sizes_of_blocks(size: int, blocks: list[int]) -> None:
 
 def test_a_thread_waits_on_the_gpu_that_copies(gpu) -> None:
     copy = HostCopy()
-    copy.take(snapshot(6_400))
+    copy.start(snapshot(6_400))
     thread = threading.Thread(target=copy.wait)
     thread.start()
     thread.join()

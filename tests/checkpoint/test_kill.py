@@ -15,7 +15,7 @@ from megamix.checkpoint.manifest import RunRecord
 from megamix.mixed_precision.settings import Shard
 from megamix.tools.ranks import RankFailure, RankPool
 from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
-from tests.checkpoint.state import fill, fp16_engine, make_saver, resume, save_steps, together_of
+from tests.checkpoint.state import all_or_none_of, fill, fp16_engine, make_saver, resume, save_steps
 from tests.conftest import FULL
 from tests.programs import lines_counted
 
@@ -27,10 +27,10 @@ SAMPLE = 12  # points, where not all are taken
 def _save_step_3(folder: Path, shard: Shard, victim: int, at: int | None, midway: bool, beside: bool) -> list[str]:
     engine = fp16_engine(shard=shard)
     fill(engine, 3)
-    together = together_of(engine)
-    at = at if together.rank == victim else None
+    all_or_none = all_or_none_of(engine)
+    at = at if all_or_none.rank == victim else None
     files = FaultyFiles(at, kill_in_the_middle if midway else kill)
-    saver = make_saver(folder, together, files)
+    saver = make_saver(folder, all_or_none, files)
     run = RunRecord(progress={"consumed_samples": 3})
     if beside:
         saver.start(engine, run)

@@ -44,6 +44,7 @@ from megamix.clock import Clock
 from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.update_slice import MASTER
 from tests.checkpoint.state import (
+    all_or_none_of,
     differences,
     fill,
     fp16_engine,
@@ -51,7 +52,6 @@ from tests.checkpoint.state import (
     resume,
     resume_each,
     save_steps,
-    together_of,
 )
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
@@ -89,9 +89,9 @@ GROUPED = AdamW(lr=0.01, groups=(ParamGroup(pattern="blocks.1.*", lr_factor=0.5)
 def test_other_optimizer_groups_load_it_too(tmp_path: Path) -> None:
     save_steps(tmp_path, [3])
     engine = fp16_engine(optimizer=GROUPED)
-    checkpoint = newest_checkpoint(tmp_path, together_of(engine))
+    checkpoint = newest_checkpoint(tmp_path, all_or_none_of(engine))
     assert checkpoint is not None
-    load(checkpoint, engine, together_of(engine))
+    load(checkpoint, engine, all_or_none_of(engine))
     assert differences(engine, 3) == []
 
 
@@ -99,12 +99,12 @@ def _loaded_and_uninterrupted(folder: Path, shard: Shard) -> tuple[list[float], 
     """Return the losses of a resumed run and of one that went on, and the differences at their ends."""
     source = fp16_engine(shard=shard)
     train_steps(source, range(3))
-    save(folder, take_snapshot(source, RunRecord()), together_of(source))
+    save(folder, take_snapshot(source, RunRecord()), all_or_none_of(source))
     resumed = fp16_engine(shard=shard)
     train_steps(resumed, range(5, 7))  # something else, to be overwritten
-    checkpoint = newest_checkpoint(folder, together_of(resumed))
+    checkpoint = newest_checkpoint(folder, all_or_none_of(resumed))
     assert checkpoint is not None
-    load(checkpoint, resumed, together_of(resumed))
+    load(checkpoint, resumed, all_or_none_of(resumed))
     went_on, again = train_steps(source, range(3, 6)), train_steps(resumed, range(3, 6))
     one, other = source.state_dict(), resumed.state_dict()
     unequal = [
@@ -230,11 +230,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, engine
     save_steps(tmp_path, [3])
     target = engine()
     before = target.state_dict()
-    checkpoint = newest_checkpoint(tmp_path, together_of(target))
+    checkpoint = newest_checkpoint(tmp_path, all_or_none_of(target))
     assert checkpoint is not None
     for line in told:
         with pytest.raises(ValueError, match=line):
-            load(checkpoint, target, together_of(target))
+            load(checkpoint, target, all_or_none_of(target))
     after = target.state_dict()
     assert all(torch.equal(one, other) for one, other in zip(before["master"], after["master"], strict=True))
     assert (after["applied_updates"], after["skipped_steps"]) == (0, 0)
@@ -251,11 +251,11 @@ def test_another_optimizer_keeps_masters_counters_and_common_states(
 ) -> None:
     source, target = fp16_engine(optimizer=saved), fp16_engine(optimizer=loaded)
     train_steps(source, range(3))
-    save(tmp_path, take_snapshot(source, RunRecord()), together_of(source))
-    checkpoint = newest_checkpoint(tmp_path, together_of(target))
+    save(tmp_path, take_snapshot(source, RunRecord()), all_or_none_of(source))
+    checkpoint = newest_checkpoint(tmp_path, all_or_none_of(target))
     assert checkpoint is not None
     train_steps(target, range(3, 5))  # states of its own, which must go
-    load(checkpoint, target, together_of(target), anew=True)
+    load(checkpoint, target, all_or_none_of(target), anew=True)
     anew = 0
     was = {owned.spec.name: owned for owned in source.owned_ranges()}  # a single rank: each parameter is one range
     for after in target.owned_ranges():
@@ -276,17 +276,17 @@ def _lines_of_a_load(folder: Path) -> list[str]:
     engine, told = fp16_engine(optimizer=Muon(lr=0.02)), list[str]()
     logger, handler = logging.getLogger("megamix"), logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    checkpoint = newest_checkpoint(folder, together_of(engine))
+    checkpoint = newest_checkpoint(folder, all_or_none_of(engine))
     assert checkpoint is not None
     logger.addHandler(handler)
-    load(checkpoint, engine, together_of(engine), anew=True)
+    load(checkpoint, engine, all_or_none_of(engine), anew=True)
     logger.removeHandler(handler)
     return told
 
 
 def test_what_begins_at_zero_is_said_once_and_not_by_every_rank(tmp_path: Path, run_ranks) -> None:
     source = fp16_engine(optimizer=AdamW(lr=0.01))
-    save(tmp_path, take_snapshot(source, RunRecord()), together_of(source))
+    save(tmp_path, take_snapshot(source, RunRecord()), all_or_none_of(source))
     first, second = run_ranks(_lines_of_a_load, 2, tmp_path)
     assert [line.partition(":")[0] for line in first] == ["another optimizer's checkpoint"]
     assert second == []
@@ -299,10 +299,10 @@ def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:
 
     source, target = build(), build()
     train_steps(source, range(3))
-    save(tmp_path, take_snapshot(source, RunRecord()), together_of(source))
-    checkpoint = newest_checkpoint(tmp_path, together_of(target))
+    save(tmp_path, take_snapshot(source, RunRecord()), all_or_none_of(source))
+    checkpoint = newest_checkpoint(tmp_path, all_or_none_of(target))
     assert checkpoint is not None
-    load(checkpoint, target, together_of(target))
+    load(checkpoint, target, all_or_none_of(target))
     assert torch.equal(target.loss_scale.peaks, source.loss_scale.peaks)
     assert source.loss_scale.peaks.count_nonzero() == 3
     assert not target.loss_scale.wants_probe
@@ -312,9 +312,9 @@ def test_another_rule_of_the_loss_scale_begins_anew(tmp_path: Path, caplog) -> N
     save_steps(tmp_path, [3])
     precision = Precision(torch.float16, loss_scale=HeadroomLossScale(window=9, init_scale=2.0**7))
     target = make_engine(precision=precision)
-    checkpoint = newest_checkpoint(tmp_path, together_of(target))
+    checkpoint = newest_checkpoint(tmp_path, all_or_none_of(target))
     assert checkpoint is not None
-    load(checkpoint, target, together_of(target))
+    load(checkpoint, target, all_or_none_of(target))
     assert int(target.applied_updates) == 3
     assert (float(target.loss_scale.loss_scale), target.loss_scale.peaks.count_nonzero()) == (2.0**7, 0)
     assert "another rule (DynamicLossScale): it begins anew at 128" in caplog.text
@@ -330,10 +330,10 @@ def _resumed_scale(folder: Path, saved: StaticLossScale, own: StaticLossScale | 
     source, target = _scaled(saved), _scaled(own)
     for _ in range(3):
         saved.update_(torch.tensor(True), torch.tensor(0.0), saved.loss_scale.clone())
-    save(folder, take_snapshot(source, RunRecord()), together_of(source))
-    checkpoint = newest_checkpoint(folder, together_of(target))
+    save(folder, take_snapshot(source, RunRecord()), all_or_none_of(source))
+    checkpoint = newest_checkpoint(folder, all_or_none_of(target))
     assert checkpoint is not None
-    load(checkpoint, target, together_of(target))
+    load(checkpoint, target, all_or_none_of(target))
     return [value for state in target.loss_scale.state_dict().values() for value in state.view(-1).tolist()]
 
 
@@ -360,14 +360,14 @@ def test_a_loss_scale_goes_on_by_the_settings_of_now(tmp_path: Path, caplog, sav
 def test_no_save_or_load_in_the_middle_of_a_step(tmp_path: Path) -> None:
     save_steps(tmp_path, [3])
     engine = fp16_engine()
-    checkpoint = newest_checkpoint(tmp_path, together_of(engine))
+    checkpoint = newest_checkpoint(tmp_path, all_or_none_of(engine))
     assert checkpoint is not None
     fill(engine, 2)
     engine.backward(loss_of(engine, make_batch(0, 0, 0)))
     with pytest.raises(RuntimeError, match="right after step"):
         take_snapshot(engine, RunRecord())
     with pytest.raises(OSError, match="right after step"):
-        load(checkpoint, engine, together_of(engine))
+        load(checkpoint, engine, all_or_none_of(engine))
     engine.step()
     assert int(engine.applied_updates) == 3, "the step went on as if nothing was asked"
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import Files
-from megamix.checkpoint.load import load, newest_checkpoint, read_together
+from megamix.checkpoint.load import load, newest_checkpoint, read_on_all
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import Saver
-from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint
 from tests.checkpoint.faults import FaultyFiles, listing
-from tests.checkpoint.state import alone, differences, fill, fp16_engine, make_saver, together_of
+from tests.checkpoint.state import all_or_none_of, alone, differences, fill, fp16_engine, make_saver
 from tests.conftest import FULL
 
 REPEATS = 200 if FULL else 8
@@ -30,18 +30,18 @@ def _record(step: int) -> RunRecord:
 def _changed_right_after(folder: Path) -> list[list[str]]:
     """Return for each save the differences from the state that was to be saved."""
     engine, target = fp16_engine(), fp16_engine()
-    together = together_of(engine)
-    saver = make_saver(folder, together)
+    all_or_none = all_or_none_of(engine)
+    saver = make_saver(folder, all_or_none)
     wrong = []
     for number in range(REPEATS):
         fill(engine, 3)
         saver.start(engine, _record(number))
         fill(engine, 31)
         saver.finish()
-        checkpoint = newest_checkpoint(folder, together)
+        checkpoint = newest_checkpoint(folder, all_or_none)
         assert checkpoint is not None
         assert checkpoint.manifest.run == _record(number), "of several saves after one update the last is the newest"
-        load(checkpoint, target, together)
+        load(checkpoint, target, all_or_none)
         wrong.append(differences(target, 3))
     return wrong
 
@@ -107,8 +107,8 @@ def test_fewer_than_two_are_never_kept_nor_a_part_of_one(keep: Any, tmp_path: Pa
 
 
 def _tell(lengths: list[int]) -> list[list[str]]:
-    together = together_of(fp16_engine())
-    return [together.every(lambda length=length: "x" * (length if together.rank else 7)) for length in lengths]
+    all_or_none = all_or_none_of(fp16_engine())
+    return [all_or_none.every(lambda length=length: "x" * (length if all_or_none.rank else 7)) for length in lengths]
 
 
 def test_answers_of_any_length_arrive_whole(run_ranks) -> None:
@@ -122,21 +122,21 @@ def _never(error: Exception) -> None:
 
 
 def _named(folder: Path, name: str) -> Checkpoint:
-    return read_together(folder / name, alone())
+    return read_on_all(folder / name, alone())
 
 
 def _fails_on_rank_1(folder: Path, beside: bool) -> list[str]:
     """Return the outcomes of a save that fails and of the save after it."""
     engine = fp16_engine()
-    together = Together.apart(engine.topology.world, timeout_s=60.0)
+    all_or_none = AllOrNone.apart(engine.topology.world, timeout_s=60.0)
     told: list[str] = []
 
     def full(name: str, arguments: tuple[Any, ...]) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    files = FaultyFiles(at=1 if together.rank == 1 else None, fault=full)
+    files = FaultyFiles(at=1 if all_or_none.rank == 1 else None, fault=full)
     saver = Saver(
-        folder, 2, together,
+        folder, 2, all_or_none,
         saved=lambda path: told.append(f"saved {path.name} {path.is_dir()}"),
         failed=lambda error: told.append(str(error)), files=files,
     )  # fmt: skip
@@ -160,7 +160,7 @@ def test_a_failure_is_told_alike_on_all_ranks_and_the_next_save_is_tried(run_ran
 def _uses_both_groups(folder: Path) -> list[float]:
     """Run collectives of training while a save's own are under way: each matches its own kind."""
     engine = fp16_engine()
-    saver = make_saver(folder, Together.apart(engine.topology.world, timeout_s=60.0), Files())
+    saver = make_saver(folder, AllOrNone.apart(engine.topology.world, timeout_s=60.0), Files())
     sums = []
     for step in range(5):
         fill(engine, step)

@@ -52,7 +52,7 @@ def run(source: BlendedSource, draw: random.Random, resumes: int, num_samples: i
         last = _ == resumes
         plan = BatchPlan(10**9, size, "requeue", 3, state)
         for _ in range(updates if last else draw.randint(0, 3)):
-            rows += read_batch(source, plan.take().batch.samples, dp_size)
+            rows += read_batch(source, plan.launch().batch.samples, dp_size)
             plan.settle(False, 1.0)
         # As a checkpoint keeps it.
         progress = Progress(**dict(plan.state()))
@@ -77,7 +77,7 @@ def test_a_batch_that_overflowed_comes_back_with_the_rows_it_had_whatever_the_ba
         dp_size = draw.choice([1, 2, 4])
         plan = BatchPlan(10**9, 2 * dp_size * draw.choice([1, 2]), "requeue", 10**9, state)
         for _ in range(draw.randint(1, 5)):
-            batch = plan.take().batch
+            batch = plan.launch().batch
             bad = draw.random() < 0.4
             rows += [] if bad else read_batch(source, batch.samples, dp_size)
             plan.settle(bad, 1.0)

@@ -175,16 +175,16 @@ def _is_locked(path: Path) -> bool:
 def test_a_worker_that_dies_is_named_and_what_is_finished_is_kept(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = workers._Worker.take
+    receive = workers._Worker.receive
 
-    def killing_take(self: workers._Worker) -> object:
-        report = take(self)
+    def killing_receive(self: workers._Worker) -> object:
+        report = receive(self)
         if self.number >= 0:  # it encodes, and would go on
             assert _is_locked(tmp_path / "out.partial" / workers._LOCK_NAME)  # the next prepare waits at this lock
             self._process.kill()
         return report
 
-    monkeypatch.setattr(workers._Worker, "take", killing_take)
+    monkeypatch.setattr(workers._Worker, "receive", killing_receive)
     with pytest.raises(OSError, match=r"a worker died at piece \d+ \(exit code -9; .* finished pieces are kept"):
         prepare(source, tmp_path / "out", num_workers=2)
     monkeypatch.undo()

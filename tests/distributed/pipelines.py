@@ -19,7 +19,7 @@ from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.weights import Fill
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, drawn
-from megamix.parallel.passes import MicroBatch
+from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.parallel.pipeline_parallel import Handover, Pipeline
 from megamix.parallel.stages import V_SHAPED, plan_stages
 from megamix.tools.verify.core.observed_step import rank_device

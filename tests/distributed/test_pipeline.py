@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules
 
-from megamix.checkpoint.load import load, read_together
+from megamix.checkpoint.all_or_none import AllOrNone
+from megamix.checkpoint.load import load, read_on_all
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.checkpoint.together import Together
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.step import StepResult
 from megamix.model.transformer import Block, Transformer
-from megamix.parallel.passes import Passes
+from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.parallel.pipeline_parallel import SCHEDULES
 from megamix.tools.verify.core.observed_step import rank_device
 from tests.conftest import FULL
@@ -68,7 +68,7 @@ def _differences(case: Case, topology: Topology) -> list[str]:
     """Return the differences, bit for bit, after some steps on this rank's part."""
     engine, pipeline = make_pipeline(case, topology)
     whole = make_whole(case, topology)
-    plain, dp_rank, wrong = Passes(whole), topology.dp.rank, []
+    plain, dp_rank, wrong = MicroBatchRunner(whole), topology.dp.rank, []
     for step in range(STEPS):
         spans = engine.clock.entered
         pipeline.backward(micro_batches(case, step, dp_rank))
@@ -156,7 +156,7 @@ def _tied(case: Case) -> list[str]:
     whole = make_whole(case, topology)
     wrong = []
     pipeline.backward(micro_batches(case, 0, topology.dp.rank))
-    Passes(whole).backward(micro_batches(case, 0, topology.dp.rank))
+    MicroBatchRunner(whole).backward(micro_batches(case, 0, topology.dp.rank))
     engine.step(), whole.step()
     grads, expected = _summed(engine), _summed(whole)
     for name, grad in grads.items():
@@ -258,9 +258,9 @@ def _by_one_process(case: Case) -> _Trained:
     torch.manual_seed(5)
     whole, steps = pipeline_engine(case, Transformer(case.config()), Topology(), copies=2), []
     for step in range(2):
-        Passes(whole).backward(batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank))
+        MicroBatchRunner(whole).backward(batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank))
         steps.append(whole.step())
-    loss, weight = sum(Passes(whole).evaluate(batches(case, 9, dp_rank)) for dp_rank in range(2)).tolist()
+    loss, weight = sum(MicroBatchRunner(whole).evaluate(batches(case, 9, dp_rank)) for dp_rank in range(2)).tolist()
     return _Trained(_told(steps), loss / weight, _arrays(whole))
 
 
@@ -295,9 +295,9 @@ def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -
 
 def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[str]:
     """Return the values that the target has not taken over bit for bit, among those that this rank trains in both."""
-    together = Together(source.world, rank_device())
-    checkpoint = read_together(save(folder, take_snapshot(source, RunRecord()), together), together)
-    load(checkpoint, target, together)
+    all_or_none = AllOrNone(source.world, rank_device())
+    checkpoint = read_on_all(save(folder, take_snapshot(source, RunRecord()), all_or_none), all_or_none)
+    load(checkpoint, target, all_or_none)
     target.wait()
     one, other = state_of(source), state_of(target)
     common = one.keys() & other.keys()
@@ -315,7 +315,7 @@ def _moves(folder: Path) -> list[str]:
     torch.manual_seed(6)
     second = pipeline_engine(case, Transformer(case.config()), Topology.current())
     wrong = _move(first, second, folder / "first")
-    Passes(second).backward(micro_batches(case, 3, topology.pp.rank))
+    MicroBatchRunner(second).backward(micro_batches(case, 3, topology.pp.rank))
     second.step()
     third, _ = make_pipeline(Case(dtype=FP16, tied=True, schedule="zbv_zero_bubble"), topology)
     return wrong + _move(second, third, folder / "second")

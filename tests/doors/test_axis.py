@@ -14,7 +14,7 @@ from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
-from tests.checkpoint.state import together_of
+from tests.checkpoint.state import all_or_none_of
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.doors.replica_axis import connect_replicas, replicate
 from tests.engines import make_engine
@@ -63,14 +63,14 @@ def _replicas(folder: Path) -> tuple[list[int], list[tuple[dict[str, Tensor], fl
     topology = connect_replicas(2)
     engine = _engine(topology)
     seen = _train(engine, range(2))
-    together = together_of(engine)
-    save(folder, take_snapshot(engine, RunRecord()), together)
+    all_or_none = all_or_none_of(engine)
+    save(folder, take_snapshot(engine, RunRecord()), all_or_none)
     seen += _train(engine, range(2, STEPS))
     again = _engine(topology)
     _train(again, range(7, 8))  # other weights
-    checkpoint = newest_checkpoint(folder, together)
+    checkpoint = newest_checkpoint(folder, all_or_none)
     assert checkpoint is not None
-    load(checkpoint, again, together)
+    load(checkpoint, again, all_or_none)
     resumed = _train(again, range(2, STEPS))
     alike = all(torch.equal(seen[-1][0][name], weight) for name, weight in resumed[-1][0].items())
     masters = torch.cat([tensor for owned in engine.owned_ranges() for tensor in owned.tensors.values()])

@@ -42,7 +42,7 @@ from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.layouts.judge import judge
 from megamix.tools.verify.layouts.observe import observe
 from megamix.train.job import run_job
-from tests.checkpoint.state import together_of
+from tests.checkpoint.state import all_or_none_of
 from tests.parallel.layouts import Case, Owned, assemble, states
 from tests.tools.verify.jobs import make_config
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
@@ -199,7 +199,7 @@ def _saved_and_went_on(folder: Path, name: str, tp_size: int) -> tuple[int, int,
     engine = _build(name, tp_size)
     for step in range(STEPS):
         _step(engine, step)
-    save(folder, take_snapshot(engine, RunRecord()), together_of(engine))
+    save(folder, take_snapshot(engine, RunRecord()), all_or_none_of(engine))
     sizes = _bytes_of_states(engine), _held_bytes(engine)
     _step(engine, STEPS)
     return *sizes, states(engine)
@@ -208,9 +208,9 @@ def _saved_and_went_on(folder: Path, name: str, tp_size: int) -> tuple[int, int,
 def _loaded_and_went_on(folder: Path, name: str, tp_size: int) -> tuple[dict[str, list[Owned]], ...]:
     engine = _build(name, tp_size)
     _step(engine, 7)  # something else, to be overwritten
-    checkpoint = newest_checkpoint(folder, together_of(engine))
+    checkpoint = newest_checkpoint(folder, all_or_none_of(engine))
     assert checkpoint is not None
-    load(checkpoint, engine, together_of(engine))
+    load(checkpoint, engine, all_or_none_of(engine))
     loaded = states(engine)
     _step(engine, STEPS)
     return loaded, states(engine)
@@ -285,15 +285,15 @@ def test_verify_passes_and_plan_counts_its_bytes(run_ranks, monkeypatch, name: s
 
 def test_other_states_are_refused_by_name(tmp_path: Path) -> None:
     engine = _build("by kind")
-    save(tmp_path, take_snapshot(engine, RunRecord()), together_of(engine))
+    save(tmp_path, take_snapshot(engine, RunRecord()), all_or_none_of(engine))
     own = engine.state_dict()
     with mock.patch(f"{__name__}._optimizer", lambda name: AdamW(lr=LR)):
         other = _build("adamw")
-    checkpoint = newest_checkpoint(tmp_path, together_of(other))
+    checkpoint = newest_checkpoint(tmp_path, all_or_none_of(other))
     assert checkpoint is not None
     told = r"of embedding.weight and \d+ more it holds master, momentum \(BF16\), the optimizer needs master, exp_avg"
     with pytest.raises(ValueError, match=told):
-        load(checkpoint, other, together_of(other))
+        load(checkpoint, other, all_or_none_of(other))
     with pytest.raises(ValueError, match="optimizer and its groups"):
         other.load_state_dict(own)
 

@@ -57,11 +57,11 @@ def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
     result = _call("launch/quickstart.sh", *overrides, "optimizer.compile=false", NPROC_PER_NODE="2")
     assert result.returncode == 0, result.stderr
     # Whoever waits for the first step is told for what, in order, by the launcher and one rank; the log is as it was.
-    phases = [line for line in result.stderr.splitlines() if line.startswith(("megamix: ", "megamix train: "))]
+    phases = [line for line in result.stderr.splitlines() if line.startswith("megamix train: ")]
     assert phases == [
-        "megamix: checking the job",
-        "megamix: loading torch",
-        "megamix: no problems; starting 2 ranks",
+        "megamix train: checking the job",
+        "megamix train: loading torch",
+        "megamix train: no problems; starting 2 ranks",
         "megamix train: loading torch",
         "megamix train: meeting all 2 ranks",
         "megamix train: building the model",

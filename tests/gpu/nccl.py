@@ -267,7 +267,7 @@ def _sum(parts: Tensor, opts: Any) -> Tensor:
 _batch_isend_irecv = dist.batch_isend_irecv
 
 
-def _together(messages: list[dist.P2POp]) -> list[Any]:
+def _all_or_none(messages: list[dist.P2POp]) -> list[Any]:
     group = messages[0].group or dist.group.WORLD
     if not isinstance(group, SimulatedNccl):
         return _batch_isend_irecv(messages)
@@ -279,4 +279,4 @@ def answer() -> None:
     """Stand in the place of NCCL in torch.distributed."""
     of = dist.distributed_c10d
     of.ProcessGroupNCCL, of._NCCL_AVAILABLE = SimulatedNccl, True
-    of.batch_isend_irecv = dist.batch_isend_irecv = _together  # torch puts several together for its own class alone
+    of.batch_isend_irecv = dist.batch_isend_irecv = _all_or_none  # torch puts several together for its own class alone

@@ -14,7 +14,7 @@ from torch import Tensor
 from megamix import AdamW, Muon, Precision, ShardedEngine, Sharding, StaticLossScale
 from megamix.mixed_precision.bucket import Bucket, BucketBytes
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
-from megamix.mixed_precision.storage import take
+from megamix.mixed_precision.storage import allocate
 from megamix.mixed_precision.update_slice import UpdateGroup
 from tests.distributed.models import make_model
 from tests.storages import storage_bytes
@@ -62,7 +62,7 @@ def _told_and_measured() -> list[tuple[object, dict[str, int], dict[str, int]]]:
             seen = list[Tensor]()
             for name, tensors in buffers.items():
                 for tensor in tensors:
-                    take(tensor)
+                    allocate(tensor)
                 measured[name] = storage_bytes([*seen, *tensors]) - storage_bytes(seen)
                 seen += tensors
             passing = bucket.bytes.passing()

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.inspect.culprits import gather_peaks
@@ -74,8 +74,8 @@ def _train_and_save(folder: Path) -> tuple:
     )
     check_replicas(engine)
     cpu = torch.device("cpu")
-    together = Together(make_collectives(engine.topology.world, cpu), cpu)
-    save(folder, take_snapshot(engine, RunRecord()), together)
+    all_or_none = AllOrNone(make_collectives(engine.topology.world, cpu), cpu)
+    save(folder, take_snapshot(engine, RunRecord()), all_or_none)
     return one, other[1:], unchanged, engine.plan.param_names, after
 
 
@@ -92,10 +92,10 @@ def test_two_stages_that_share_a_layer_are_one_model(run_ranks, tmp_path: Path) 
     # Every element is owned once, the shared layer's by both stages, and any layout loads what they saved.
     alone = _build(1)
     cpu = torch.device("cpu")
-    together = Together(make_collectives(alone.topology.world, cpu), cpu)
-    checkpoint = newest_checkpoint(tmp_path, together)
+    all_or_none = AllOrNone(make_collectives(alone.topology.world, cpu), cpu)
+    checkpoint = newest_checkpoint(tmp_path, all_or_none)
     assert checkpoint is not None
-    load(checkpoint, alone, together)
+    load(checkpoint, alone, all_or_none)
     for kind, owned in states(alone).items():
         have, _ = assemble([owned])
         want, shared = assemble([rank[-1][kind] for rank in ranks])

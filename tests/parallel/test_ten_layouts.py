@@ -10,19 +10,19 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megamix.builders.objects import build_engine, build_passes, plan_pipeline
+from megamix.builders.objects import build_engine, build_runner, plan_pipeline
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
 from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.parallel.build import build_model, drawn
-from megamix.parallel.passes import MicroBatch, Passes
+from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.layouts.observe import batches
@@ -47,7 +47,7 @@ def _config(layout: str) -> Config:
     return place.apply(config, MICRO_BATCHES // place.size("dp"))
 
 
-def _build(config: Config) -> Passes:
+def _build(config: Config) -> MicroBatchRunner:
     section, stages = config.parallelism, plan_pipeline(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
     model, placements = build_model(
@@ -56,14 +56,14 @@ def _build(config: Config) -> Passes:
     accumulation = grad_accum_steps(config, topology.dp.size)
     fill = drawn(model, seed=0)
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
-    return build_passes(config, engine, model, stages)
+    return build_runner(config, engine, model, stages)
 
 
-def _step(config: Config, passes: Passes, number: int) -> tuple[float, bool]:
+def _step(config: Config, runner: MicroBatchRunner, number: int) -> tuple[float, bool]:
     """Return (loss, whether the step was skipped)."""
-    loaded = batches(config, number, passes.engine.topology.dp.rank)
-    passes.backward(MicroBatch(batch.to(rank_device())) for batch in loaded)
-    result = passes.engine.step()
+    loaded = batches(config, number, runner.engine.topology.dp.rank)
+    runner.backward(MicroBatch(batch.to(rank_device())) for batch in loaded)
+    result = runner.engine.step()
     return float(result.loss), bool(result.found_inf)
 
 
@@ -72,21 +72,21 @@ def _step(config: Config, passes: Passes, number: int) -> tuple[float, bool]:
 
 def _overflows(config: Config) -> list[str]:
     """Return the faults of steps in which one rank after the other has an inf in one gradient."""
-    passes = _build(config)
-    engine = passes.engine
+    runner = _build(config)
+    engine = runner.engine
     rank, wrong = engine.topology.world.rank, []
-    _step(config, passes, 0)
+    _step(config, runner, 0)
     before = contents(engine)
     params = [*engine.module.parameters()]
     for victim in range(engine.topology.world.size):
         handle = params[(3 * victim + 1) % len(params)].register_hook(with_one_inf) if rank == victim else None
-        _, skipped = _step(config, passes, 1)
+        _, skipped = _step(config, runner, 1)
         if handle is not None:
             handle.remove()
         same = are_equal(before, contents(engine))
         if not (skipped and same and int(engine.skipped_steps) == victim + 1 and int(engine.applied_updates) == 1):
             wrong.append(f"rank {victim} overflows, rank {rank}: skipped {skipped}, unchanged {same}")
-    if _step(config, passes, 1)[1]:
+    if _step(config, runner, 1)[1]:
         wrong.append("the step after")
     return wrong
 
@@ -109,32 +109,32 @@ class Loaded(NamedTuple):
     loss: float | None  # loss of the next step, if one follows
 
 
-def _together(engine: ShardedEngine) -> Together:
+def _all_or_none(engine: ShardedEngine) -> AllOrNone:
     device = rank_device()
-    return Together(make_collectives(engine.topology.world, device), device)
+    return AllOrNone(make_collectives(engine.topology.world, device), device)
 
 
 def _save(layout: str, folder: Path) -> tuple[dict[str, list[Owned]], float]:
     """Return what this rank saved after a step, and the loss of the next step."""
     config = _config(layout)
-    passes = _build(config)
-    _step(config, passes, 0)
-    save(folder / layout, take_snapshot(passes.engine, RunRecord()), _together(passes.engine))
-    return states(passes.engine), _step(config, passes, 1)[0]
+    runner = _build(config)
+    _step(config, runner, 0)
+    save(folder / layout, take_snapshot(runner.engine, RunRecord()), _all_or_none(runner.engine))
+    return states(runner.engine), _step(config, runner, 1)[0]
 
 
 def _load_each(layout: str, folder: Path, sources: list[str]) -> list[Loaded]:
     config = _config(layout)
-    passes = _build(config)
-    engine, together, found = passes.engine, _together(passes.engine), []
+    runner = _build(config)
+    engine, all_or_none, found = runner.engine, _all_or_none(runner.engine), []
     for source in sources:
-        checkpoint = newest_checkpoint(folder / source, together)
+        checkpoint = newest_checkpoint(folder / source, all_or_none)
         assert checkpoint is not None
-        load(checkpoint, engine, together)
+        load(checkpoint, engine, all_or_none)
         check_replicas(engine)
         mine = states(engine)
         trains = (source, layout) in TRAINED_ON
-        found.append(Loaded(mine, _step(config, passes, 1)[0] if trains else None))
+        found.append(Loaded(mine, _step(config, runner, 1)[0] if trains else None))
     return found
 
 

@@ -31,7 +31,7 @@ class Run:
                 self._settle()
             if self.plan.applied == stop:
                 return self
-            attempt = self.plan.take()
+            attempt = self.plan.launch()
             found_inf = self.overflows(attempt)
             self.tried.append(attempt)
             self.outcomes[attempt.number] = (found_inf, self.scale)
@@ -160,6 +160,6 @@ def test_two_bad_batches_in_a_row_cannot_excuse_each_other() -> None:
 
 def test_the_state_is_refused_while_outcomes_are_to_come() -> None:
     plan = BatchPlan(3, 1, "requeue", 3)
-    plan.take()
+    plan.launch()
     with pytest.raises(AssertionError, match="outcomes are still to come"):
         plan.state()

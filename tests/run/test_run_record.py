@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from megamix.builders.data import data_fingerprints
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import checkpoints
-from megamix.checkpoint.load import read_together
+from megamix.checkpoint.load import read_on_all
 from megamix.checkpoint.manifest import DamagedCheckpoint, read_manifest
-from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
 from megamix.comm.collectives import Collectives
@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 def _start(config: Config) -> Start:
-    return find_start(config, data_fingerprints(config), Together(Collectives(Axis()), torch.device("cpu")))
+    return find_start(config, data_fingerprints(config), AllOrNone(Collectives(Axis()), torch.device("cpu")))
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -351,7 +351,7 @@ def test_mutants_are_refused_or_train_on(data, run, tmp_path) -> None:
         done = [_mutate(fields, rng) for _ in range(rng.choice((1, 1, 1, 2)))]
         seal(newest, json.dumps(fields).replace('@@"', '"').removesuffix("}").encode())
         begun_s = time.process_time()
-        refusal = _refusal((DamagedCheckpoint, ConfigError), lambda: read_together(newest, alone(), check_run))
+        refusal = _refusal((DamagedCheckpoint, ConfigError), lambda: read_on_all(newest, alone(), check_run))
         assert time.process_time() - begun_s < LONGEST_S, done
         assert 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < MOST_BYTES, done
         if refusal is not None:

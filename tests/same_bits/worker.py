@@ -116,7 +116,7 @@ class Training:
         self.spoils: str | None = None  # what becomes of a gradient: "inf", "nan", "raises"
         self.forward_fails = False
         self.saved: dict[str, Any] = {}
-        self.passes: Any = None  # of a pipeline
+        self.runner: Any = None  # of a pipeline
         self.tp_rank, self.dp_rank = 0, self.rank
         layout = configuration["layout"]
         self.tp, self.pp = 1 + ("tp2" in layout), 1 + ("pp2" in layout)
@@ -127,7 +127,7 @@ class Training:
 
     def _build(self) -> Any:
         """Return the engine as a job builds it."""
-        from megamix.builders.objects import build_engine, build_passes, plan_pipeline
+        from megamix.builders.objects import build_engine, build_runner, plan_pipeline
         from megamix.parallel.build import build_model, drawn
 
         config = self._config()
@@ -143,7 +143,7 @@ class Training:
         self._hook([unit for unit in model.units if [*unit.parameters()]])  # a stage has some of the layers
         fill = drawn(model, self.seed)
         engine = build_engine(config, model, model.units, self.count, topology, placements, fill)
-        self.passes = build_passes(config, engine, model, stages) if stages else None
+        self.runner = build_runner(config, engine, model, stages) if stages else None
         return engine
 
     def _config(self) -> Any:
@@ -268,7 +268,7 @@ class Training:
         save, restore = sorted(self.dice.sample(range(ATTEMPTS), 2))
         happens[save].add("save")
         happens[restore].add("restore")
-        return happens if self.passes is None else [events - NOT_IN_PIPELINES for events in happens]
+        return happens if self.runner is None else [events - NOT_IN_PIPELINES for events in happens]
 
     def _attempt(self, number: int, events: set[str]) -> None:
         engine = self.engine
@@ -339,10 +339,10 @@ class Training:
         """Forward and backward of a step's micro-batches; of the first ones alone, or with one that ends the step.
         `misses`: no gradient comes to a unit, on some ranks or all.
         """
-        if self.passes is not None:
-            from megamix.parallel.passes import MicroBatch
+        if self.runner is not None:
+            from megamix.parallel.micro_batch_runner import MicroBatch
 
-            self.passes.backward([MicroBatch(self._batch(number, place)) for place in range(self.count)])
+            self.runner.backward([MicroBatch(self._batch(number, place)) for place in range(self.count)])
             return
         skips = misses and (self.chosen["shard"] == "parameters" or self.dp_rank % 2 == 0)
         for place in range((most or self.count) if ends is None else ends + 1):
@@ -367,10 +367,10 @@ class Training:
     @torch.no_grad()
     def _evaluate(self, number: int) -> None:
         self.engine.module.eval()
-        if self.passes is None:
+        if self.runner is None:
             self.note("evaluated", self.engine(*self._inputs(number, 0)))
         else:
-            self.note("evaluated", self.passes.evaluate([self._batch(number, place) for place in range(self.count)]))
+            self.note("evaluated", self.runner.evaluate([self._batch(number, place) for place in range(self.count)]))
         self.engine.module.train()
 
 

@@ -214,17 +214,17 @@ def _asked_with_a_slow_disk(config: Config, save_s: float) -> str:
         checkpoints._took_s = save_s
 
     request = LeaveRequest(30.0, now_s=lambda: 1000.0)
-    take = BatchPlan.take
+    launch = BatchPlan.launch
 
-    def take_and_be_asked(plan: BatchPlan) -> Attempt:
+    def launch_and_be_asked(plan: BatchPlan) -> Attempt:
         if plan.launched == SAVE_INTERVAL + 2 and Topology.current().dp.rank == 1:
             request.ask(signal.SIGTERM)
-        return take(plan)
+        return launch(plan)
 
     with (
         mock.patch.object(RunCheckpoints, "_saved", saved_slowly),
         mock.patch.object(joined, "signals_noted", lambda launched: nullcontext(request)),
-        mock.patch.object(BatchPlan, "take", take_and_be_asked),
+        mock.patch.object(BatchPlan, "launch", launch_and_be_asked),
     ):
         return _outcome(config)
 

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import checkpoints
-from megamix.checkpoint.together import Together
 from megamix.config import Config, ConfigError
 from megamix.inspect.replicas import DamagedMemory
 from megamix.mixed_precision.engine import ShardedEngine
@@ -167,7 +167,7 @@ def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save
 def test_a_peer_that_dies_before_the_watchdog_stands_leaves_failed(tmp_path) -> None:
     write_data(tmp_path / "data")
     gone = RuntimeError("Connection closed by peer")
-    with mock.patch.object(Together, "apart", side_effect=gone), pytest.raises(RuntimeError):
+    with mock.patch.object(AllOrNone, "apart", side_effect=gone), pytest.raises(RuntimeError):
         run_on_ranks(tiny_job(tmp_path))
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["reason"]) == ("failed", f"RuntimeError: {gone}")

@@ -37,16 +37,16 @@ def _rank_main(
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
-    take = BatchPlan.take
+    launch = BatchPlan.launch
 
-    def take_and_tell(plan: BatchPlan) -> Attempt:
-        attempt = take(plan)
+    def launch_and_tell(plan: BatchPlan) -> Attempt:
+        attempt = launch(plan)
         if at_attempt is not None:
             at_attempt(rank, attempt.number)
         return attempt
 
     with (
-        mock.patch.object(BatchPlan, "take", take_and_tell),
+        mock.patch.object(BatchPlan, "launch", launch_and_tell),
         # On a machine with more work than cores, the last resort may be faster than the action before it.
         mock.patch.object(watchdog, "_LAST_RESORT_S", watchdog._LAST_RESORT_S if FULL else DEADLINE_S),
     ):

@@ -119,11 +119,11 @@ def attempts_recorded(record: Record, before: Callable[[BatchPlan], None] = lamb
 
     `before`: called before each attempt is taken.
     """
-    take, settle = BatchPlan.take, BatchPlan.settle
+    launch, settle = BatchPlan.launch, BatchPlan.settle
 
-    def recorded_take(plan: BatchPlan) -> Attempt:
+    def recorded_launch(plan: BatchPlan) -> Attempt:
         before(plan)
-        record.attempts.append(take(plan))
+        record.attempts.append(launch(plan))
         return record.attempts[-1]
 
     def recorded_settle(plan: BatchPlan, found_inf: bool, loss_scale: float) -> Fate:
@@ -133,7 +133,7 @@ def attempts_recorded(record: Record, before: Callable[[BatchPlan], None] = lamb
         return fate
 
     with (
-        mock.patch.object(BatchPlan, "take", recorded_take),
+        mock.patch.object(BatchPlan, "launch", recorded_launch),
         mock.patch.object(BatchPlan, "settle", recorded_settle),
     ):
         yield

@@ -196,14 +196,14 @@ def test_a_file_that_is_cut_while_two_ranks_train_ends_both_with_its_name(tmp_pa
 def test_validation_data_that_are_cut_end_a_rank_alone_with_their_name(tmp_path) -> None:
     config = _config(tmp_path, training={"steps": 12, "eval_interval": 4})
     path = tmp_path / "data/valid.bin"
-    take = BatchPlan.take
+    launch = BatchPlan.launch
 
-    def take_and_cut(plan: BatchPlan) -> object:
+    def launch_and_cut(plan: BatchPlan) -> object:
         if plan.launched == 3:
             _cut(path)
-        return take(plan)
+        return launch(plan)
 
-    with mock.patch.object(BatchPlan, "take", take_and_cut), pytest.raises(WrongDataError) as told:
+    with mock.patch.object(BatchPlan, "launch", launch_and_cut), pytest.raises(WrongDataError) as told:
         run_on_ranks(config)
     assert told.value.exit_status == 2
     assert str(told.value).startswith(f"{path} was changed while it was read: it had ")

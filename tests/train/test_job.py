@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megamix import tuned
 from megamix.checkpoint import load
-from megamix.checkpoint.together import Together
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.cli import main
 from megamix.config import ConfigError, RopeScaling, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
@@ -288,13 +288,13 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
             seen.append(Watched.place())
             yield chunk
 
-    def apart(*arguments: Any) -> Together:
+    def apart(*arguments: Any) -> AllOrNone:
         watched.append("watchdog" in {thread.name for thread in threading.enumerate()})
         return connect(*arguments)
 
     watched: list[bool] = []
-    connect, verified_chunks = Together.apart, load.verified_chunks
-    monkeypatch.setattr(Together, "apart", apart)
+    connect, verified_chunks = AllOrNone.apart, load.verified_chunks
+    monkeypatch.setattr(AllOrNone, "apart", apart)
     monkeypatch.setattr(joined, "Job", Watched)
     monkeypatch.setattr(job, "drawn", noting(job.drawn))
     monkeypatch.setattr(load, "verified_chunks", chunks)

@@ -94,8 +94,8 @@ def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp
     class InOrder(BatchPlan):
         """Plan that gives a run the batches in the order in which the other run applied them."""
 
-        def take(self) -> Attempt:
-            attempt = Attempt(super().take().number, requeue.applied[self.launched - 1].batch)
+        def launch(self) -> Attempt:
+            attempt = Attempt(super().launch().number, requeue.applied[self.launched - 1].batch)
             self._in_flight[-1] = attempt
             return attempt
 

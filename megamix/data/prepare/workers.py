@@ -47,7 +47,7 @@ def encode_pieces(
         while busy:
             for connection in wait(list(busy)):
                 worker = busy[connection]  # type: ignore[index]  # wait() returns what it was given
-                yield worker.number, worker.take()
+                yield worker.number, worker.receive()
                 following = next(waiting, None)
                 if following is None:
                     del busy[worker.connection]
@@ -71,7 +71,7 @@ def call_apart(folder: Path, function: Callable[[], Any]) -> Any:
     worker = _Worker(folder)
     try:
         worker.give(function)
-        return worker.take()
+        return worker.receive()
     finally:
         worker.end()
 
@@ -99,7 +99,7 @@ class _Worker:
         except ConnectionError:
             self._raise_death()
 
-    def take(self) -> Any:
+    def receive(self) -> Any:
         try:
             answer = self.connection.recv()
         except (EOFError, ConnectionError):

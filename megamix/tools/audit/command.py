@@ -60,10 +60,10 @@ def run_audit(arguments: argparse.Namespace) -> Iterator[str]:
 
 def audit_job(config: Config, updates: int) -> AuditReport:
     """Return what an audit of that update finds. Every rank must call it."""
-    from megamix.builders.objects import build_engine, build_passes, plan_pipeline
+    from megamix.builders.objects import build_engine, build_runner, plan_pipeline
     from megamix.comm.topology import Topology, local_device
     from megamix.parallel.build import build_model, drawn
-    from megamix.parallel.passes import MicroBatch
+    from megamix.parallel.micro_batch_runner import MicroBatch
     from megamix.tools.audit.audit import audit
     from megamix.tools.audit.report import AuditReport
     from megamix.tools.verify.layouts.observe import MOST_SKIPPED, batches
@@ -73,12 +73,12 @@ def audit_job(config: Config, updates: int) -> AuditReport:
     model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
     accumulation, fill = grad_accum_steps(config, topology.data.size), drawn(model, config.training.seed)
     engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
-    passes = build_passes(config, engine, model, stages)
+    runner = build_runner(config, engine, model, stages)
     for attempt in range(updates + MOST_SKIPPED):
         is_last = int(engine.applied_updates) == updates - 1
         with audit(model, engine) if is_last else nullcontext(report) as report:
             loaded = batches(config, attempt, topology.data.rank)
-            passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
+            runner.backward(MicroBatch(batch.to(device)) for batch in loaded)
             engine.step()
         if int(engine.applied_updates) == updates:
             break

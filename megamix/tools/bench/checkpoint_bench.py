@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import Saver
-from megamix.checkpoint.together import Together
 from megamix.durable import sync_file
 from megamix.model.family import parameter_count
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, rotated, start_ranks
@@ -50,8 +50,8 @@ class CheckpointRank(TrainRank):
         self._ours = ours
         self._folder, self._checkpoints = folder, folder / "checkpoints"
         self._written: list[Path] = []
-        self._together = Together.apart(ours.engine.topology.world, timeout_s=600.0)
-        self._saver = Saver(self._checkpoints, _KEPT, self._together, saved=lambda path: None, failed=_fail)
+        self._all_or_none = AllOrNone.apart(ours.engine.topology.world, timeout_s=600.0)
+        self._saver = Saver(self._checkpoints, _KEPT, self._all_or_none, saved=lambda path: None, failed=_fail)
         self.losses(1)  # makes every state nonzero
         self._state = [flat for owned in ours.engine.owned_ranges() for flat in owned.tensors.values()]
         self._copies = [torch.empty_like(flat) for flat in self._state]
@@ -104,7 +104,7 @@ class CheckpointRank(TrainRank):
 
     def _seconds_together(self, work: Callable[[], object]) -> float:
         """Return the seconds from when all ranks are ready: a save waits for a late rank, a plain write does not."""
-        self._together.every(lambda: None)
+        self._all_or_none.every(lambda: None)
         return _seconds(work)
 
     def _newest(self) -> Path:
@@ -129,9 +129,9 @@ class CheckpointRank(TrainRank):
                 sync_file(file)
 
     def _load(self) -> None:
-        checkpoint = newest_checkpoint(self._checkpoints, self._together)
+        checkpoint = newest_checkpoint(self._checkpoints, self._all_or_none)
         assert checkpoint is not None
-        load(checkpoint, self._ours.engine, self._together)
+        load(checkpoint, self._ours.engine, self._all_or_none)
 
     def _copy(self) -> None:
         for flat, copy in zip(self._state, self._copies, strict=True):

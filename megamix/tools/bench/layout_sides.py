@@ -21,7 +21,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.model.decoder import Decoder
 from megamix.parallel.build import build_model, drawn
-from megamix.parallel.passes import MicroBatch
+from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES, Handover, Pipeline
 from megamix.parallel.stages import Stage, StagePlan, keep_layers, plan_stages
 from megamix.tools.bench.sides import SEED, Autocast, Ours, Work, make_engine, make_model, product_dtype, shard_fully

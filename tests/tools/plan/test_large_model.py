@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamix.builders.objects import build_engine, build_passes
+from megamix.builders.objects import build_engine, build_runner
 from megamix.cli import main
 from megamix.comm.topology import Topology
 from megamix.config import Config, config_to_toml
 from megamix.data.loader import Batch
 from megamix.parallel.build import build_model, drawn
-from megamix.parallel.passes import MicroBatch
+from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.ranks import RankPool
 from tests.conftest import FULL
@@ -48,12 +48,12 @@ def _train(config: Config) -> tuple[list[float], int]:
     topology, cpu = Topology.connect(), torch.device("cpu")
     model, placements = build_model(config.model, topology, cpu, sequence_parallel=False)
     engine = build_engine(config, model, model.units, 1, topology, placements, drawn(model, seed=0))
-    passes, losses = build_passes(config, engine, model, []), []
+    runner, losses = build_runner(config, engine, model, []), []
     generator = torch.Generator().manual_seed(topology.dp.rank)
     samples = torch.randint(config.model.vocab_size, (1, config.model.seq_len + 1), generator=generator)
     tokens, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
     for _ in range(STEPS):  # all steps have one batch, which the model learns
-        passes.backward(iter([MicroBatch(Batch(tokens, targets, None, targets.numel()))]))
+        runner.backward(iter([MicroBatch(Batch(tokens, targets, None, targets.numel()))]))
         losses.append(float(engine.step().loss))
     return losses, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamix.builders.objects import build_engine, build_passes, plan_pipeline
+from megamix.builders.objects import build_engine, build_runner, plan_pipeline
 from megamix.comm.topology import Topology
 from megamix.config import Config, ModelConfig, config_from_dict, grad_accum_steps
 from megamix.data.loader import Batch
@@ -17,7 +17,7 @@ from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.build import build_model, drawn
-from megamix.parallel.passes import MicroBatch
+from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES
 from megamix.tools.plan.memory_plan import EVALUATION, held_memory, plan_memory, plan_rank
 from megamix.tools.plan.report import report_lines
@@ -183,10 +183,10 @@ def _measured(config: Config) -> tuple[Topology, dict[str, int], dict[str, int],
         accumulation = grad_accum_steps(config, topology.dp.size)
         fill = drawn(model, seed=0)
         engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
-        passes = build_passes(config, engine, model, stages)
+        runner = build_runner(config, engine, model, stages)
         ends("build")
         for _ in range(2):
-            passes.backward(_batch(config) for _ in range(accumulation))
+            runner.backward(_batch(config) for _ in range(accumulation))
             ends("passes")
             engine.step()
             ends("step")

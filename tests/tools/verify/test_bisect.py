@@ -17,7 +17,7 @@ from tests.conftest import FULL
 from tests.tools.verify.foreign import trainers
 from tests.tools.verify.jobs import make_config
 
-TRAINER = f"{Path(__file__).parent / 'trainers.py'}:Deep"
+TRAINER = f"{Path(__file__).parent / 'foreign/trainers.py'}:Deep"
 MODULES = [f"{block}.{part}" for block in (1, 2, 3) for part in ("norm", "up", "down")] + ["4"]
 PLANTED = [(name, what) for name in MODULES for what in ("output", "gradient")]
 

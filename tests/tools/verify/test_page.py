@@ -16,9 +16,9 @@ import torch
 
 from megamix.cli import main
 from megamix.tools.ranks import RankFailure
-from megamix.tools.verify.core.hypotheses import AskedStep
+from megamix.tools.verify.core.hypotheses import RightStep
 from megamix.tools.verify.core.reference import Reference, finite
-from megamix.tools.verify.core.update_kinds import AskedUpdate
+from megamix.tools.verify.core.update_kinds import RightUpdate
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign import trainer_lines
 from megamix.tools.verify.foreign.judge_buffers import check_buffers
@@ -143,11 +143,11 @@ def test_what_is_not_finite_after_an_update_is_never_within_a_bound() -> None:
     verdict, weight = Verdict(), torch.ones(4)
     became = {"master": torch.tensor([1.0, 1.0, torch.nan, 1.0])}
 
-    asked = AskedUpdate(
+    right = RightUpdate(
         rule=lambda name, grad, before, **_: {"master": weight.double()}, name="w", before={"master": weight}, lr=1e-3,
         grad=torch.zeros(4, dtype=torch.float64), weight_decay=0.0, update=1, attempts=1,
     )  # fmt: skip
-    asked.note(verdict, 0, became, {"master": torch.float32})
+    right.note(verdict, 0, became, {"master": torch.float32})
     assert [(one.check, one.error) for one in verdict.differences] == [("weight", math.inf)]
 
 
@@ -167,8 +167,8 @@ def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale() 
 @pytest.mark.parametrize(("ranks", "numbers"), [(1, 2), (2, 1)])
 def test_a_factor_is_told_of_ranks_and_of_micro_batches_only_where_there_are_several(ranks: int, numbers: int) -> None:
     plain = torch.nn.Linear(1, 1)
-    asked = AskedStep(Reference(plain, plain, *[lambda model, batch: batch] * 2), {}, [[0] * numbers] * ranks, [[1.0]])
-    (twice,) = (text for factor, text in asked.meanings() if factor == 2)
+    right = RightStep(Reference(plain, plain, *[lambda model, batch: batch] * 2), {}, [[0] * numbers] * ranks, [[1.0]])
+    (twice,) = (text for factor, text in right.meanings() if factor == 2)
     absent = "ranks" if ranks == 1 else "micro-batches"
     assert "added up over" in twice
     assert absent not in twice
@@ -183,9 +183,9 @@ def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group: list[int]) 
 
     reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
     batches = [[torch.eye(3)[:1] * (rank + 1) + rank] for rank in range(4)]
-    asked = AskedStep(reference, dict(plain.named_parameters()), batches, [[0.25]] * 4)
-    found = {"weight": torch.stack([asked.parts[rank][0]["weight"] for rank in group]).sum(0) * 2}
-    told = asked.explain("weight", found, 1e-9)
+    right = RightStep(reference, dict(plain.named_parameters()), batches, [[0.25]] * 4)
+    found = {"weight": torch.stack([right.parts[rank][0]["weight"] for rank in group]).sum(0) * 2}
+    told = right.explain("weight", found, 1e-9)
     assert told == f"that of ranks {group} alone, not reduced over the others"
 
 
@@ -201,11 +201,11 @@ def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(
     reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
     kept = {name: buffer.clone() for name, buffer in plain.named_buffers() if buffer.is_floating_point()}
     weights = {name: param.detach().clone() for name, param in plain.named_parameters()}
-    asked = AskedStep(reference, weights | kept, [[torch.arange(12.0).view(4, 3)]], [[1.0]])
+    right = RightStep(reference, weights | kept, [[torch.arange(12.0).view(4, 3)]], [[1.0]])
     seen = SeenStep(
         told={}, weights=weights, states={}, buffers=kept, updates=updates, gradients={}, options={}, loss_scale=1.0,
         dtypes={}, tape={}, autocast=set(),
     )  # fmt: skip
     verdict = Verdict()
-    check_buffers(verdict, 0, asked, seen, seen)
+    check_buffers(verdict, 0, right, seen, seen)
     assert [one.where for one in verdict.differences] == wrong

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megamix.tools.verify.core.hypotheses import AskedStep, factor_of
+from megamix.tools.verify.core.hypotheses import RightStep, factor_of
 from megamix.tools.verify.core.reference import LossOf, moved, put
 from megamix.tools.verify.core.tape import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Tape, recorded
 from megamix.tools.verify.core.verdict import NOISE, UNIT
 
 
-def culprit(asked: AskedStep, tapes: Sequence[tuple[int, Tape]]) -> str:
+def culprit(right: RightStep, tapes: Sequence[tuple[int, Tape]]) -> str:
     """Return the first wrong module of a step, "" if none is.
 
     `tapes`: for every rank, the rank whose data it had, and its tape.
     """
-    wide = {name: weight.double() for name, weight in asked.weights.items()}
-    reference, found = asked.reference, []
+    wide = {name: weight.double() for name, weight in right.weights.items()}
+    reference, found = right.reference, []
     for rank, (of_rank, tape) in enumerate(tapes):
-        batch = asked.by_rank[of_rank][0]
+        batch = right.by_rank[of_rank][0]
         exact = _record(reference.exact, reference.exact_loss, wide, batch)
-        native = _record(reference.native, reference.native_loss, reference.coarse(asked.weights), batch)
+        native = _record(reference.native, reference.native_loss, reference.coarse(right.weights), batch)
         if wrong := first_module(tape, [other for data, other in tapes if data == of_rank], exact, native):
             found.append((*wrong, rank))
     if not found:

@@ -51,7 +51,7 @@ def factor_of(found: Tensor, right: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class AskedStep:
+class RightStep:
     """One step as it should have been, to explain a gradient that differs."""
 
     reference: Reference
@@ -62,7 +62,7 @@ class AskedStep:
     coefficient: float = 1.0  # clip coefficient of the gradient that was found
     clip: float = 0.0
     groups: Mapping[str, int] = field(default_factory=dict)  # a parameter's group of the optimizer
-    earlier: AskedStep | None = field(default=None, repr=False)
+    earlier: RightStep | None = field(default=None, repr=False)
     ranks: int = 1  # number of all ranks; more than those that read data if some divide the model
     owners: Mapping[str, Tensor] = field(default_factory=dict)  # by parameter: each element's owner
     tp_size: int = 1

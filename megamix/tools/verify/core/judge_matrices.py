@@ -44,14 +44,14 @@ def judge_matrices(
     source, found, owners = (one.view(-1, want.shape[-1]) for one in all_rows)
     for first, last in pairwise(accumulate(rows, initial=0)):
         own = slice(first, last)
-        asked = _AskedMatrix(optimizer, source[own], source, own, found[own], owners[own], device, tp_size)
-        if asked.matrix.isfinite().all():  # otherwise the input has been reported
-            asked.note(verdict, attempt, name if len(rows) == 1 else f"{name}, rows {first} to {last - 1}")
+        judged = _JudgedMatrix(optimizer, source[own], source, own, found[own], owners[own], device, tp_size)
+        if judged.matrix.isfinite().all():  # otherwise the input has been reported
+            judged.note(verdict, attempt, name if len(rows) == 1 else f"{name}, rows {first} to {last - 1}")
     return moves.double()
 
 
 @dataclass(frozen=True, slots=True)
-class _AskedMatrix:
+class _JudgedMatrix:
     optimizer: Muon
     matrix: Tensor  # the matrix that was made orthogonal
     parameter: Tensor  # all matrices of the parameter, one below the other

@@ -23,12 +23,12 @@ from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import MASTER, UpdateScalars
 from megamix.tools.verify.core.bisect import culprit
-from megamix.tools.verify.core.hypotheses import HALVES, AskedStep, nearest
+from megamix.tools.verify.core.hypotheses import HALVES, RightStep, nearest
 from megamix.tools.verify.core.judge_matrices import judge_matrices
 from megamix.tools.verify.core.norm_kinds import explain_norm
 from megamix.tools.verify.core.observed_step import ObservedStep, Whole, assemble
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step
-from megamix.tools.verify.core.update_kinds import AskedUpdate
+from megamix.tools.verify.core.update_kinds import RightUpdate
 from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_noise
 
 # How much further from FP64 the gradient of a loss may be than that of logits; right families come to 1.4 times.
@@ -49,7 +49,7 @@ def judge_attempts(
     verdict = Verdict(attempts=len(attempts))
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
     before = assemble([rank.owned for rank in start])
-    earlier: AskedStep | None = None
+    earlier: RightStep | None = None
     _ownership(verdict, -1, before)
     for name, weight in initial.items():
         verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], weight.cpu())
@@ -77,8 +77,8 @@ def judge_attempts(
         _copies(verdict, number, seen, after, dtype)
         _tables(verdict, number, seen, tables)
         if verdict.differences and not verdict.culprit and seen[0].tape:
-            verdict.culprit = culprit(step.asked, [(attempt.dp_rank, attempt.tape) for attempt in seen])
-        before, earlier = after, replace(step.asked, earlier=None)
+            verdict.culprit = culprit(step.right, [(attempt.dp_rank, attempt.tape) for attempt in seen])
+        before, earlier = after, replace(step.right, earlier=None)
     return verdict
 
 
@@ -112,7 +112,7 @@ class _Judged:
     def __init__(
         self, config: Config, reference: Reference, optimizer: Optimizer, number: int,
         by_rank: Sequence[MicroBatches], before: Whole, after: Whole, scalars: Sequence[dict[str, float]],
-        earlier: AskedStep | None,
+        earlier: RightStep | None,
     ):  # fmt: skip
         self.config, self.reference, self.optimizer, self.number = config, reference, optimizer, number
         self.before, self.after, self.by_rank, self.of = before, after, scalars, scalars[0]
@@ -126,7 +126,7 @@ class _Judged:
         weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()}
         each = 1 / weight
         tp_size = config.parallelism.tp_size
-        self.asked = AskedStep(
+        self.right = RightStep(
             reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
             loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(scalars),
             owners={name: after.owners[GRADIENT, name] for name in self.grads},
@@ -155,11 +155,11 @@ class _Judged:
         verdict.note(self.number, "overflow flag", "one rank, which has none", float(not near), 0.0)
 
     def _native(self) -> Step:
-        return self.reference.native_step(self.asked.weights, *self.asked.flat, self.of["loss_scale"])
+        return self.reference.native_step(self.right.weights, *self.right.flat, self.of["loss_scale"])
 
     def gradients(self, verdict: Verdict) -> None:
         """Compare the gradient with FP64's at the same weights."""
-        exact, native, roundings = self.asked.exact, self._native(), sum(map(len, self.asked.by_rank)) + 1
+        exact, native, roundings = self.right.exact, self._native(), sum(map(len, self.right.by_rank)) + 1
         note_noise(verdict, self.number, native.grads, exact.grads, UNIT[self.dtype])
         self._loss_path(verdict, exact, native)
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
@@ -168,7 +168,7 @@ class _Judged:
             want = exact.grads[name]
             noise = float((native.grads[name] - want).abs().max())
             bound = gradient_bound(noise, exact.magnitudes[name], roundings, unit, divisor)
-            explain = partial(self.asked.explain, name, self.grads, bound)
+            explain = partial(self.right.explain, name, self.grads, bound)
             verdict.note(self.number, "gradient", name, float((grad - want).abs().max()), bound, explain)
         self._loss(verdict, exact, native)
 
@@ -178,7 +178,7 @@ class _Judged:
         FP64 computes its loss from logits. Without this check, a wrong loss would pass for noise.
         """
         by_logits = replace(self.reference, native_loss=self.reference.exact_loss)
-        logits, _ = by_logits.finite_step(self.asked.weights, *self.asked.flat, self.of["loss_scale"])
+        logits, _ = by_logits.finite_step(self.right.weights, *self.right.flat, self.of["loss_scale"])
         off, near = ({name: step.grads[name] - want for name, want in exact.grads.items()} for step in (native, logits))
         relative = norm_of(near) / max(norm_of(exact.grads), 1e-300)
         for name, want in exact.grads.items():
@@ -193,7 +193,7 @@ class _Judged:
         """
         noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
         bound = NOISE * noise + UNIT[self.dtype] * exact.loss
-        explain = partial(self.asked.explain_loss, [self.of["loss"]] * len(self.asked.by_rank), exact.losses, bound)
+        explain = partial(self.right.explain_loss, [self.of["loss"]] * len(self.right.by_rank), exact.losses, bound)
         verdict.note(self.number, "loss", "the global batch", abs(self.of["loss"] - exact.loss), bound, explain)
 
     def norm(self, verdict: Verdict) -> None:
@@ -203,7 +203,7 @@ class _Judged:
         relative error; and the report is rounded once.
         """
         want, told = norm_of(self.grads), self.of["grad_norm"]
-        explain = partial(explain_norm, self.asked, told, self.grads, slack=2 * U32)
+        explain = partial(explain_norm, self.right, told, self.grads, slack=2 * U32)
         verdict.note(self.number, "norm", "all gradients", abs(told - want), 34 * U32 * want, explain)
         largest = max(float(grad.abs().max()) for grad in self.after.of(GRADIENT).values())
         verdict.note(self.number, "largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
@@ -231,17 +231,17 @@ class _Judged:
             if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):
                 want = rule(name, grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
                 device = next(self.reference.native.parameters()).device
-                at = (self.number, self.optimizer, name, want, self.after, device, self.asked.tp_size)
+                at = (self.number, self.optimizer, name, want, self.after, device, self.right.tp_size)
                 rule = partial(matrix_rule, self.optimizer, judge_matrices(verdict, *at))
             others = {f"the lr of update {at + 1}": other for at, other in enumerate(table) if abs(at + 1 - count) == 1}
             after = {state: self.after.tensors[state, name] for state in dtypes}
-            asked = AskedUpdate(
+            right = RightUpdate(
                 rule=rule, name=name, grad=grad, before=before,
                 lr=lr * group.lr_factor, lrs=others | {"the lr without its factor": lr},
                 weight_decay=group.weight_decay, decays={"another group's weight decay": self.optimizer.weight_decay},
                 update=count, attempts=self.number + 1, coefficient=coefficient, loss_scale=self.of["loss_scale"],
             )  # fmt: skip
-            asked.note(verdict, self.number, after, dtypes)
+            right.note(verdict, self.number, after, dtypes)
 
 
 def exact_update(

@@ -7,29 +7,29 @@ import math
 import torch
 from torch import Tensor
 
-from megamix.tools.verify.core.hypotheses import AskedStep, factor_of
+from megamix.tools.verify.core.hypotheses import RightStep, factor_of
 from megamix.tools.verify.core.verdict import Tensors, norm_of
 
 
-def explain_norm(asked: AskedStep, used: float, grads: Tensors, name: str = "", slack: float = 1e-5) -> str:
+def explain_norm(right: RightStep, used: float, grads: Tensors, name: str = "", slack: float = 1e-5) -> str:
     """Return which other norm this one looks like, in place of that of all gradients; "" for no known one.
 
     `name`: parameter that was clipped by it. `slack`: how far rounding may take its square, relative.
     """
     squares = {other: float(grad.square().sum()) for other, grad in grads.items()}
-    norm, numbers = norm_of(grads), {asked.ranks, len(asked.by_rank), len(asked.by_rank[0])}
+    norm, numbers = norm_of(grads), {right.ranks, len(right.by_rank), len(right.by_rank[0])}
     told = f"that of all gradients is {norm:.4g}"
-    sets = {f"group {group}": [other for other in squares if asked.groups.get(other) == group]
-            for group in sorted(set(asked.groups.values()))}  # fmt: skip
-    sets |= {"what tensor-parallel ranks replicate": [*asked.replicated]}
+    sets = {f"group {group}": [other for other in squares if right.groups.get(other) == group]
+            for group in sorted(set(right.groups.values()))}  # fmt: skip
+    sets |= {"what tensor-parallel ranks replicate": [*right.replicated]}
     sums = {text: sum(map(squares.__getitem__, others)) for text, others in sets.items()}
-    sums |= {f"the shards of rank {rank}": own**2 for rank, own in enumerate(_shard_norms(asked, grads))}
-    kinds = {"of the gradient with the loss scale in it": norm * asked.loss_scale} if asked.loss_scale != 1 else {}
+    sums |= {f"the shards of rank {rank}": own**2 for rank, own in enumerate(_shard_norms(right, grads))}
+    kinds = {"of the gradient with the loss scale in it": norm * right.loss_scale} if right.loss_scale != 1 else {}
     kinds |= {"its own": math.sqrt(squares[name])} if name and len(squares) > 1 else {}
     kinds |= {f"that of {text} alone": math.sqrt(square) for text, square in sums.items()}
     kinds |= {
         "its square, of which no root was taken": norm**2,
-        "the last step's": norm_of((asked.earlier or asked).whole),
+        "the last step's": norm_of((right.earlier or right).whole),
     }
     kinds |= {"the largest element, a norm of order infinity": max(float(grad.abs().max()) for grad in grads.values())}
     for times in sorted(numbers - {1}):
@@ -47,46 +47,46 @@ def explain_norm(asked: AskedStep, used: float, grads: Tensors, name: str = "", 
     return ""
 
 
-def explain_clipping(asked: AskedStep, name: str, found: Tensor, bound: float) -> str:
+def explain_clipping(right: RightStep, name: str, found: Tensor, bound: float) -> str:
     """Explain a gradient that is off by one factor, or by one for each rank's shards, by the norm that clipped it."""
-    whole, factor = asked.whole[name], factor_of(found, asked.whole[name])
-    if not asked.clip:
+    whole, factor = right.whole[name], factor_of(found, right.whole[name])
+    if not right.clip:
         return ""
     if factor <= 0 or float((found - factor * whole).abs().max()) > bound * max(1.0, factor):
-        norms = torch.tensor(_shard_norms(asked, asked.whole), dtype=torch.float64)
-        coefficients = (asked.clip / (norms + 1e-6)).clamp(max=1.0)
-        near = len(norms) and float((found - coefficients[_owner(asked, name)] * whole).abs().max()) <= bound
+        norms = torch.tensor(_shard_norms(right, right.whole), dtype=torch.float64)
+        coefficients = (right.clip / (norms + 1e-6)).clamp(max=1.0)
+        near = len(norms) and float((found - coefficients[_owner(right, name)] * whole).abs().max()) <= bound
         return "clipped on each rank by the norm of its own shards" if near else ""
     if factor >= 1.001:  # clipping makes nothing larger, and it hides how large the gradient was before
-        norm = norm_of(asked.whole)
-        texts = [text for times, text in asked.meanings() if times > factor]
-        if abs(factor * norm / asked.clip - 1) > 1e-3:
+        norm = norm_of(right.whole)
+        texts = [text for times, text in right.meanings() if times > factor]
+        if abs(factor * norm / right.clip - 1) > 1e-3:
             return ""
         if not texts:
-            return f"brought to {asked.clip:g}, though the right norm is {norm:.4g}: nothing had to be clipped"
-        return f"clipped to {asked.clip:g}, though the right norm is {norm:.4g}; before that {', or '.join(texts)}"
+            return f"brought to {right.clip:g}, though the right norm is {norm:.4g}: nothing had to be clipped"
+        return f"clipped to {right.clip:g}, though the right norm is {norm:.4g}; before that {', or '.join(texts)}"
     if abs(factor - 1) < 1e-3:
         return "not clipped"
-    kind = explain_norm(asked, asked.clip / factor, asked.whole, name)
-    return kind and f"clipped by a norm of {asked.clip / factor:.4g}, where {kind}"
+    kind = explain_norm(right, right.clip / factor, right.whole, name)
+    return kind and f"clipped by a norm of {right.clip / factor:.4g}, where {kind}"
 
 
-def _shard_norms(asked: AskedStep, grads: Tensors) -> list[float]:
+def _shard_norms(right: RightStep, grads: Tensors) -> list[float]:
     """Return the norm of each rank's shards; none if one rank has all."""
-    squares = torch.zeros(asked.ranks, dtype=torch.float64)
+    squares = torch.zeros(right.ranks, dtype=torch.float64)
     for name, grad in grads.items():
-        squares.index_add_(0, _owner(asked, name).flatten(), grad.square().flatten())
-    return squares.sqrt().tolist() if asked.ranks > 1 else []
+        squares.index_add_(0, _owner(right, name).flatten(), grad.square().flatten())
+    return squares.sqrt().tolist() if right.ranks > 1 else []
 
 
-def _owner(asked: AskedStep, name: str) -> Tensor:
+def _owner(right: RightStep, name: str) -> Tensor:
     """Return the ranks that own a parameter's elements: INT64, like the parameter.
 
     Unless told, they divide rows, as FSDP2 does.
     """
-    if name in asked.owners:
-        return asked.owners[name].clamp(min=0)  # elements without an owner are reported as such
-    whole = asked.whole[name]
+    if name in right.owners:
+        return right.owners[name].clamp(min=0)  # elements without an owner are reported as such
+    whole = right.whole[name]
     rows = whole.shape[0] if whole.dim() else 1
-    of_rank = -(-rows // asked.ranks) * (whole.numel() // rows)
+    of_rank = -(-rows // right.ranks) * (whole.numel() // rows)
     return torch.arange(whole.numel()).div(of_rank, rounding_mode="floor").view(whole.shape)

@@ -20,7 +20,7 @@ Rule = Callable[..., Tensors]  # (name, grad, before, lr=, weight_decay=, update
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedUpdate:
+class RightUpdate:
     """One parameter's update as it should have been."""
 
     rule: Rule

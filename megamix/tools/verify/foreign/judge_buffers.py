@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megamix.tools.verify.core.hypotheses import HALVES, AskedStep, factor_of, nearest
+from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, nearest
 from megamix.tools.verify.core.reference import MicroBatches
 from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict
 from megamix.tools.verify.foreign.watch import SeenStep
@@ -79,19 +79,19 @@ def _real(buffer: Tensor) -> Tensor:
     return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).double()
 
 
-def check_buffers(verdict: Verdict, number: int, asked: AskedStep, before: SeenStep, after: SeenStep) -> None:
+def check_buffers(verdict: Verdict, number: int, right: RightStep, before: SeenStep, after: SeenStep) -> None:
     """Check rank 0's buffers: by the plain model's forward if it moves them; the others must stay in a skipped step.
 
     A skipped step may leave the changes by forward, as torch's batch norm does, or undo them.
     """
-    mine, shares = asked.by_rank[0], asked.shares[0]
+    mine, shares = right.by_rank[0], right.shares[0]
 
     def moved_by(batches: MicroBatches, shares: Sequence[float], native: bool = False) -> Tensors:
         if native:
-            asked.reference.native_step(asked.weights, batches, shares, 1.0)
+            right.reference.native_step(right.weights, batches, shares, 1.0)
         else:
-            asked.reference.exact_step(asked.weights, batches, shares)
-        model = asked.reference.native if native else asked.reference.exact
+            right.reference.exact_step(right.weights, batches, shares)
+        model = right.reference.native if native else right.reference.exact
         return {name: _real(buffer).cpu().clone() for name, buffer in model.named_buffers()}
 
     wanted = moved_by(mine, shares) if after.buffers else {}
@@ -120,9 +120,9 @@ def check_buffers(verdict: Verdict, number: int, asked: AskedStep, before: SeenS
             if not counted:
                 factor = factor_of(got - was, moves := wanted[name] - was)
                 kinds.append((f"moved {factor:.4g} times as far: another momentum", was + factor * moves))
-            for rank in range(1, len(asked.by_rank)):
+            for rank in range(1, len(right.by_rank)):
                 text = f"moved by the samples of rank {rank}"
-                kinds.append((text, moved_by(asked.by_rank[rank], asked.shares[rank])[name]))
+                kinds.append((text, moved_by(right.by_rank[rank], right.shares[rank])[name]))
             return nearest(got, wanted[name], bound, iter(kinds)) or counted
 
         verdict.note(number, "buffer", name, float(_apart(got, want).max()), bound, explain)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megamix.tools.verify.core.bisect import culprit
-from megamix.tools.verify.core.hypotheses import HALVES, AskedStep, factor_of
+from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of
 from megamix.tools.verify.core.norm_kinds import explain_clipping, explain_norm
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite, moved
 from megamix.tools.verify.core.update_kinds import Halves
@@ -68,7 +68,7 @@ class _Judge:
         self.unit = max([U32, halves.unit, *map(UNIT.__getitem__, autocast)])
         self.plain = PlainUpdates(trainer, exact, updates)
         self.updates, self.known = 0, set[str]()  # parameters of the plain model that the training has
-        self.earlier: AskedStep | None = None
+        self.earlier: RightStep | None = None
 
     def started(self, verdict: Verdict, seen: Sequence[SeenStep]) -> SeenStep:
         first = seen[0]
@@ -123,14 +123,14 @@ class _Judge:
             name: weight.to(after.dtypes[name][0] if name in after.dtypes else weight.dtype)
             for name, weight in before.weights.items()
         } | {name: one for name, one in before.buffers.items() if one.shape == self.first_buffers.get(name, one).shape}
-        asked = AskedStep(
+        right = RightStep(
             self.reference, weights, by_rank, shares,
             loss_scale=after.loss_scale, clip=self.trainer.clip_grad, groups=self.plain.groups,
             earlier=self.earlier, ranks=self.ranks,
         )  # fmt: skip
-        exact = asked.exact
-        scale = after.loss_scale * self.ranks * max(asked.flat[1])  # factor by which a rank multiplies its largest loss
-        native = self.reference.native_step(weights, *asked.flat, scale)
+        exact = right.exact
+        scale = after.loss_scale * self.ranks * max(right.flat[1])  # factor by which a rank multiplies its largest loss
+        native = self.reference.native_step(weights, *right.flat, scale)
         if not any(after.updates):
             verdict.skipped += 1
             self._skipped(verdict, number, before, after, native)
@@ -140,7 +140,7 @@ class _Judge:
             verdict.note(number, "updates", "the optimizer", float({*after.updates} != {1}), 0.0, text)
             if not finite(native):
                 # Ranks round in another order, and may stay just below FP16's end where one process does not.
-                native, used = self.reference.finite_step(weights, *asked.flat, scale)
+                native, used = self.reference.finite_step(weights, *right.flat, scale)
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
                 verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
             unit = max(self.unit, *(UNIT.get(weights[name].dtype, U32) for name in self.initial))
@@ -148,25 +148,25 @@ class _Judge:
             norm = norm_of(exact.grads)
             # Noise over all elements at once: the noise of one number, such as the norm, may be zero by chance.
             noise = norm_of({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)
-            off, bound, kind = self._loss(seen, asked, exact, native, noise)
-            right = "a wrong backward or reduction: the loss is right" if bound else ""
-            hint = kind if off > bound or not right else lambda: right
+            off, bound, kind = self._loss(seen, right, exact, native, noise)
+            right_loss = "a wrong backward or reduction: the loss is right" if bound else ""
+            hint = kind if off > bound or not right_loss else lambda: right_loss
             slack = 2 * noise + 64 * U32  # relative: norms differ by no more than the norm of the difference
             clip = self.trainer.clip_grad
-            asked = replace(asked, coefficient=min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
-            unseen = self._gradients(verdict, number, asked, after, exact, native, noise, slack, hint)
+            right = replace(right, coefficient=min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
+            unseen = self._gradients(verdict, number, right, after, exact, native, noise, slack, hint)
             verdict.note(number, "loss", "the global batch", off, bound, kind)
             if "grad_norm" in after.told:
                 told, roundings = after.told["grad_norm"], math.sqrt(sum(map(torch.numel, exact.grads.values())))
                 bound = max(slack, 64 * U32 * roundings) * norm
-                explain = partial(explain_norm, asked, told, asked.whole)
+                explain = partial(explain_norm, right, told, right.whole)
                 verdict.note(number, "norm", "all gradients", abs(told - norm), bound, explain)
-            self.plain.check(verdict, number, self.updates, asked, before, after, unseen)
-        check_buffers(verdict, number, asked, before, after)
+            self.plain.check(verdict, number, self.updates, right, before, after, unseen)
+        check_buffers(verdict, number, right, before, after)
         self._copies(verdict, number, seen)
         for name in self.frozen:
             verdict.equal(number, "frozen weight", name, after.weights[name], before.weights[name])
-        self.earlier = replace(asked, earlier=None)
+        self.earlier = replace(right, earlier=None)
         return after
 
     def _samples(self, verdict: Verdict, number: int, by_rank: Sequence[MicroBatches]) -> None:
@@ -181,7 +181,7 @@ class _Judge:
             verdict.note(number, "samples", where, float(twice), 0.0, f"those of {other}")
 
     def _loss(
-        self, seen: Sequence[SeenStep], asked: AskedStep, exact: Step, native: Step, noise: float
+        self, seen: Sequence[SeenStep], right: RightStep, exact: Step, native: Step, noise: float
     ) -> tuple[float, float, Callable[[], str]]:
         """Return the loss's error, its bound, and its kind of mistake.
 
@@ -191,11 +191,11 @@ class _Judge:
         told = [one.told["loss"] for one in seen if "loss" in one.told]
         rounded = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
         bound = NOISE * rounded + (noise + 64 * U32) * abs(exact.loss)
-        apart = asked.rank_apart([one.losses for one in seen], exact.losses, bound)
+        apart = right.rank_apart([one.losses for one in seen], exact.losses, bound)
         if len(told) != len(seen):
             return 0.0, 0.0, lambda: apart
-        loss = sum(one * sum(mine) for one, mine in zip(told, asked.shares, strict=True))
-        return abs(loss - exact.loss), bound, lambda: apart or asked.explain_loss(told, exact.losses, bound)
+        loss = sum(one * sum(mine) for one, mine in zip(told, right.shares, strict=True))
+        return abs(loss - exact.loss), bound, lambda: apart or right.explain_loss(told, exact.losses, bound)
 
     def _skipped(self, verdict: Verdict, number: int, before: SeenStep, after: SeenStep, native: Step) -> None:
         """Check that nothing changed, and that there was an overflow."""
@@ -216,7 +216,7 @@ class _Judge:
                 verdict.equal(number, f"{key[0]} after a skipped step", key[1], made, torch.zeros_like(made), text)
 
     def _gradients(
-        self, verdict: Verdict, number: int, asked: AskedStep, after: SeenStep, exact: Step, native: Step, noise: float,
+        self, verdict: Verdict, number: int, right: RightStep, after: SeenStep, exact: Step, native: Step, noise: float,
         slack: float, hint: Callable[[], str],
     ) -> dict[str, float]:  # fmt: skip
         """Check the gradients that the update used. Return how far they may be from FP64's, if the trainer shows none.
@@ -224,13 +224,13 @@ class _Judge:
         noise: relative error of the native precision over all gradients. slack: relative error of the norm by which
         they are clipped.
         """
-        coefficient, clip = asked.coefficient, self.trainer.clip_grad
-        roundings = sum(len(mine) for mine in asked.by_rank) + 1
+        coefficient, clip = right.coefficient, self.trainer.clip_grad
+        roundings = sum(len(mine) for mine in right.by_rank) + 1
         bounds = {}
         for name, want in exact.grads.items():
             sums = after.dtypes[name][1] if name in after.dtypes else torch.float32
             rounded = max(float((native.grads[name] - want).abs().max()), noise * float(want.abs().max()))
-            divisor = after.loss_scale / max(max(mine) for mine in asked.shares) if _halves(asked, name) else None
+            divisor = after.loss_scale / max(max(mine) for mine in right.shares) if _halves(right, name) else None
             bound = gradient_bound(rounded, exact.magnitudes[name], roundings, UNIT[sums], divisor) * coefficient
             bounds[name] = bound + slack * coefficient * float(want.abs().max()) * bool(clip)
         if not after.gradients and type(self.trainer).gradients is not ForeignTrainer.gradients:
@@ -247,9 +247,9 @@ class _Judge:
             common, apart = coefficient, dict.fromkeys(apart, True)
         for name in sorted(apart, key=apart.__getitem__, reverse=True):
             off = float((found[name] - coefficient * exact.grads[name]).abs().max())
-            step = replace(asked, coefficient=common) if apart[name] else asked
+            step = replace(right, coefficient=common) if apart[name] else right
 
-            def explain(name: str = name, step: AskedStep = step) -> str:
+            def explain(name: str = name, step: RightStep = step) -> str:
                 kind = explain_clipping(step, name, found[name], bounds[name])
                 return kind or step.explain(name, found, bounds[name]) or hint()
 
@@ -260,5 +260,5 @@ class _Judge:
 _DRIFT = "a rank that draws, reduces or updates by itself"
 
 
-def _halves(asked: AskedStep, name: str) -> bool:
-    return asked.loss_scale != 1 or asked.weights[name].dtype == torch.float16
+def _halves(right: RightStep, name: str) -> bool:
+    return right.loss_scale != 1 or right.weights[name].dtype == torch.float16

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megamix.mixed_precision.update_slice import MASTER
-from megamix.tools.verify.core.hypotheses import AskedStep
-from megamix.tools.verify.core.update_kinds import AskedUpdate, Rule
+from megamix.tools.verify.core.hypotheses import RightStep
+from megamix.tools.verify.core.update_kinds import RightUpdate, Rule
 from megamix.tools.verify.core.verdict import Tensors, Verdict
 from megamix.tools.verify.foreign.trainer import IMPLEMENTATIONS, ForeignTrainer, optimizers_of, options_of
 from megamix.tools.verify.foreign.watch import SeenStep
@@ -50,7 +50,7 @@ class PlainUpdates:
         return replace(seen, states=states)
 
     def check(
-        self, verdict: Verdict, number: int, updates: int, asked: AskedStep, before: SeenStep, after: SeenStep,
+        self, verdict: Verdict, number: int, updates: int, right: RightStep, before: SeenStep, after: SeenStep,
         unseen: Mapping[str, float],
     ) -> None:  # fmt: skip
         """Check the options of every parameter, then weights and states.
@@ -89,9 +89,9 @@ class PlainUpdates:
             lrs = {f"the lr of update {at + 1}": other for at, other in enumerate(table)}
             lrs |= {f"the lr of group {at}": other for at, other in enumerate(self.lrs[updates - 1])}
             dtypes = dict.fromkeys(states, torch.float32) | {MASTER: self.truth}
-            update = AskedUpdate(
+            update = RightUpdate(
                 rule=partial(torch_update, optimizer, group), name=name, grad=grad, before=was, lr=lr,
-                weight_decay=decay, update=self.counts[name], attempts=number + 1, coefficient=asked.coefficient,
+                weight_decay=decay, update=self.counts[name], attempts=number + 1, coefficient=right.coefficient,
                 loss_scale=after.loss_scale, lacking=lacking, of_rows=True,
                 rules=wrong_rules(optimizer, group), past=[one[name] for one in self.past],
                 peers={other: held[other] for other, kept in self.kept.items()

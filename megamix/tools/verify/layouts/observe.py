@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from megamix.builders.data import plugin_source
-from megamix.builders.objects import build_engine, build_passes, plan_pipeline
+from megamix.builders.objects import build_engine, build_runner, plan_pipeline
 from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
 from megamix.data.loader import Batch, BatchLoader
 from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.source import MarkovSource, Numbers, Rows
 from megamix.parallel.build import build_model, drawn
-from megamix.parallel.passes import MicroBatch
+from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
 from megamix.tools.verify.core.tape import recorded
 
@@ -39,7 +39,7 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     accumulation = grad_accum_steps(config, topology.data.size)
     fill = drawn(model, config.training.seed)
     engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
-    passes = build_passes(config, engine, model, stages)
+    runner = build_runner(config, engine, model, stages)
     poison, used = Poison(engine), UsedValues()
     specs = [slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots]
     divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # may see partial sums
@@ -48,7 +48,7 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
         poison.active = attempt == overflow_at
         loaded = batches(config, attempt, topology.data.rank)
         with engine.observe(used), recorded(model, wanted=bisect, but=divided) as tape:
-            passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
+            runner.backward(MicroBatch(batch.to(device)) for batch in loaded)
             result = engine.step()
         run.append(observed(engine, result, tape, used))
     return run

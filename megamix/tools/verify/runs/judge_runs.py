@@ -236,8 +236,8 @@ def twice_problems(config: Config, layout: Layout, folder: Path, programs: Seque
     ]
     if not (problems := [*first_difference(*runs)]):
         return []
-    asked = third.model_copy(update={"training": third.training.model_copy(update={"deterministic": False})})
-    found = {name for rank in programs[1](undetermined, JobPart(asked)) for name in rank}
+    right = third.model_copy(update={"training": third.training.model_copy(update={"deterministic": False})})
+    found = {name for rank in programs[1](undetermined, JobPart(right)) for name in rank}
     known = ", ".join(sorted(found)) or "none of the operations"
     return [*problems, f"not deterministic, by what torch knows: {known}"]
 

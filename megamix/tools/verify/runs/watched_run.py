@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megamix.config import Config, data_source
 from megamix.mixed_precision.step import StepResult
-from megamix.parallel.passes import MicroBatch
+from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.run.batch_plan import Attempt, GlobalBatch
 from megamix.supervise.status import LeaveRequest, PreemptedError
 from megamix.tools.verify.core.layout import Layout

@@ -17,7 +17,7 @@ class MicroBatch(NamedTuple):
     seed: int | None = None  # the seed of its forward's dropout
 
 
-class Passes:
+class MicroBatchRunner:
     """Runs micro-batches one after the other, on a rank that has the whole model or a part of every layer. It is the
     base class of `Pipeline` (pipeline_parallel.py).
     """

@@ -12,11 +12,11 @@ from megamix.comm.host import gather_json, host_collectives
 from megamix.comm.topology import Axis
 
 
-class FailedTogether(OSError):
+class SomeRankFailed(OSError):
     """An error of at least one rank that could not do its part. Every rank raises it; it names each such rank."""
 
 
-class Together:
+class AllOrNone:
     """Runs work on the ranks and gathers the results. All ranks must make every call, in the same order.
 
     `device`: the device of the collectives' tensors. `what`: a hint added to the backend's error, which names no call.
@@ -29,14 +29,14 @@ class Together:
         self.rank, self.size = collectives.axis.rank, collectives.axis.size
 
     @staticmethod
-    def apart(world: Axis, timeout_s: float) -> Together:
+    def apart(world: Axis, timeout_s: float) -> AllOrNone:
         """Return one over new `host_collectives`, independent of the engine's collectives. Every rank must call it."""
-        return Together(host_collectives(world, timeout_s), torch.device("cpu"))
+        return AllOrNone(host_collectives(world, timeout_s), torch.device("cpu"))
 
     def every(self, work: Callable[[], Any]) -> list[Any]:
         """Let every rank work. Return all results to all ranks, in rank order. Results must be JSON values.
 
-        Raises: FailedTogether on every rank if the work raised anything on one.
+        Raises: SomeRankFailed on every rank if the work raised anything on one.
         """
         cause = None
         try:
@@ -47,7 +47,7 @@ class Together:
             answers = gather_json(self._collectives, answer, self._device)
         failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
         if failures:
-            raise FailedTogether("; ".join(failures)) from cause
+            raise SomeRankFailed("; ".join(failures)) from cause
         return [answer["result"] for answer in answers]
 
     def first(self, work: Callable[[], Any]) -> Any:
