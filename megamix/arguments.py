@@ -1,4 +1,4 @@
-"""What the verbs of the command line share: parsers whose errors say what to write, and how lines are told."""
+"""Common parts of the verbs of the command line: parsers whose errors say what to write, and printing of lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ELSEWHERE = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a verb's arguments. `example`: a command that works, with which the help and every error end."""
+    """Parser of a verb's arguments. `example`: a command that works, with which the help and every error end."""
 
     def __init__(self, *, example: str = "", **settings: Any):
         super().__init__(**settings)
@@ -46,34 +46,39 @@ def add_config(parser: argparse.ArgumentParser, help: str = "TOML file", nargs: 
 
 
 def check_plugins(arguments: argparse.Namespace, config: Config) -> None:
-    """Refuse those of `--plugins` that neither what is saved nor the processes that are started would know of."""
+    """Refuse plugins of `--plugins` that the configuration does not name.
+
+    Saved files and started processes would not know of them.
+    """
     if unknown := [name for name in arguments.plugins if name not in config.plugins]:
         fix = f"write plugins = {json.dumps([*config.plugins, *unknown])} on top of {arguments.config}"
         raise PluginError(f"plugins: {', '.join(unknown)} named by --plugins alone; {fix}")
 
 
 class Failed(str):
-    """A line that says that what was asked about is not so: the verb's exit status is 1."""
+    """Line that gives a negative answer: the verb's exit status is 1."""
 
 
 def print_lines(lines: Iterator[str]) -> bool:
-    """Print each as it comes. Return whether all were, and none is `Failed`: whoever reads may have seen enough, as
-    `head` has.
+    """Print each line as it comes. Return whether all were printed, and none is `Failed`.
+
+    A reader may have seen enough and close the pipe, as `head` does.
     """
     passed = True
     for line in lines:
         passed = passed and not isinstance(line, Failed)
         try:
             print(line, flush=True)
-        except BrokenPipeError:  # of this print alone: another pipe that breaks, as a worker's, is an error
+        except BrokenPipeError:  # only of this print: another broken pipe, such as a worker's, is an error
             drop_unwritten()
             return False
     return passed
 
 
 def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[[argparse.Namespace], int]:
-    """Return what prints the verb's lines. Its mistakes end it with a message: of what it was given, or of the disk,
-    with status 2, a damaged checkpoint with 1.
+    """Return a function that prints the verb's lines and returns the exit status.
+
+    Errors end the verb with a message: those of its input or of the disk with status 2, a damaged checkpoint with 1.
     """
 
     def run(arguments: argparse.Namespace) -> int:
@@ -85,7 +90,7 @@ def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[
             where = f"{error.filename}: " if error.filename else ""
             say(f"{name}: {where}{error.strerror or error}; correct that and run the same command again", sys.stderr)
             return 2
-        except ValueError as error:  # by the contract of what is called
+        except ValueError as error:  # an error by the contract of the called function
             from megamix.checkpoint.manifest import DamagedCheckpoint
 
             if isinstance(error, DamagedCheckpoint):

@@ -43,8 +43,10 @@ VERBS = [
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], int] | None = None) -> int:
-    """Run one verb; with `run` do that with its arguments instead. Exit status: 0, 1 for a damaged checkpoint, a layout
-    that differs or a job that does not fit, 2 for wrong input, or that of a run that ended early.
+    """Run one verb; with `run`, call that with the verb's arguments instead.
+
+    Returns the exit status: 0; 1 for a damaged checkpoint, a layout that differs or a job that does not fit; 2 for
+    wrong input; or that of a run that ended early.
     """
     open_streams()
     arguments = _parse(argv)
@@ -52,21 +54,24 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
         import_plugins(arguments.plugins)
         status: int | None = (run or arguments.run)(arguments)
     except (ConfigError, EndedEarlyError, PluginError) as error:
-        # All ranks end early alike; wrong input may be one rank's own, or the RANK itself.
+        # All ranks end early alike. Wrong input may be one rank's own, or be the RANK itself.
         tell = say_on_first_rank if isinstance(error, EndedEarlyError) else say_unless_first_did
         tell = say if getattr(error, "source", "") == "environment" else tell
-        if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # a user knows it by its file
+        if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # a user knows the job by its file
             error = ConfigError(error.problems, str(arguments.config))
         tell(f"megamix {arguments.verb}: {error}", sys.stderr)
         return error.exit_status if isinstance(error, EndedEarlyError) else 2
     finally:
-        if arguments.verb == "train":  # whose exit status decides whether it is started again
+        if arguments.verb == "train":  # train's exit status decides whether it is started again
             drop_unwritten()
     return status or 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand behind a flag as well, where argparse knows no more positional arguments."""
+    """Return the parsed arguments.
+
+    Overrides may stand behind a flag as well, where argparse takes no positional arguments.
+    """
     argv = sys.argv[1:] if argv is None else argv
     arguments, rest = _parser(argv).parse_known_args(argv)
     if takes_overrides := hasattr(arguments, "overrides"):
@@ -88,16 +93,16 @@ def _parser(argv: Sequence[str]) -> Parser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in VERBS:
         verb_parser = verbs.add_parser(verb.name, help=verb.help)
-        if verb.name in argv:  # the others' modules would only cost time
+        if verb.name in argv:  # modules of other verbs would only cost time
             _learn(verb, verb_parser)
     return parser
 
 
 def _learn(verb: Verb, parser: Parser) -> None:
-    """Give the verb's parser its arguments, and what to run."""
+    """Give the verb's parser its arguments, and the function to run."""
     parser.add_argument(
         "--plugins", metavar="NAMES", type=lambda names: names.split(",") if names else [], default=[],
-        help="modules to import first, as a,b: what was saved names them",
+        help="modules to import first, as a,b; a saved run names them",
     )  # fmt: skip
     command = importlib.import_module(f"megamix.{verb.room}.command")
     getattr(command, f"{verb.name}_arguments")(parser)

@@ -2,8 +2,8 @@
 
     python -m megamix.pretrain [torchrun's options] -- CONFIG [section.key=value ...] [--check [--memory SIZE]]
 
-The script has judged NNODES and NPROC_PER_NODE. What is wrong with the configuration is told before torch is imported,
-what is wrong with files and numbers of ranks before any rank starts.
+The script has judged NNODES and NPROC_PER_NODE. Mistakes in the configuration are told before torch is imported,
+mistakes in files and numbers of ranks before any rank starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megamix.train import command
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit status: 0 after --check, that of the launcher, or 2 for what is wrong."""
+    """Return the exit status: 0 after --check, the launcher's, or 2 for wrong input."""
     border = argv.index("--")
     options, job = argv[:border], argv[border + 1 :]
     return cli.main(["train", *job], partial(_pretrain, options, job))
@@ -35,21 +35,21 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
     config = command.job_of(arguments, tell)
     with signals_passed_on() as request:
         ranks = int(os.environ.get("NPROC_PER_NODE") or 0) or max(1, _gpus())
-        # Both are the whole job's; torchrun tells each rank its own. No node is ahead of the others: the run's folder
-        # is claimed only when all ranks have met.
+        # Both sizes are the whole job's; torchrun tells each rank its own. No node is ahead of the others: the run's
+        # folder is claimed only when all ranks have met.
         world_size = ranks * int(os.environ.get("NNODES") or 1)
         os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks)}
         outlook = command.outlook_of(arguments, config, tell)
         if arguments.check:
             say(outlook)
             return 0
-        _gpus()  # a torch that cannot be imported is told in words
+        _gpus()  # tells in words if torch cannot be imported
         say_phase(f"no problems; starting {ranks} rank{'s' * (ranks > 1)}")
         return start_ranks([*options, f"--nproc-per-node={ranks}", "-m", "megamix", "train", *job], request)
 
 
 def _gpus() -> int:
-    """Return how many torch can use. Raises: ConfigError if it cannot be imported."""
+    """Return the number of GPUs that torch can use. Raises: ConfigError if torch cannot be imported."""
     if "torch" not in sys.modules:
         say_phase("loading torch")
     try:

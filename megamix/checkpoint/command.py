@@ -34,11 +34,11 @@ def checkpoint_arguments(parser: Parser) -> None:
 
 @lines_told
 def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
-    for name in ("path", "other"):  # before the seconds that importing torch takes
+    for name in ("path", "other"):  # before the import of torch, which takes seconds
         if name in arguments:
             (folder_of if arguments.action in ("ls", "restore") else checkpoints_at)(getattr(arguments, name))
     if arguments.action == "restore":
-        for folder in (arguments.path, *arguments.path.absolute().parents[:2]):  # one of them is a run's, if any is
+        for folder in (arguments.path, *arguments.path.absolute().parents[:2]):  # one may be a run's folder
             refuse_held(folder)
     from megamix.checkpoint import actions
     from megamix.run.run_record import check_if_run

@@ -1,4 +1,4 @@
-"""The verb `config`: a configuration with all that is read, or the schema of one."""
+"""The verb `config`: a configuration with every key that is read, or the schema of one."""
 
 import argparse
 import json

@@ -50,8 +50,10 @@ def run_train(arguments: argparse.Namespace) -> None:
 
 
 def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config:
-    """Return the configuration that `train` was given; torch is not imported. `tell` gets a line of each key that is
-    not read. Raises: ConfigError with everything that is wrong with it and the flags.
+    """Return the configuration that `train` was given; torch is not imported.
+
+    `tell` gets a line for each key that is not read.
+    Raises: ConfigError with everything that is wrong with the configuration and the flags.
     """
     if arguments.memory is not None:
         memory_of_check(arguments.memory, checks=arguments.check)
@@ -61,8 +63,9 @@ def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config
 
 
 def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[str], None]) -> str:
-    """Return what `train --check` says of a job in which it finds no mistake, for the ranks of this environment. `tell`
-    gets a line of each thing that trains and is seldom meant. Raises: ConfigError.
+    """Return the text of `train --check` on a job without mistakes, for the ranks of this environment.
+
+    `tell` gets a line for each setting that trains but is seldom meant. Raises: ConfigError.
     """
     from megamix.run.resume_rules import outlook
     from megamix.run.run_folder import check
@@ -71,10 +74,10 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
     if arguments.check:
         _tell_torch(config)
         if too_much := memory_problem(config):
-            tell(f"note: {too_much}")  # it may be asked elsewhere than where the job is to run
+            tell(f"note: {too_much}")  # the job may run on another machine than the check
     told = f"{told}; {outlook(config)}"
     if arguments.memory is not None:
-        from megamix.tools.plan.report import require_fit  # and torch
+        from megamix.tools.plan.report import require_fit  # imports torch
 
         limit = memory_of_check(arguments.memory, checks=True)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -87,7 +90,7 @@ def _tell_torch(config: Config) -> None:
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:
-    """Planned against measured: a job says it, and goes without where the planner cannot be imported."""
+    """Return the log's line on planned and measured memory; without the planner, a line that says why it is missing."""
     try:
         from megamix.tools.plan.memory_plan import memory_line
     except ImportError as error:

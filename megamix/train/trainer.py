@@ -36,7 +36,7 @@ MakeTrainer = Callable[..., "Trainer"]  # takes the arguments of Trainer's const
 
 
 class Trainer:
-    """Loop over a job's attempts until all updates are applied. Every rank has one; only the first rank's writes."""
+    """Loop over a job's attempts until all updates are applied. Every rank has one; the first speaks and writes."""
 
     def __init__(
         self,

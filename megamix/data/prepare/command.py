@@ -18,7 +18,7 @@ def prepare_arguments(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="reused if it holds the same result")
     parser.add_argument("--text-key", metavar="KEY", default="text", help="key or column of a record's text (text)")
-    parser.add_argument("--split", metavar="NAME", default="train", help="of a dataset that has splits (train)")
+    parser.add_argument("--split", metavar="NAME", default="train", help="split of a dataset that has several (train)")
     parser.add_argument(
         "--tokenizer", metavar="WHAT", default="train",
         help="train: a byte-level BPE on this text (default); bytes; or a tokenizer.json or SentencePiece .model",
@@ -53,5 +53,5 @@ def run_prepare(arguments: argparse.Namespace) -> Iterator[str]:
         )
         corpus = input_corpus(arguments.input, arguments.split) if arguments.input else named_corpus(arguments.corpus)
         yield prepare_corpus(corpus, arguments.output, request).summary() + corpus.passed_over
-    except OSError as error:  # the disk, or memory
+    except OSError as error:  # an error of the disk or of memory
         raise ValueError(f"{error}; correct that and run the same command again: it continues") from error

@@ -1,5 +1,6 @@
-"""The verb `audit`: the first updates of a job on synthetic text, the last of them audited, and its page. Imports no
-torch before the configuration is read, so that a mistake in it shows at once.
+"""The verb `audit`: the first updates of a job on synthetic text, the last of them audited, and its page.
+
+Imports no torch before the configuration is read, so that a mistake in it shows at once.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
 def audit_arguments(parser: Parser) -> None:
     parser.example = "megamix audit job.toml"
     add_config(parser, "TOML file; its token files are not read")
-    parser.add_argument("--updates", metavar="N", type=int, default=3, help="how many; the last one is looked at (3)")
+    parser.add_argument("--updates", metavar="N", type=int, default=3, help="updates; the last one is audited (3)")
     parser.add_argument("--json", action="store_true", help="every share and dtype in full")
 
 
 @lines_told
 def run_audit(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield the page, on the first rank alone: of the ranks that torchrun started, else of as many as divide the model,
-    which are started here.
+    """Yield the page, on the first rank only.
+
+    The ranks are those that torchrun started; without torchrun, as many as divide the model are started here.
     """
     config, updates = load_config(arguments.config, arguments.overrides), arguments.updates
     if updates < 1:
@@ -42,7 +44,7 @@ def run_audit(arguments: argparse.Namespace) -> Iterator[str]:
     config = Layout("audit", sizes, section.sequence_parallel).apply(config)
     optimizer = config.optimizer.model_copy(update={"compile": False})  # the same dtypes, without 10 s of compiler
     config = config.model_copy(update={"optimizer": optimizer})
-    from megamix.comm.topology import leave_ranks, local_device, meet_ranks  # and torch, which takes seconds
+    from megamix.comm.topology import leave_ranks, local_device, meet_ranks  # imports torch, which takes seconds
     from megamix.tools.ranks import RankPool
 
     if started == ranks:
@@ -59,7 +61,7 @@ def run_audit(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def audit_job(config: Config, updates: int) -> AuditReport:
-    """Return what an audit of that update finds. Every rank must call it."""
+    """Return the report on update number `updates`. Every rank must call it."""
     from megamix.builders.objects import build_engine, build_runner, plan_pipeline
     from megamix.comm.topology import Topology, local_device
     from megamix.parallel.build import build_model, drawn

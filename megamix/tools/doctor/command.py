@@ -1,4 +1,4 @@
-"""The verb `doctor`: every check in turn, one page of what they say."""
+"""The verb `doctor`: every check in turn, and one page of their findings."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from megamix.supervise.console import drop_unwritten
 from megamix.tools.doctor import cards, host
 from megamix.tools.doctor.finding import HANGS, Finding, as_json, not_here, run_check, summary
 
-GPU_LIMIT_S, CPU_LIMIT_S = 600.0, 180.0  # of the whole: what may take longer is left out
-_HOST_LIMIT_S = 60.0  # of a check of the machine
+GPU_LIMIT_S, CPU_LIMIT_S = 600.0, 180.0  # seconds of all checks; a check that may take longer is left out
+_HOST_LIMIT_S = 60.0  # seconds of one check of the machine
 _NODES_LIMIT_S = 240.0
-_MOMENT_S = 15.0  # for ranks that are out of time to be ended
+_MOMENT_S = 15.0  # seconds in which ranks that are out of time are ended
 
 
 def doctor_arguments(parser: Parser) -> None:
@@ -58,7 +58,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     status = int(not as_json(findings)["fit"])
     if (arguments.nodes and status) or any(thread.name == HANGS for thread in threading.enumerate()):
         drop_unwritten()
-        os._exit(status)  # an ordinary end would wait for it, or for a broken group, or die of what it does meanwhile
+        os._exit(status)  # an ordinary exit would wait for threads or a group that hang, or die of them
     return status
 
 
@@ -69,7 +69,7 @@ def _nodes() -> Iterator[Finding]:
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Yield what every check says, as it becomes known."""
+    """Yield the findings of every check, as they become known."""
     start_s = time.monotonic()
     seen, facts = list[cards.Card](), dict[str, Any]()
 
@@ -109,7 +109,7 @@ def examine(folder: Path) -> Iterator[Finding]:
         yield not_here("all else", "torch does not load")
         return
     tell_torch(len(facts["cards"]) or 2)
-    from megamix.tools.doctor.measured import checks  # and torch, which loads
+    from megamix.tools.doctor.measured import checks  # imports torch, which loads by now
 
     end_s = start_s + (GPU_LIMIT_S if facts["cards"] else CPU_LIMIT_S)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The verb `plan`: what was asked for, checked before torch is imported, and then the report."""
+"""The verb `plan`: its request is checked before torch is imported, and then reported on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megamix.tools.plan.limits import MOST_RANKS, bytes_of
 if TYPE_CHECKING:
     from megamix.tools.plan.activations import Machine
 
-PATIENCE_S = 2.0  # of a user who sees nothing
+PATIENCE_S = 2.0  # seconds for which a user sees nothing
 
 
 def plan_arguments(parser: Parser) -> None:
@@ -37,10 +37,10 @@ def run_plan(arguments: argparse.Namespace) -> Iterator[str]:
 def plan_lines(
     config: Config, world: int | None, memory: str | None, device: Machine | None, as_json: bool
 ) -> Iterator[str]:
-    """Yield what to print, as it becomes known. `world`: None for parallelism.dp_size, or 1; `device`: None for a GPU,
-    and a line that says so.
+    """Yield the lines to print, as they become known.
 
-    Raises: ConfigError for what cannot be planned.
+    `world`: None for parallelism.dp_size, or 1. `device`: None for a GPU, and a line that says so.
+    Raises: ConfigError for a job that cannot be planned.
     """
     section, problems = config.parallelism, list[str]()
     parts = section.tp_size * section.pp_size
@@ -58,7 +58,7 @@ def plan_lines(
     late = Timer(PATIENCE_S, say, [f"megamix plan: counting {world} rank(s); large models take seconds", sys.stderr])
     late.start()
     try:
-        from megamix.tools.plan.report import report_lines  # and torch, which takes seconds
+        from megamix.tools.plan.report import report_lines  # imports torch, which takes seconds
 
         yield from report_lines(config, world // parts, device or "gpu", limit, as_json)
     finally:

@@ -12,13 +12,13 @@ from megamix.arguments import Parser, add_config, check_plugins, print_lines
 from megamix.config import load_config
 from megamix.tools.verify.core.layout import at_own_size, parse_layouts
 
-MOST_PARTS = 3  # of a job that is interrupted twice
+MOST_PARTS = 3  # parts of a job that is interrupted twice
 
 
 def verify_arguments(parser: Parser) -> None:
     parser.example = "megamix verify job.toml --layouts dp2,tp2"
     add_config(parser, "TOML file; its token files are not read", nargs="?")
-    parser.add_argument("--layouts", metavar="NAMES", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
+    parser.add_argument("--layouts", metavar="NAMES", help="layouts to verify, as dp2,dp4,dp2tp2 (dp1,dp2)")
     parser.add_argument("--bisect", action="store_true", help="name the first module that is wrong (compiles none)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
@@ -26,8 +26,8 @@ def verify_arguments(parser: Parser) -> None:
     )
     kind.add_argument("--twice", action="store_true", help="the same job in two programs, bit for bit")
     kind.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
-    parser.add_argument("--ranks", metavar="N", type=_worlds, help="of a trainer, as 1,2,4 (1,2)")
-    parser.add_argument("--steps", metavar="N", type=_steps, help="of a trainer (4)")
+    parser.add_argument("--ranks", metavar="N", type=_worlds, help="numbers of ranks for --trainer, as 1,2,4 (1,2)")
+    parser.add_argument("--steps", metavar="N", type=_steps, help="steps of --trainer (4)")
 
 
 def _worlds(text: str) -> list[int]:
@@ -45,7 +45,7 @@ def _steps(text: str) -> int:
 
 @contextmanager
 def _ranks_end_first() -> Iterator[None]:
-    """Until the end of the block, have a SIGTERM end the ranks, too, so that they leave nothing behind."""
+    """End the ranks, too, at a SIGTERM in the block, so that they leave nothing behind."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
@@ -61,7 +61,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_idle(arguments: argparse.Namespace) -> None:
-    """End with status 2 for what would have no effect beside the rest."""
+    """End with status 2 for an argument that has no effect beside the others."""
     kind = next((kind for kind in ("trainer", "runs", "twice") if getattr(arguments, kind)), "layouts")
     idle = {
         "trainer": ("config", "layouts"), "runs": ("ranks", "steps", "bisect"), "twice": ("ranks", "steps", "bisect"),
