@@ -209,8 +209,8 @@ def _stage_problems(config: Config) -> Iterator[str]:
             known = {name: corpora.setdefault(name, (field, names)) for name in names}
             for name in [name for name in names if known[name][1] != names][:1]:
                 yield (
-                    f"{field}: reads {str(name)!r} as part of another corpus than {known[name][0]} does, so what was "
-                    "read would come again; write the same list in both, or a weight for every file of both"
+                    f"{field}: reads {str(name)!r} as part of another corpus than {known[name][0]} does, so its "
+                    "samples would be read again; write the same list in both, or a weight for every file of both"
                 )
 
 

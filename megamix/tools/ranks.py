@@ -198,7 +198,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
             if dist.is_initialized():
                 dist.destroy_process_group()
             method, backend = f"file://{folder}/world_{world}", "nccl" if on_gpus else "gloo"
-            device = torch.device("cuda", rank) if on_gpus else None  # as in a job: NCCL splits groups by it
+            device = torch.device("cuda", rank) if on_gpus else None  # a job passes it, too: NCCL splits groups by it
             dist.init_process_group(backend, init_method=method, rank=rank, world_size=world_size, device_id=device)
         torch.manual_seed(0)
         try:
@@ -211,7 +211,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
         other_groups = len(dist.distributed_c10d._world.pg_map) != 1  # made by the call, or its world was left
         # Pickled here: a pipe would send each tensor as an open file, and a process may have a thousand of these.
         pipe.send_bytes(pickle.dumps((*answer, other_groups)))
-        if not held:  # with an actor, it would take time from the next measurement
+        if not held:  # an actor's next measurement would lose the time
             gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

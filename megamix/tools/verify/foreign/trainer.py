@@ -124,7 +124,7 @@ def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    sys.path.insert(0, str(path.parent.resolve()))  # its imports lie beside it, as for a script
+    sys.path.insert(0, str(path.parent.resolve()))  # the file's imports lie beside it, as for a script
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -259,7 +259,7 @@ def autocast_entered() -> Iterator[set[torch.dtype]]:
 
     def noted(self: torch.autocast) -> Any:
         entered = enter(self)  # type: ignore[no-untyped-call]  # torch gives it no types
-        if torch.is_autocast_enabled(self.device):  # it may be entered to switch it off
+        if torch.is_autocast_enabled(self.device):  # an autocast may be entered to switch it off
             seen.add(torch.get_autocast_dtype(self.device))
         return entered
 

@@ -83,7 +83,7 @@ class _Witness:
     def __init__(self, trainer: ForeignTrainer, module: nn.Module, optimizers: Sequence[Optimizer]):
         self.trainer, self.module, self.optimizers = trainer, module, optimizers
         self.dtypes, self._loss = computes_in(module), trainer.loss
-        trainer.loss = self._noted_loss  # type: ignore[method-assign]  # its step may call it
+        trainer.loss = self._noted_loss  # type: ignore[method-assign]  # a step may call `loss`
         self._forget()
         self.inside: Counter[Optimizer] = Counter()  # a step may call its base class's step
         for optimizer in optimizers:
