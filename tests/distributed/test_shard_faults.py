@@ -19,11 +19,16 @@ from torch import Tensor, nn
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from tests.distributed.models import loss_of, make_batch, make_model
-from tests.distributed.test_shard import _engine, _PlantedError, _take_step
+from tests.distributed.test_shard import _engine, _PlantedError
+from tests.engines import train_step
 
 pytestmark = pytest.mark.uncounted
 
 _TIMEOUT_S = 3  # seconds of a wait that nobody ends
+
+
+def _norm(engine: ShardedEngine, step: int = 0) -> float:
+    return float(train_step(engine, step).grad_norm)
 
 
 def _fails(*_: object) -> None:
@@ -45,7 +50,7 @@ def _evaluate(engine: ShardedEngine) -> float:
 def _one_fails_and_repeats(engine: ShardedEngine) -> None:
     if dist.get_rank():
         _backward_fails(engine, 0, 2)
-    _take_step(engine)
+    train_step(engine)
 
 
 def _one_evaluates_more(engine: ShardedEngine) -> None:
@@ -83,7 +88,7 @@ PARTINGS: dict[str, tuple[Callable[[ShardedEngine], None], str, str]] = {  # and
 
 def _part(name: str) -> str:
     engine = _engine(group=dist.new_group([0, 1], timeout=timedelta(seconds=_TIMEOUT_S)))
-    _take_step(engine)
+    train_step(engine)
     try:
         PARTINGS[name][0](engine)
     except RuntimeError as error:
@@ -192,7 +197,7 @@ def test_a_second_thread_inside_the_model_is_refused_by_the_units_name(when: str
 
     hook = (block.register_forward_hook if when == "forward" else block.register_full_backward_hook)(waits)
     norms = list[float]()
-    thread = threading.Thread(target=lambda: norms.append(_take_step(engine)))
+    thread = threading.Thread(target=lambda: norms.append(_norm(engine)))
     thread.start()
     assert inside.wait(20.0)
     hook.remove()
@@ -202,7 +207,7 @@ def test_a_second_thread_inside_the_model_is_refused_by_the_units_name(when: str
     go.set()
     thread.join()
     other = _engine()
-    assert [*norms, _take_step(engine, 1)] == [_take_step(other), _take_step(other, 1)]
+    assert [*norms, _norm(engine, 1)] == [_norm(other), _norm(other, 1)]
 
 
 def test_a_module_whose_engine_was_dropped_amid_a_step_says_so() -> None:
