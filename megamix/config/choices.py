@@ -108,7 +108,8 @@ def _made(
         name: (kind | None, Field(None, description=kind.__doc__)) if optional else (kind, left_out(kind.__doc__))
         for name, kind in tables
     }
-    return create_model(bases[0].__name__, __base__=bases, __doc__=bases[0].__doc__, **fields)
+    found = {"use_attribute_docstrings": False}  # pydantic would look for it in the files of all callers
+    return create_model(bases[0].__name__, __base__=bases, __doc__=bases[0].__doc__, __cls_kwargs__=found, **fields)
 
 
 def section_at(section: type[Section] | None, path: Sequence[int | str], table: Any) -> type[Section] | None:
