@@ -45,8 +45,8 @@ VERBS = [
 def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], int] | None = None) -> int:
     """Run one verb; with `run`, call that with the verb's arguments instead.
 
-    Returns the exit status: 0; 1 for a damaged checkpoint, a layout that differs or a job that does not fit; 2 for
-    wrong input; or that of a run that ended early.
+    Returns the exit status: 0; 1 for a negative answer of verify, plan, audit or doctor, or a damaged checkpoint; 2
+    for wrong input; or that of a run that ended early.
     """
     open_streams()
     arguments = _parse(argv)

@@ -8,6 +8,7 @@ tensor_file   a safetensors file, streamed
 all_or_none   work that succeeds on every rank or on none
 save          the commit: fresh folder, files, manifest, rename; at once or by a thread while training goes on
 verify        the check of a checkpoint: good, or a list of problems; its states read piece by piece
+frozen        frozen parameters beside a checkpoint: digests, and values where asked
 load          the newest good checkpoint, into an engine of any layout, verified on the way
 checkpoints   saving and loading as one object, for a user's own program
 export_dcp    a checkpoint as a folder of torch.distributed.checkpoint

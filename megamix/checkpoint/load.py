@@ -174,7 +174,7 @@ def _tell_of_new_states(manifest: Manifest, engine: ShardedEngine) -> None:
 
 
 def _agree_on(problems: list[list[str]]) -> None:
-    """Refuse the checkpoint on every rank. Raises: DamagedCheckpoint if any rank has found a problem."""
+    """Refuse the checkpoint on every rank if any rank found a problem. Raises: DamagedCheckpoint."""
     if found := dict.fromkeys(line for lines in problems for line in lines):
         raise DamagedCheckpoint(list(found))
 
@@ -182,7 +182,8 @@ def _agree_on(problems: list[list[str]]) -> None:
 def misfits(manifest: Manifest, engine: ShardedEngine, *, anew: bool = False) -> list[str]:
     """Return the reasons why this checkpoint cannot become the engine's state; empty if it can."""
     sets = [*_sets(manifest, engine)]
-    # A buffer that was not saved stays as it is: older checkpoints have no buffers, nor has an untrained model's.
+    # A buffer that was not saved stays as it is: the module may have it only since then, and an imported model's
+    # checkpoint has none.
     problems = misfit_names(
         {param.name: param.shape for param in manifest.params},
         {name: shape for name, shape, _, _ in sets},

@@ -23,7 +23,7 @@ from megamix.config.load import toml_tables
 
 Count = Annotated[int, Field(ge=0, le=2**53)]  # JSON's numbers are exact up to here in every reader
 _SHOWN = 5  # problems that an error lists; a text may have thousands
-_LONGEST = 500  # characters of a line of an error
+_LONGEST = 500  # most characters in one line of an error message
 
 
 def printable(text: str, longest: int = _LONGEST) -> str:

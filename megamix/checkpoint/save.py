@@ -1,7 +1,7 @@
 """The commit: a fresh folder, a file from each rank, the manifest, and a rename that makes the folder a checkpoint.
 
-`Saver` saves at once, or while training goes on: a thread then writes a copy in the host's memory. Old checkpoints are
-always removed beside training, because nothing waits for their removal.
+`Saver` saves at once, or beside training: it copies the state to the host's memory, and a thread writes that copy. Old
+checkpoints are always removed beside training, because nothing waits for their removal.
 
 The writer is a thread and not a process. Everything slow (write, fsync, crc32, the copy from the device) runs without
 the interpreter's lock. A process would need the copy in shared memory, its own start, its own ranks, and its own end

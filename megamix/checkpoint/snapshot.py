@@ -93,10 +93,10 @@ def frozen_params(engine: ShardedEngine) -> dict[str, Tensor]:
     return {name: param for name, param in params if not param.requires_grad and param.numel()}
 
 
-_digests: MutableMapping[Tensor, dict[tuple[int, ...], str]] = (
-    WeakTensorKeyDictionary()
-)  # digests by pointer, version, bits
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+# Digests by pointer, version and bits.
+_digests: MutableMapping[Tensor, dict[tuple[int, ...], str]] = WeakTensorKeyDictionary()
+# The integer type as wide as an element, by its bytes.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def frozen_digests(engine: ShardedEngine) -> dict[str, str]:

@@ -161,7 +161,7 @@ def _sums_suit_gradients(config: Config) -> Iterator[str]:
 
 
 def _scale_starts_in_range(config: Config) -> Iterator[str]:
-    scale: Any = config.precision.loss_scale  # of a rule that has a range
+    scale: Any = config.precision.loss_scale  # section of a rule with min_scale and max_scale
     start, low, high = scale.init_scale, scale.min_scale or 0.0, scale.max_scale or 2.0**127
     if low > high:
         yield (

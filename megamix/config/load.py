@@ -201,8 +201,8 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[list[Layer], list[str]]:
 
 
 def _read_layers(path: Path, imports: bool) -> list[Layer]:
-    """A file behind its bases, the last one of which comes first. Only the file itself may be a pipe. Neither what lies
-    in a run's folder imports anything nor what that names.
+    """Return a file's layer behind those of its bases, the lowest base first. Only the file itself may be a pipe.
+    A file in a run's folder may import no plugins, and neither may the bases that it names.
 
     Raises: ConfigError
     """

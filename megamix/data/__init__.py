@@ -1,9 +1,9 @@
 """Text to tokens to batches.
 
-`prepare` runs once, before training. It encodes text by a `tokenizer` (or `tokenizer_bulk`, `tokenizer_kinds`) and
-writes a `token_file` with its `token_index`. Training opens these files: `source` cuts windows from them in the order
-of `sampler`, which also mixes sources; `loader` reads batches ahead. `steady_file` finds out a file that changes while
-it is read.
+`prepare` runs once, before training. It encodes text by a `tokenizer` (or `tokenizer_bulk`, `tokenizer_kinds`; all are
+a `text_tokenizer`) and writes a `token_file` with its `token_index`. Training opens these files: `source` cuts windows
+from them in the order of `sampler`, which also mixes sources; `loader` reads batches ahead. `steady_file` finds out a
+file that changes while it is read.
 """
 
 import importlib

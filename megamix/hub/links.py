@@ -30,7 +30,7 @@ class Link:
         return self._turned(box).moved(self.offset)
 
     def to_ours(self, box: Box) -> Box:
-        """Return the box of our parameter that is a box of their tensor, which must lie within `region`."""
+        """Translate a box of their tensor, which must lie within `region`, into coordinates of our parameter."""
         return self._turned(box.moved(tuple(-start for start in self.offset)))
 
     def _turned(self, box: Box) -> Box:

@@ -1,5 +1,5 @@
-"""The causes of an overflow: parameters from the statistics that every step takes, ranks and micro-batches from an
-examination. For the host, between steps.
+"""Causes of an overflow: which parameters, from the statistics of every step; which ranks and micro-batches, from an
+examined step. For the host, between steps.
 """
 
 from __future__ import annotations

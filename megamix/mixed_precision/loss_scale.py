@@ -89,8 +89,8 @@ class LossScale:
             raise ValueError(f"loss_scale.loss_scale is {scale}, not in {self.min_scale:g} to {self.max_scale:g}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of the same rule, whose settings may have been others: these here hold from now on, so
-        the scale moves into their range, and a constant one stays as it is.
+        """Load the state of the same rule, whatever its settings were when it was saved. The present settings win: the
+        scale is clamped to their range, so a static scale keeps its own value.
         """
         for name in self.state_names:
             getattr(self, name).copy_(state[name])

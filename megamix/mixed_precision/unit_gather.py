@@ -216,7 +216,9 @@ class UnitGather:
             if not self._in_backward:
                 self._turn += FORWARD - self._turn % FORWARD
                 self._end()
-                self._free(self._units)  # the root, too: a rank that evaluated without gradients has freed its own
+                # Frees the root, too, so that all ranks gather it: after an evaluation without gradients a rank has
+                # already freed its own.
+                self._free(self._units)
                 kept = [self._root, *self._units[1:][-1:]]
                 unit.inside = 1
                 self._begin(self._units[1:], kept if torch.is_grad_enabled() else ())

@@ -121,8 +121,8 @@ class Decoder(nn.Module):
         return None, None
 
     def head_dim(self) -> int:
-        """Return the size of a head if all attention is `ops.attention`, which may get documents as borders. Return 0
-        if blocks read `Documents` themselves: they then never get borders.
+        """Return the size of an attention head if all attention goes through `ops.attention`, which may then get the
+        documents' borders instead of a mask. Return 0 if blocks read `Documents` themselves.
         """
         return 0
 
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def shapes(cls, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all parameters of such a model. A shared one has its first name.
+        """Return the shape of every parameter of the model that `config` describes, by its first name.
 
         Raises: as `sketch`.
         """

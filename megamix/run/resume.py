@@ -27,7 +27,6 @@ class Start:
     progress: Progress
     record: RunRecord  # record in every checkpoint of this run, without its progress
     lines: list[str]  # lines of the log on what has changed since the checkpoint
-    all_or_none: AllOrNone
 
     def told(self, steps: int) -> list[str]:
         """Return the lines that say so, of a run of that many steps."""
@@ -52,11 +51,11 @@ def find_start(config: Config, fingerprints: dict[str, str], all_or_none: AllOrN
     record = RunRecord.model_validate(all_or_none.first(lambda: own.model_dump(mode="json")))
     checkpoint = find_checkpoint(config, all_or_none)
     if checkpoint is None:
-        return Start(None, Progress(), record, [], all_or_none)
-    return _start_from(checkpoint, config, record, all_or_none)
+        return Start(None, Progress(), record, [])
+    return _start_from(checkpoint, config, record)
 
 
-def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, all_or_none: AllOrNone) -> Start:
+def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord) -> Start:
     lines = judge(checkpoint.path, checkpoint.manifest, config, record)
     progress = Progress.read(checkpoint.manifest.run.progress)
     if 0 < progress.applied < config.training.steps:
@@ -69,10 +68,10 @@ def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, all_o
             lines.append(f"learning rate of update {progress.applied + 1}: {old:.3g} -> {new:.3g}")
     if checkpoint.path.parent != checkpoint_folder(config):
         progress = progress.model_copy(update={"log_sizes": {}})  # the sizes are those of another run's logs
-    return Start(checkpoint, progress, record, lines, all_or_none)
+    return Start(checkpoint, progress, record, lines)
 
 
-def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
+def load_start(start: Start, config: Config, engine: ShardedEngine, all_or_none: AllOrNone) -> Start:
     """Load the checkpoint that the run goes on from, and return the start as it has become. Every rank must call it.
 
     If the checkpoint is damaged, the newest good one before it in the run's folder is loaded.
@@ -85,9 +84,9 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
     say_phase(f"loading {found.path}")
     try:
         if found.path.parent == checkpoint_folder(config):
-            found = load_or_older(found, engine, start.all_or_none, check=check_run)
+            found = load_or_older(found, engine, all_or_none, check=check_run)
         else:
-            load(found, engine, start.all_or_none, anew=True)
+            load(found, engine, all_or_none, anew=True)
     except DamagedCheckpoint as error:
         raise path_is_damaged(error) from None
     except ConfigError:
@@ -97,7 +96,7 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
         raise ConfigError([problem], "job") from None
     if found is None:
         raise none_is_whole(config)
-    return start if found is start.checkpoint else _start_from(found, config, start.record, start.all_or_none)
+    return start if found is start.checkpoint else _start_from(found, config, start.record)
 
 
 def find_checkpoint(config: Config, all_or_none: AllOrNone) -> Checkpoint | None:

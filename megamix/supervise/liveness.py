@@ -172,7 +172,7 @@ class Board:
         try:
             self._store.wait(list(keys), datetime.timedelta(seconds=max(0.1, end_s - time.monotonic())))
         except RuntimeError as error:
-            if time.monotonic() < end_s - 0.1:  # a store rounds, and may be early by that much
+            if time.monotonic() < end_s - 0.1:  # the store rounds its limit, and may give up 0.1 s early
                 first_line = str(error).partition("\n")[0]
                 raise NoAnswerError(f"the store in which the ranks have met is gone: {first_line}") from None
             return False

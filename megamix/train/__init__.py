@@ -3,6 +3,7 @@
 compiler  torch's compiler, loaded before the ranks meet
 batches   this rank's part of global batches, trained on or evaluated
 trainer   the training loop, top to bottom
-job       a whole job on this rank, from joining the others to leaving the folder
+joined    this rank among the others: meeting, holding the run's folder, watching, leaving
+job       a whole job on this rank, top to bottom
 command   the verb
 """

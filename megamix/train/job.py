@@ -41,7 +41,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
     with ExitStack() as stack:
         # 1. The ranks: they meet, hold the run's folder, and agree from where the run goes on.
         job = join(config, stack)
-        with supervised(job), ExitStack() as files:
+        with supervised(job), ExitStack() as files:  # what is open is closed while the watchdog still watches
             # 2. The model, and the engine that takes its weights over.
             _set_torch(config)
             stages = plan_pipeline(config)
@@ -53,13 +53,13 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             fill = job.counted(drawn(model, config.training.seed) if begins_anew else undrawn)
             accumulation = grad_accum_steps(config, job.topology.data.size)
             engine = build_engine(config, model, model.units, accumulation, job.topology, placements, fill)
-            job.engine = engine
+            job.engine = engine  # the watchdog reads from it, and from the trainer, whether this rank gets on
             job.console.line(_describe(config, engine, job.device))
             if stages:
                 job.console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
 
             # 3. The state of a run that goes on. From here on the folder is this run's.
-            start = load_start(job.start, config, engine)
+            start = load_start(job.start, config, engine, job.all_or_none)
             for line in start.told(config.training.steps):
                 job.console.line(line)
             job.on_first_rank(lambda: job.begin(start, claims=True))

@@ -100,7 +100,9 @@ class Job:
             raise ConfigError(problems, "job")
 
     def begin(self, start: Start, *, claims: bool) -> None:
-        """Count this start. With `claims` the folder becomes this run's; without it, only its status changes."""
+        """Count this start; a second call replaces the first one's count. With `claims` the folder becomes this run's;
+        without it, only its status changes.
+        """
         if claims:
             run_folder.claim(self.config)
             cut_logs(self.status.folder, start.progress)
@@ -149,7 +151,7 @@ def join(config: Config, stack: ExitStack) -> Job:
         if 0 in error.late and {*range(rank)} <= {*error.late}:  # otherwise the first rank says it
             say(f"megamix train: {error}", sys.stderr)
         raise NoAnswerError(str(error)) from None
-    stack.push(_part)
+    stack.push(_leave_ranks)
     data = known_data(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
     # Signals are noted only from here on: earlier there is nothing to save, and a rank that waits for the others must
@@ -165,7 +167,7 @@ def join(config: Config, stack: ExitStack) -> Job:
     return job
 
 
-def _part(kind: object, error: BaseException | None, trace: object) -> None:
+def _leave_ranks(kind: object, error: BaseException | None, trace: object) -> None:
     of_some = isinstance(error, NoAnswerError | NoMemoryError | WrongDataError)  # errors of some ranks only
     leave_ranks(alike=error is None or (not of_some and isinstance(error, EndedEarlyError | ConfigError)))
 

@@ -290,10 +290,17 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
 
     def apart(*arguments: Any) -> AllOrNone:
         watched.append("watchdog" in {thread.name for thread in threading.enumerate()})
-        return connect(*arguments)
+        patient.append(connect(*arguments))
+        return patient[-1]
+
+    def load_by(*arguments: Any) -> Any:
+        assert arguments[-1] is patient[-1]  # a rank that loads fast waits for a slow one as long as that one moves
+        return load_start(*arguments)
 
     watched: list[bool] = []
-    connect, verified_chunks = AllOrNone.apart, load.verified_chunks
+    patient: list[AllOrNone] = []
+    connect, verified_chunks, load_start = AllOrNone.apart, load.verified_chunks, job.load_start
+    monkeypatch.setattr(job, "load_start", load_by)
     monkeypatch.setattr(AllOrNone, "apart", apart)
     monkeypatch.setattr(joined, "Job", Watched)
     monkeypatch.setattr(job, "drawn", noting(job.drawn))
@@ -342,5 +349,5 @@ def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_p
 def test_groups_are_left_where_all_ranks_leave(monkeypatch, error: BaseException | None, alike: bool) -> None:
     left: list[bool] = []
     monkeypatch.setattr(joined, "leave_ranks", lambda *, alike: left.append(alike))
-    joined._part(type(error), error, None)
+    joined._leave_ranks(type(error), error, None)
     assert left == [alike]

@@ -170,7 +170,7 @@ def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, resul
         max_bad_records=request.max_bad_records,
     )
     vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
-    del tokenizer  # each worker opens its own
+    del tokenizer  # each worker opens the tokenizer itself
     reports = _encode(unfinished, job, plan, num_workers)
     bad_records = [line for report in reports for line in report.bad_records]
     if not any(any(report.num_documents.values()) for report in reports):

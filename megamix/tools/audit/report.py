@@ -1,4 +1,4 @@
-"""Page of an audit: a row for each pattern of parameters whose numbers are kept alike, and the warnings."""
+"""Page of an audit: a row for each name pattern whose parameters have equal dtypes, then the warnings."""
 
 from __future__ import annotations
 

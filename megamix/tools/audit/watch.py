@@ -17,7 +17,8 @@ from megamix.tools.audit.facts import DTYPES, ESTIMATED, EXACT, ParamFacts, dtyp
 from megamix.tools.verify.core.tape import tensors_in
 
 _COPIES = {"_to_copy", "clone"}
-# Operations that a parameter passes through without being computed with. torch itself tells which are views.
+# Operations that do not count as computing with a parameter: they move, copy or inspect it. Views are not listed;
+# torch names those.
 _NOT_COMPUTED = {
     "detach", "alias", "empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "copy_", "set_",
     "resize_", "_foreach_copy_", "record_stream", "split_with_sizes_copy", "cat", "isfinite", "equal",

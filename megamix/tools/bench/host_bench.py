@@ -1,6 +1,7 @@
-"""Processor time that a step costs its host beside forward and backward, and its growth.
+"""Processor time per step on the host beyond forward and backward, and how it grows with tensors, units, micro-batches
+and ranks.
 
-It grows with tensors, units, micro-batches and ranks. On a fast GPU the host's time is the step's, until the products
+On a fast GPU the host's time is the step's, until the products
 take longer.
 """
 

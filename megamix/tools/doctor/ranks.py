@@ -109,7 +109,7 @@ class _Norms(nn.Module):
 def norms_off(tokens: int, width: int = 1024) -> dict[str, float]:
     """Return by parameter how far a compiled norm's gradient is from FP64's, as a share of its bound.
 
-    The bound is NOISE times the rounding error without a compiler, and one rounding of the largest element.
+    The bound is NOISE times the largest error without a compiler, plus one BF16 rounding of the largest element.
     """
     device, dtype = rank_device(), torch.bfloat16
     draw = partial(torch.randn, tokens, width, generator=torch.Generator().manual_seed(1))

@@ -68,8 +68,8 @@ def _loaded(change: Callable[[ShardedEngine], None]) -> Iterator[None]:
     """Apply `change` to the state that a checkpoint has brought."""
     right = job.load_start
 
-    def wrong(start, config, engine):
-        start = right(start, config, engine)
+    def wrong(start, config, engine, all_or_none):
+        start = right(start, config, engine, all_or_none)
         change(engine)
         engine.publish_masters()
         return start
