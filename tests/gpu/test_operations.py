@@ -82,7 +82,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
         mock.patch.object(census, "gather_json", lambda collectives, value, device: [value]),
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),
         mock.patch.object(fused_update, "_compile", operations.compiled),
-        mock.patch.object(unseen_writes, "HostSlot", lambda device: mock.Mock(take=lambda: 0)),  # of pinned memory
+        mock.patch.object(unseen_writes, "HostSlot", lambda device: mock.Mock(read_once=lambda: 0)),  # of pinned memory
     ):
         with torch.device("cuda"):
             model = Transformer(model_config.model_copy(update={**sizes, "compile": False}))
