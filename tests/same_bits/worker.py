@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import logging
 import random
@@ -26,6 +27,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megamix
+
+
+def found(*places: str) -> Any:
+    """Return what lies at the first of these places that this tree has, each `module:name`: an earlier tree has other
+    rooms.
+    """
+    for place in places:
+        module, name = place.split(":")
+        with contextlib.suppress(ModuleNotFoundError):
+            return getattr(importlib.import_module(f"megamix.{module}"), name)
+    raise ModuleNotFoundError(f"none of {', '.join(places)} is in {megamix.__file__}")
+
 
 ATTEMPTS, DEADLINE_S = 7, 180.0
 VOCAB, WIDTH, LENGTH, SAMPLES, MATRICES = 28, 16, 8, 2, 2
@@ -127,9 +140,11 @@ class Training:
 
     def _build(self) -> Any:
         """Return the engine as a job builds it."""
-        from megamix.builders.objects import build_engine, build_runner, plan_pipeline
         from megamix.parallel.build import build_model, drawn
 
+        build_engine = found("builders.objects:build_engine", "train.build:build_engine")
+        build_runner = found("builders.objects:build_runner", "train.build:build_passes")
+        plan_pipeline = found("builders.objects:plan_pipeline", "train.build:plan_pipeline")
         config = self._config()
         if self.chosen["layout"] in REPLICATED:
             net = Net(self.chosen["model"]).to(self.device)
@@ -340,8 +355,7 @@ class Training:
         `misses`: no gradient comes to a unit, on some ranks or all.
         """
         if self.runner is not None:
-            from megamix.parallel.micro_batch_runner import MicroBatch
-
+            MicroBatch = found("parallel.micro_batch_runner:MicroBatch", "parallel.passes:MicroBatch")
             self.runner.backward([MicroBatch(self._batch(number, place)) for place in range(self.count)])
             return
         skips = misses and (self.chosen["shard"] == "parameters" or self.dp_rank % 2 == 0)
@@ -417,8 +431,7 @@ def joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(tree: str, configurations: str, answers: str) -> None:
-    from megamix.tools.ranks import RankPool
-
+    RankPool = found("tools.ranks:RankPool", "ranks:RankPool")
     pools: dict[tuple[int, bool], Any] = {}
     with open(answers, "w") as out:
         for one in map(json.loads, Path(configurations).read_text().splitlines()):
