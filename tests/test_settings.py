@@ -35,7 +35,7 @@ from megamix.plugins import LOSS_SCALES, OPTIMIZERS, Section
 
 Keys = dict[str, Any]
 _MISSING = object()
-# What takes settings in a program, by the table that has them in a job.
+# Callables that take settings in a program, by the table that has these in a job.
 LIBRARY: dict[str, tuple[Callable[..., object], ...]] = {
     "optimizer": (Optimizer, ShardedEngine),
     "optimizer.adamw": (AdamW,),

@@ -211,10 +211,10 @@ def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
     if (
         not same_names or manifest.loss_scale_rule != scale.rule
     ):  # for example an FP16 run that gave up continues in BF16
+        rule = manifest.loss_scale_rule
         log.warning(
-            "the checkpoint's loss scale has another rule (%s): it begins anew at %.10g",
-            manifest.loss_scale_rule, scale.loss_scale,
-        )  # fmt: skip
+            "the checkpoint's loss scale has another rule (%s): it begins anew at %.10g", rule, scale.loss_scale
+        )
         return
     scale.load_state_dict(saved)
     if (before := float(saved["loss_scale"])) != (now := float(scale.loss_scale)):

@@ -204,7 +204,7 @@ class Attributes:
         self._parts = [module._modules.values() for module in modules]
         self._ids = self._ids_now()
         self._own = [vars(module) for module in modules if not type(module).__module__.startswith("torch.nn.modules.")]
-        self._lengths = [*map(len, self._own)]
+        self._names = [[*own] for own in self._own]
         # Looked up by name: walking through all attributes that torch keeps beside them takes three times as long.
         self._places = [(own, name) for own in self._own for name in own if name[0] != "_" and name != "training"]
         # Settings are many and never change. They are held, so that none of their ids is given to another object.
@@ -218,7 +218,7 @@ class Attributes:
 
     def tensors(self, output: object) -> list[Tensor]:
         """Return the tensors in a forward's output and in the attributes of its modules after it."""
-        if self._ids_now() != self._ids or [*map(len, self._own)] != self._lengths:
+        if self._ids_now() != self._ids or [[*own] for own in self._own] != self._names:
             self._note()
         return tensors_in([output, self._values()], self._settings)
 

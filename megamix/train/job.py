@@ -45,7 +45,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             # 2. The model, and the engine that takes its weights over.
             _set_torch(config)
             stages = plan_pipeline(config)
-            say_phase("building the model" + _COMPILES * config.optimizer.compile)
+            say_phase(f"building the model{_COMPILES if config.optimizer.compile else ''}")
             model, placements = build_model(
                 config.model, job.topology, job.device, stages, sequence_parallel=config.parallelism.sequence_parallel
             )
@@ -59,7 +59,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
                 job.console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
 
             # 3. The state of a run that goes on. From here on the folder is this run's.
-            start = load_start(job.start, config, engine, job.all_or_none)
+            start = job.start = load_start(job.start, config, engine, job.all_or_none)
             for line in start.told(config.training.steps):
                 job.console.line(line)
             job.on_first_rank(lambda: job.begin(start, claims=True))
@@ -79,10 +79,19 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             # 6. The loop.
             checkpoints = RunCheckpoints(config, engine, start, job.all_or_none, job.console, job.leave)
             runner = build_runner(config, engine, model, stages)
-            trainer = job.trainer = make(
-                config, runner, loader, validation, report, job.console, writer, checkpoints, start.progress,
+            trainer = make(
+                config,
+                runner,
+                loader,
+                validation,
+                report,
+                job.console,
+                writer,
+                checkpoints,
+                start.progress,
                 memory_line,
-            )  # fmt: skip
+            )
+            job.trainer = trainer
             valid_loss, early = None, None
             try:
                 valid_loss = trainer.train(job.leave)

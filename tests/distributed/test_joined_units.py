@@ -287,6 +287,9 @@ def test_what_a_unit_keeps_in_its_attributes_is_found_among_settings() -> None:
     module[1].router_loss = [loss]
     found = attributes.tensors((out, {"count": 1}))
     assert {id(tensor) for tensor in found} == {id(out), id(scale), id(loss)}
+    del module[1].router_loss
+    module[1].balance_loss = loss  # under another name, so that there are as many
+    assert {id(tensor) for tensor in attributes.tensors(out)} == {id(out), id(scale), id(loss)}
     module[0] = Block()
     module[0].router_loss = loss
     assert len(attributes.tensors(out)) == 4

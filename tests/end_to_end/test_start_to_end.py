@@ -192,7 +192,7 @@ def test_every_command_of_the_readme_runs(
 ) -> None:
     monkeypatch.chdir(clone.root)
     if not FULL:
-        # What it measures is tested in tests/tools/doctor and tests/gpu.
+        # tests/tools/doctor and tests/gpu test what it measures.
         monkeypatch.setattr(doctor, "CPU_LIMIT_S", 0.0)
     config = _small(Path("configs/quickstart.toml").read_text(encoding="utf-8"), CONFIG_SMALLER)
     Path("small.toml").write_text(config, encoding="utf-8")

@@ -16,7 +16,7 @@ from megamix.tools.doctor import cards, measured, ranks
 from megamix.tools.doctor.finding import expected
 from megamix.tools.ranks import RankPool
 from tests.gpu.pools import on_gpu, processes_with_gpus
-from tests.tools.doctor.test_command import sound  # noqa: F401
+from tests.tools.doctor.test_command import sound  # noqa: F401  # a fixture, named by tests here
 from tests.tools.doctor.test_machine import FACTS, NVLINKED, with_cards
 
 TINY = {"vocab_size": 64, "seq_len": 8, "hidden_size": 32, "num_layers": 1, "num_heads": 2}
