@@ -7,7 +7,7 @@ snapshot      one rank's part of the run's state: views of one instant, or a cop
 tensor_file   a safetensors file, streamed
 all_or_none   work that succeeds on every rank or on none
 save          the commit: fresh folder, files, manifest, rename; at once or by a thread while training goes on
-verify        the check of a checkpoint: good, or a list of problems; its states read piece by piece
+verify        the check of a checkpoint: good, or a list of problems; its states read box by box
 frozen        frozen parameters beside a checkpoint: digests, and values where asked
 load          the newest good checkpoint, into an engine of any layout, verified on the way
 checkpoints   saving and loading as one object, for a user's own program

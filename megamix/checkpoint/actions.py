@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megamix.checkpoint.boxes import Box, pieces
+from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import MANIFEST, checkpoints, checkpoints_at, folder_of, restored, set_aside, unfinished
 from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, check_size, printable, read_manifest, states_text
-from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, verify_checkpoint, verify_named
+from megamix.checkpoint.verify import BoxReader, Check, Checkpoint, verify_checkpoint, verify_named
 from megamix.config import ConfigError, effective_tables
 from megamix.durable import sync_directory
 
@@ -144,15 +144,15 @@ def _size(path: Path) -> str:
 
 
 def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
-    """Yield a line for each difference; none if a run that resumes from either is the same run. Memory holds one piece
-    of each checkpoint at a time.
+    """Yield a line for each difference; none if a run that resumes from either is the same run. Memory holds one box of
+    each checkpoint at a time.
 
     The layout of the ranks that saved is no difference.
     Raises: ValueError if a checkpoint's configuration is no TOML.
     """
     yield from changes(_facts(old), _facts(new))
     in_new = {(name, state): (shape, dtype) for name, state, shape, dtype in new.manifest.tensors()}
-    old_reader, new_reader = PieceReader(old), PieceReader(new)
+    old_reader, new_reader = BoxReader(old), BoxReader(new)
     for name, state, shape, dtype in old.manifest.tensors():
         in_both = in_new.get((name, state)) == (shape, dtype)
         if in_both and (gap := _gap(old_reader, new_reader, name, state, Box.whole(shape))):
@@ -184,13 +184,13 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**run, **counters, "states": states, "shape": shapes}
 
 
-def _gap(old: PieceReader, new: PieceReader, param: str, state: str, whole: Box) -> str | None:
+def _gap(old: BoxReader, new: BoxReader, param: str, state: str, whole: Box) -> str | None:
     """Return in words how far two versions of one state are apart; None if all bits are the same."""
     differing = 0  # number of differing elements
     largest = torch.zeros((), dtype=torch.float64)  # largest absolute difference; NaN if one of the two is NaN
-    # The parameter is cut into pieces, not the stored boxes: two savers may have cut it differently.
-    for piece in pieces(whole):
-        before, after = old.gather(param, state, piece), new.gather(param, state, piece)
+    # The parameter is cut here, not along the stored boxes: two savers may have cut it differently.
+    for sub_box in sub_boxes(whole):
+        before, after = old.gather(param, state, sub_box), new.gather(param, state, sub_box)
         # Compare bits, since a resumed run must be equal to the bit: a NaN equals itself, and 0 does not equal -0.
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[before.itemsize]
         other = before.view(bits) != after.view(bits)

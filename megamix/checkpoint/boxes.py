@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_LARGEST_PIECE = 1 << 22  # elements: 16 MiB
+_LARGEST_SUB_BOX = 1 << 22  # elements: 16 MiB
 _PRIME = 2**61 - 1
 
 
@@ -58,7 +58,7 @@ class Box:
 def boxes_of_range(start: int, end: int, block: Box) -> Iterator[Box]:
     """Yield the elements [start, end) of a row-major block, as boxes of the full parameter that contains the block.
 
-    The boxes come in order and each is contiguous in the block, so they cut the flat range into consecutive pieces.
+    The boxes come in order and each is contiguous in the block, so they cut the flat range into consecutive parts.
     There are at most 2 (N - 1) + 1 of them: each dim but the last has at most one incomplete row at either end.
     """
     if not block.size:
@@ -74,9 +74,9 @@ def boxes_of_range(start: int, end: int, block: Box) -> Iterator[Box]:
         start += rows * row_sizes[dim]
 
 
-def pieces(box: Box, largest: int | None = None) -> Iterator[Box]:
+def sub_boxes(box: Box, largest: int | None = None) -> Iterator[Box]:
     """Cut a box into boxes of at most `largest` elements, in order. The default is 4 Mi elements."""
-    largest = largest or _LARGEST_PIECE
+    largest = largest or _LARGEST_SUB_BOX
     for start in range(0, box.numel, largest):
         yield from boxes_of_range(start, min(start + largest, box.numel), box)
 

@@ -19,17 +19,17 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megamix.checkpoint.boxes import Box, pieces
+from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import new_folder
 from megamix.checkpoint.manifest import BUFFER, MASTER, ParamRecord
 from megamix.checkpoint.snapshot import DTYPES
-from megamix.checkpoint.verify import Checkpoint, PieceReader
+from megamix.checkpoint.verify import BoxReader, Checkpoint
 
 _Path = tuple[str, ...]  # a tensor's keys in the nested state dict that DCP's users load
 
 
 def export_dcp(checkpoint: Checkpoint, output: Path) -> None:
-    """Write a folder that torch.distributed.checkpoint.load reads. Memory holds one piece at a time. The folder appears
+    """Write a folder that torch.distributed.checkpoint.load reads. Memory holds one box at a time. The folder appears
     at `output` only when it is complete.
 
     Raises: ValueError if `output` exists; OSError.
@@ -44,7 +44,7 @@ def export_dcp(checkpoint: Checkpoint, output: Path) -> None:
 
 
 class _Planner(DefaultSavePlanner):
-    """A planner that plans by the manifest alone, and reads each piece when torch is about to write it."""
+    """A planner that plans by the manifest alone, and reads each box when torch is about to write it."""
 
     def __init__(self, checkpoint: Checkpoint):
         super().__init__()
@@ -54,15 +54,15 @@ class _Planner(DefaultSavePlanner):
         self._reads: dict[MetadataIndex, Callable[[], Tensor]] = {}
 
     def create_local_plan(self) -> SavePlan:
-        manifest, reader = self._checkpoint.manifest, PieceReader(self._checkpoint)
+        manifest, reader = self._checkpoint.manifest, BoxReader(self._checkpoint)
         step = torch.tensor(float(manifest.applied_updates))
         for param in manifest.params:
             for state in manifest.states[param.state_set]:
                 for stored in self._checkpoint.stored[param.name, state]:
-                    for piece in pieces(stored.box):
+                    for sub_box in sub_boxes(stored.box):
                         for path in _paths(param, state):
-                            read = partial(reader.read, stored, piece)
-                            self._add(path, param.shape, DTYPES[stored.dtype], piece, read)
+                            read = partial(reader.read, stored, sub_box)
+                            self._add(path, param.shape, DTYPES[stored.dtype], sub_box, read)
             if MASTER in manifest.states[param.state_set]:
                 self._add(("optimizer", "state", param.name, "step"), (), step.dtype, Box.whole(()), lambda: step)
         self.plan = SavePlan(self._items, planner_data=self._nesting)
@@ -72,9 +72,9 @@ class _Planner(DefaultSavePlanner):
         return self._reads[write_item.index]()
 
     def _add(
-        self, path: _Path, shape: tuple[int, ...], dtype: torch.dtype, piece: Box, read: Callable[[], Tensor]
+        self, path: _Path, shape: tuple[int, ...], dtype: torch.dtype, sub_box: Box, read: Callable[[], Tensor]
     ) -> None:
-        where = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.size))
+        where = ChunkStorageMetadata(torch.Size(sub_box.offset), torch.Size(sub_box.size))
         content = TensorWriteData(where, TensorProperties(dtype=dtype), torch.Size(shape))
         index = MetadataIndex(".".join(path), where.offsets)
         self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=content))

@@ -19,7 +19,7 @@ from megamix.checkpoint.frozen import fit_frozen
 from megamix.checkpoint.manifest import BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
 from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
-from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, read_checkpoint
+from megamix.checkpoint.verify import BoxReader, Check, Checkpoint, read_checkpoint
 from megamix.clock import Clock
 from megamix.config import ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
@@ -232,7 +232,7 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int 
         for stored in checkpoint.stored[part.param, part.state]:
             if part.box.intersection(stored.box):
                 wanted[stored.file].setdefault(stored, []).append(part)
-    problems, reader = [], PieceReader(checkpoint)
+    problems, reader = [], BoxReader(checkpoint)
     for number, record in enumerate(checkpoint.manifest.files):
         path = checkpoint.path / record.name
         try:
@@ -263,14 +263,14 @@ def _fill_and_verify(path: Path, record: FileRecord, wanted: _Wanted, clock: Clo
         clock.loaded += len(chunk)
 
 
-def _fill_beside(reader: PieceReader, wanted: _Wanted, clock: Clock) -> None:
+def _fill_beside(reader: BoxReader, wanted: _Wanted, clock: Clock) -> None:
     """Fill the parts from a file that another rank verifies, reading only their bytes. Raises: ValueError, OSError."""
     for stored, parts in wanted.items():
         for part in parts:
             if common := part.box.intersection(stored.box):
-                piece = reader.read(stored, common)
-                _copy_common(piece, common, part)
-                clock.loaded += piece.nbytes
+                common_values = reader.read(stored, common)
+                _copy_common(common_values, common, part)
+                clock.loaded += common_values.nbytes
 
 
 def _copy_from_chunk(chunk: memoryview, position: int, stored: Stored, parts: list[Part]) -> None:
@@ -282,10 +282,10 @@ def _copy_from_chunk(chunk: memoryview, position: int, stored: Stored, parts: li
     values = torch.frombuffer(chunk, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start - position)
     done, first = 0, (start - stored.start) // dtype.itemsize
     for box in boxes_of_range(first, first + values.numel(), stored.box):
-        piece = values[done : done + box.numel].view(box.size)
+        box_values = values[done : done + box.numel].view(box.size)
         done += box.numel
         for part in parts:
-            _copy_common(piece, box, part)
+            _copy_common(box_values, box, part)
 
 
 def _copy_common(values: Tensor, box: Box, part: Part) -> None:

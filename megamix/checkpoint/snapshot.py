@@ -120,8 +120,8 @@ def _sum_of_bits(tensor: Tensor) -> int:
 def digest(tensor: Tensor) -> str:
     """Return the tensor's dtype and the SHA-256 of its shape and values, as one text."""
     content = hashlib.sha256(repr(tuple(tensor.shape)).encode())
-    for piece in torch.split(tensor.detach().reshape(-1), tuned.SAVED_PIECE):
-        content.update(piece.cpu().view(torch.uint8).numpy().data)
+    for chunk in torch.split(tensor.detach().reshape(-1), tuned.SAVED_CHUNK):
+        content.update(chunk.cpu().view(torch.uint8).numpy().data)
     return f"{tensor.dtype} {content.hexdigest()}"
 
 
@@ -221,9 +221,9 @@ class HostCopy:
             nbytes = part.tensor.nbytes
             if nbytes > free.numel():
                 free = next(blocks)
-            piece, free = free[:nbytes].view(part.tensor.dtype), free[nbytes:]
-            piece.copy_(part.tensor.view(-1), non_blocking=True)
-            parts.append(replace(part, tensor=piece))
+            chunk, free = free[:nbytes].view(part.tensor.dtype), free[nbytes:]
+            chunk.copy_(part.tensor.view(-1), non_blocking=True)
+            parts.append(replace(part, tensor=chunk))
         if on_gpu:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # no types
             self._copied.record()

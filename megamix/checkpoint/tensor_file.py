@@ -164,6 +164,6 @@ def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
 
 
 def tensor_chunks(flat: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor on any device, in pieces. Shapes: flat (n,)."""
-    for piece in torch.split(flat, tuned.SAVED_PIECE):
-        yield memoryview(piece.cpu().view(torch.uint8).numpy().data)  # viewed as bytes: numpy knows no BF16
+    """Yield the bytes of a tensor on any device, in chunks. Shapes: flat (n,)."""
+    for chunk in torch.split(flat, tuned.SAVED_CHUNK):
+        yield memoryview(chunk.cpu().view(torch.uint8).numpy().data)  # viewed as bytes: numpy knows no BF16

@@ -1,7 +1,7 @@
 """The check of a checkpoint: it is good, or its problems are listed file by file. Nothing in it is executed, and
 nothing is believed unchecked.
 
-`PieceReader` reads the states of a good checkpoint piece by piece, so memory never holds a whole parameter.
+`BoxReader` reads the states of a good checkpoint box by box, so memory never holds a whole parameter.
 """
 
 from collections import defaultdict
@@ -114,25 +114,25 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
     return Checkpoint(path, manifest, dict(stored), refusal)
 
 
-class PieceReader:
-    """Reads pieces of a checkpoint. Opening a file means parsing its header, so the last file stays open."""
+class BoxReader:
+    """Reads boxes of a checkpoint. Opening a file means parsing its header, so the last file stays open."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._folder, self._stored = checkpoint.path, checkpoint.stored
         self._path: Path | None = None
         self._file: Any = None
 
-    def read(self, stored: Stored, piece: Box) -> Tensor:
-        """Read a piece of a stored box. Return a view of the mapped file, in the stored dtype.
+    def read(self, stored: Stored, sub_box: Box) -> Tensor:
+        """Read a box that lies within a stored box. Return a view of the mapped file, in the stored dtype.
 
-        Shapes: (*piece.size).
+        Shapes: (*sub_box.size).
         Raises: ValueError naming the file; OSError.
         """
         path = self._folder / stored.file
         with naming(path):
             if path != self._path:
                 self._file, self._path = safe_open(path, "pt"), path
-            part: Tensor = self._file.get_slice(stored.key)[piece.slices_in(stored.box)]
+            part: Tensor = self._file.get_slice(stored.key)[sub_box.slices_in(stored.box)]
         return part
 
     def gather(self, param: str, state: str, box: Box) -> Tensor:

@@ -275,17 +275,17 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
     Shapes: parts half or FP32 (ranks, shard_numel) -> out half or FP32 (shard_numel,).
     """
     rounded = out.dtype != torch.float32
-    # On a GPU a sum without accumulator is one piece, because launches cost more than the cache saves.
-    size = min(tuned.SUM_PIECE, out.numel()) if rounded or out.is_cpu else out.numel()
+    # On a GPU a sum without accumulator is one chunk, because launches cost more than the cache saves.
+    size = min(tuned.SUM_CHUNK, out.numel()) if rounded or out.is_cpu else out.numel()
     accumulator = out.new_empty(size, dtype=torch.float32) if rounded else out
     for start in range(0, out.numel(), size):
-        piece = out[start : start + size]
-        total = accumulator[: piece.numel()] if rounded else piece
+        chunk = out[start : start + size]
+        total = accumulator[: chunk.numel()] if rounded else chunk
         total.copy_(parts[0, start : start + size])
         for part in parts[1:, start : start + size]:
             total.add_(part)
         if rounded:
-            piece.copy_(total)
+            chunk.copy_(total)
 
 
 def make_collectives(axis: Axis, device: torch.device) -> Collectives:

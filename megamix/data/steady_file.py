@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_PIECE = 1 << 22  # bytes hashed at once
+_CHUNK = 1 << 22  # bytes hashed at once
 _PAGE = 4096  # bytes read at once for single items
 
 
@@ -136,5 +136,5 @@ def machine_identity() -> str:
 
 def add_file(digest: hashlib._Hash, path: Path) -> None:
     file = SteadyFile(path)
-    for start in range(0, file.size, _PIECE):
-        digest.update(file.read(start, min(start + _PIECE, file.size)))
+    for start in range(0, file.size, _CHUNK):
+        digest.update(file.read(start, min(start + _CHUNK, file.size)))

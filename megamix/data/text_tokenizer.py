@@ -18,7 +18,7 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a piece of text, without an end token."""
+        """Return the token ids of a text, without an end token."""
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -147,7 +147,7 @@ class Tokenizer(TextTokenizer):
         return True
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a piece of text, without an end token."""
+        """Return the token ids of a text, without an end token."""
         token_ids = self._bulk.encode(text) if self._bulk is not None else None
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if token_ids is None else token_ids
 

@@ -98,7 +98,7 @@ class SentencePieceTokenizer(TextTokenizer):
         return end
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a piece of text, without an end token."""
+        """Return the token ids of a text, without an end token."""
         return list(self._model.encode(text))
 
     def encode_prompt(self, text: str) -> list[int]:

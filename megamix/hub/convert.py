@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megamix.builders.objects import DTYPES
-from megamix.checkpoint.boxes import Box, pieces
+from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import CHECKPOINTS, Files, new_folder
 from megamix.checkpoint.manifest import MASTER, UNTRAINED, LayoutRecord, Manifest, ParamRecord, RunRecord
 from megamix.checkpoint.save import begin, commit, write_rank
@@ -38,7 +38,7 @@ FILE_SIZE = 1 << 30  # bytes of a file at most: ranks share the reading by files
 
 
 def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allow_non_finite: bool = False) -> str:
-    """Write `output`, whole or not at all. Return the path of the checkpoint in it. Memory holds a few pieces of 16 MiB
+    """Write `output`, whole or not at all. Return the path of the checkpoint in it. Memory holds a few boxes of 16 MiB
     at a time.
 
     Raises: ValueError if the folder holds no model that we can compute, if a weight is not finite and that is not
@@ -74,7 +74,7 @@ def _write_checkpoint(folder: Path, model: DecoderConfig, weights: WatchedWeight
     files = Files()
     begun = folder / begin(folder, Snapshot(manifest, []), files)
     most = file_size // 4  # elements of a file; a larger parameter is cut
-    parts = (StateBox(name, MASTER, box) for name, shape in shapes.items() for box in pieces(Box.whole(shape), most))
+    parts = (StateBox(name, MASTER, box) for name, shape in shapes.items() for box in sub_boxes(Box.whole(shape), most))
     written = [
         write_rank(begun, number, _box_chunks(boxes, weights), files)
         for number, boxes in enumerate(_filled(parts, lambda part: part.box.numel, most))
@@ -98,8 +98,8 @@ def _filled(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterato
 def _box_chunks(boxes: list[StateBox], weights: WatchedWeights) -> Iterator[memoryview]:
     yield memoryview(header(boxes, ["F32"] * len(boxes)))
     for part in boxes:
-        for piece in pieces(part.box):  # in order: their bytes one after the other are the box's
-            yield from tensor_chunks(weights.read(part.param, piece).view(-1))
+        for sub_box in sub_boxes(part.box):  # in order: their bytes one after the other are the box's
+            yield from tensor_chunks(weights.read(part.param, sub_box).view(-1))
 
 
 SHARD_SIZE = 5 * 10**9  # bytes of a shard, as in transformers; a larger tensor has a shard of its own
@@ -108,7 +108,7 @@ SHARD_SIZE = 5 * 10**9  # bytes of a shard, as in transformers; a larger tensor 
 def export_model(
     source: Source, output: Path, dtype: str, shard_size: int = SHARD_SIZE, tokenizer: Path | None = None
 ) -> int:
-    """Write `output`, whole or not at all. Return the bytes of its tensors. Memory holds a few pieces of 16 MiB at a
+    """Write `output`, whole or not at all. Return the bytes of its tensors. Memory holds a few boxes of 16 MiB at a
     time.
 
     `tokenizer`: a file to copy in place of the model's own.
@@ -160,9 +160,9 @@ def _chunks(
 ) -> Iterator[memoryview]:  # fmt: skip
     yield memoryview(head)
     for name, shape in shapes.items():
-        for piece in pieces(Box.whole(shape)):  # in order: their bytes one after the other are the tensor's
-            part = _read(weights, links[name], piece)
-            largest = float(torch.stack(part.aminmax()).abs().max())  # copies no piece; NaN if any element is
+        for sub_box in sub_boxes(Box.whole(shape)):  # in order: their bytes one after the other are the tensor's
+            part = _read(weights, links[name], sub_box)
+            largest = float(torch.stack(part.aminmax()).abs().max())  # copies nothing; NaN if any element is
             if not math.isfinite(largest):
                 raise ValueError(
                     f"{name} has a weight of {largest}: the model is damaged; export an earlier checkpoint"
@@ -176,13 +176,13 @@ def _chunks(
             yield from tensor_chunks(part.to(dtype).view(-1))
 
 
-def _read(weights: Weights, links: list[Link], piece: Box) -> Tensor:
-    """Return a piece of a Hugging Face tensor in FP32, put together from the parameters of ours that lie in it."""
-    out = torch.empty(piece.size)
+def _read(weights: Weights, links: list[Link], sub_box: Box) -> Tensor:
+    """Return a box of a Hugging Face tensor in FP32, put together from our parameters that lie in it."""
+    out = torch.empty(sub_box.size)
     for link in links:
-        if common := piece.intersection(link.region):
+        if common := sub_box.intersection(link.region):
             ours = weights.read(link.ours, link.to_ours(common))
-            out[common.slices_in(piece)] = ours.T if link.transposed else ours
+            out[common.slices_in(sub_box)] = ours.T if link.transposed else ours
     return out
 
 

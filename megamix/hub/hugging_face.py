@@ -1,4 +1,4 @@
-"""A Hugging Face folder: config.json and safetensors, in one file or in shards, read piece by piece.
+"""A Hugging Face folder: config.json and safetensors, in one file or in shards, read box by box.
 
 The sizes in config.json are compared with the tensors' shapes before anything is built: the tensors prove their sizes.
 """
@@ -30,7 +30,7 @@ _NOT_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_
 
 
 class HuggingFaceWeights:
-    """The weights of a folder whose tensors have the names and shapes of a format. They are read a piece at a time.
+    """The weights of a folder whose tensors have the names and shapes of a format. They are read a box at a time.
 
     Nothing is built by config.json's sizes before the tensors have confirmed them.
     Raises: ValueError naming tensors that are missing, unknown or of another shape; OSError.

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megamix.builders.objects import DTYPES
-from megamix.checkpoint.boxes import Box, pieces
+from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import MASTER, DamagedCheckpoint, naming
-from megamix.checkpoint.verify import Checkpoint, PieceReader, verify_named
+from megamix.checkpoint.verify import BoxReader, Checkpoint, verify_named
 from megamix.config import DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights, tables_problem
 from megamix.hub.place import find_model, is_hugging_face
@@ -35,7 +35,7 @@ _OF_TORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class Weights(Protocol):
-    """The parameters of a model on the disk, by our names, read a piece at a time."""
+    """The parameters of a model on the disk, by our names, read a box at a time."""
 
     def read(self, param: str, box: Box) -> Tensor:
         """Return a box of a parameter. Shapes: FP32 (*box.size)."""
@@ -102,8 +102,8 @@ class Source:
         with torch.no_grad():
             for name, param in model.named_parameters():
                 whole = Box.whole(tuple(param.shape))
-                for piece in pieces(whole):
-                    param[piece.slices_in(whole)].copy_(watched.read(name, piece))
+                for sub_box in sub_boxes(whole):
+                    param[sub_box.slices_in(whole)].copy_(watched.read(name, sub_box))
         watched.judge(allow_non_finite)
         return model.requires_grad_(False).eval()
 
@@ -112,7 +112,7 @@ class CheckpointWeights:
     """The masters of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self._reader = PieceReader(checkpoint)
+        self._reader = BoxReader(checkpoint)
 
     def read(self, param: str, box: Box) -> Tensor:
         return self._reader.gather(param, MASTER, box)

@@ -101,7 +101,7 @@ def shard_hashes(flat: Tensor, shards: int, dtype: torch.dtype) -> Tensor:
     difference within one word always changes it; elements that changed places do, except with a chance of about 2^-30.
     Shapes: flat (numel,), a multiple of 64 x shards -> INT64 (shards,).
     """
-    chunk = tuned.HASH_PIECE if flat.is_cpu else tuned.HASH_PIECE_GPU
+    chunk = tuned.HASH_CHUNK if flat.is_cpu else tuned.HASH_CHUNK_GPU
     keys = _odd_keys(ROW * dtype.itemsize // 8, flat.device)
     rows = [_row_hashes(part.to(dtype).view(torch.int64), keys) for part in torch.split(flat, chunk)]
     by_shard = torch.cat(rows).view(shards, -1)

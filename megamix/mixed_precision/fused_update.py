@@ -22,7 +22,7 @@ from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_at_once, sum_in_pieces
+from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_at_once, sum_in_chunks
 from megamix.mixed_precision.update_slice import (
     Kernel,
     States,
@@ -94,7 +94,7 @@ def gated_update(optimizer: Optimizer) -> Callable[..., None]:
 
 
 class LibraryUpdate:
-    """The update by torch's own kernels, in pieces that stay in cache: for machines where nothing can be compiled.
+    """The update by torch's own kernels, in chunks that stay in cache: for machines where nothing can be compiled.
 
     The gradient is multiplied in FP32 first. The fused kernels' `grad_scale` would divide, which rounds differently.
     """
@@ -105,16 +105,16 @@ class LibraryUpdate:
     def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
         shared = self._groups[part.group]
         at = UpdateScalars(step.lr * shared.lr_factor, shared.weight_decay, step.coefficients)
-        size = tuned.piece(tuned.UPDATE_PIECE, part.grad.numel(), on_gpu=not part.grad.is_cpu)
+        size = tuned.chunk(tuned.UPDATE_CHUNK, part.grad.numel(), on_gpu=not part.grad.is_cpu)
         buffer = torch.empty(size, dtype=torch.float32, device=part.grad.device)
-        pieces = zip(*(torch.split(one, size) for one in (part.grad, part.master, *part.states.values())), strict=True)
+        chunks = zip(*(torch.split(one, size) for one in (part.grad, part.master, *part.states.values())), strict=True)
         halves = repeat(None) if part.half is None else torch.split(part.half, size)
-        for (grad, master, *states), half in zip(pieces, halves, strict=False):
+        for (grad, master, *states), half in zip(chunks, halves, strict=False):
             unscaled = buffer[: len(grad)].copy_(grad).mul_(step.multiplier)
             wide = [state.float() for state in states]  # an FP32 state is not copied
-            piece = UpdateSlice(part.group, unscaled, master, dict(zip(part.states, wide, strict=True)), half=None)
-            if not self._optimizer.library_update_(piece, at, step):
-                self._by_operations(piece, at, step)
+            chunk = UpdateSlice(part.group, unscaled, master, dict(zip(part.states, wide, strict=True)), half=None)
+            if not self._optimizer.library_update_(chunk, at, step):
+                self._by_operations(chunk, at, step)
             for state, new in zip(states, wide, strict=True):
                 if new is not state:
                     state.copy_(new)
@@ -124,7 +124,7 @@ class LibraryUpdate:
     def _by_operations(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> None:
         """Run the equation operation by operation, with torch's own kernels."""
         tensors = (part.grad, part.master, *part.states.values())
-        size = tuned.piece(tuned.EQUATION_PIECE, part.grad.numel(), on_gpu=not part.grad.is_cpu)
+        size = tuned.chunk(tuned.EQUATION_CHUNK, part.grad.numel(), on_gpu=not part.grad.is_cpu)
         for grad, master, *rest in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
             states = dict(zip(part.states, rest, strict=True))
             gated_update_(self._optimizer.equation, grad, master, states, at, step.found_inf)
@@ -165,7 +165,7 @@ def choose_kernels(
     The log says if nothing could be compiled.
     """
     groups = optimizer.kernel_groups(groups)
-    stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
+    stats = RowStats(chunked_row_stats, partial(sum_in_chunks, chunked_row_stats))
     library = Kernels(LibraryUpdate(optimizer, groups), stats, "library")
     if not try_compiler:
         return library
@@ -192,14 +192,14 @@ def choose_kernels(
 def _compiled_stats(device: torch.device) -> RowStats:
     # Always without autograd, as in hooks of backward, which call them: a compiled graph holds for one grad mode only.
     of_shard = torch.no_grad()(_compile(row_stats))
-    in_pieces = partial(sum_in_pieces, of_shard)
+    in_chunks = partial(sum_in_chunks, of_shard)
     if device.type == "cpu":
-        return RowStats(of_shard, in_pieces)
+        return RowStats(of_shard, in_chunks)
     at_once: Callable[[Tensor, Tensor], Tensor] = torch.no_grad()(_compile(sum_at_once))
 
     def of_sum(parts: Tensor, grad_shard: Tensor) -> Tensor:
         if grad_shard.numel() == ROW:  # a single row would be compiled separately
-            return in_pieces(parts, grad_shard)
+            return in_chunks(parts, grad_shard)
         return at_once(as_rows(parts, ROW), as_rows(grad_shard, ROW))
 
     return RowStats(of_shard, of_sum)

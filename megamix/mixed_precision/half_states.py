@@ -30,7 +30,7 @@ def by_chance(moment: Tensor, master: Tensor, update: Tensor) -> Tensor:
     """Round to one of the two neighbours in BF16, to the nearer one more often, so that the average is the moment.
 
     The chance is a hash of the element's own moment and master and of the update's number, so it does not depend on
-    ranks, buckets or pieces. Zeros, values that BF16 holds exactly, inf and NaN stay. FP64, which checks the equation,
+    ranks, buckets or chunks. Zeros, values that BF16 holds exactly, inf and NaN stay. FP64, which checks the equation,
     is not rounded.
     Shapes: moment and master FP32 (n,), update FP32 () -> FP32 (n,), values of BF16.
     """

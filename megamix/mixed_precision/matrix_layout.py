@@ -93,7 +93,7 @@ def pieces_of(bucket: BucketPlan, matrices: Sequence[Matrix], place: Place) -> I
         rows, columns = _block(matrix.spec, place.block)
         first, last = max(matrix.first, rows.start), min(matrix.first + matrix.rows, rows.stop)
         width = columns.stop - columns.start
-        # In the flattened block: [begin, end) is the matrix, [start, stop) the piece's part of it.
+        # In the flattened block: [begin, end) is the matrix, [start, stop) the part of it in this piece.
         begin, end = (first - rows.start) * width, (last - rows.start) * width
         start, stop = max(begin, piece.first), min(end, piece.first + piece.numel)
         if start < stop:

@@ -133,7 +133,7 @@ class ModuleGuard:
         if is_compiled and not self._told_of_compile:
             self._told_of_compile = True
             log.warning(
-                "torch.compile wraps the whole model: its backward is one piece, so all gradients come at its end, and "
+                "torch.compile wraps the whole model: its backward is one graph, so all gradients come at its end, and "
                 "no sum over the ranks overlaps with backward. Compile the blocks inside: "
                 "`for block in model.blocks: block.compile()`"
             )

@@ -47,7 +47,7 @@ def chunked_row_stats(grad_shard: Tensor) -> Tensor:
 
     There each operation is a pass of its own, so all of them work in place, in one buffer that stays in a CPU's cache.
     """
-    size = tuned.piece(tuned.STATS_PIECE, grad_shard.numel(), on_gpu=not grad_shard.is_cpu) // ROW
+    size = tuned.chunk(tuned.STATS_CHUNK, grad_shard.numel(), on_gpu=not grad_shard.is_cpu) // ROW
     rows = grad_shard.view(-1, ROW)
     stats = torch.empty(2, len(rows), dtype=torch.float32, device=rows.device)
     buffer = torch.empty(size, ROW, dtype=torch.float32, device=rows.device)
@@ -60,21 +60,21 @@ def chunked_row_stats(grad_shard: Tensor) -> Tensor:
     return stats
 
 
-def sum_in_pieces(of_shard: Callable[[Tensor], Tensor], parts: Tensor, grad_shard: Tensor) -> Tensor:
-    """Sum half parts into the FP32 shard, piece by piece; return the row statistics.
+def sum_in_chunks(of_shard: Callable[[Tensor], Tensor], parts: Tensor, grad_shard: Tensor) -> Tensor:
+    """Sum half parts into the FP32 shard, chunk by chunk; return the row statistics.
 
-    Each piece's statistics are taken while the piece is in a CPU's cache, which saves a pass of their own.
+    Each chunk's statistics are taken while the chunk is in a CPU's cache, which saves a pass of their own.
     """
-    size = tuned.piece(tuned.SUMMED_PIECE, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
+    size = tuned.chunk(tuned.SUMMED_CHUNK, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
     rows = []
-    for piece, piece_parts in zip(torch.split(grad_shard, size), torch.split(parts, size, dim=1), strict=True):
-        sum_in_rank_order(piece_parts, piece)
-        rows.append(of_shard(piece))
+    for chunk, chunk_parts in zip(torch.split(grad_shard, size), torch.split(parts, size, dim=1), strict=True):
+        sum_in_rank_order(chunk_parts, chunk)
+        rows.append(of_shard(chunk))
     return torch.cat(rows, dim=1)
 
 
 def sum_at_once(parts: Tensor, grad_shard: Tensor) -> Tensor:
-    """Do the same as `sum_in_pieces`, with the same bits of the sum, as one pass for a GPU's compiler.
+    """Do the same as `sum_in_chunks`, with the same bits of the sum, as one pass for a GPU's compiler.
 
     Compiled, it moves 2 bytes of each part and 4 of the sum per element. Uncompiled, the sum is read and written once
     per rank.

@@ -52,7 +52,7 @@ class UnseenWrites:
         for one in buckets:
             self._looked = True
             half, master = one.param_shard, one.master
-            size = tuned.HASH_PIECE if half.is_cpu else tuned.HASH_PIECE_GPU
+            size = tuned.HASH_CHUNK if half.is_cpu else tuned.HASH_CHUNK_GPU
             both = zip(torch.split(half, size), torch.split(master, size), strict=True)
             rows = torch.cat([_rows_that_differ(*pair) for pair in both]).float()
             by_piece = torch.stack(torch._foreach_max(torch.split(rows, one.piece_rows)))

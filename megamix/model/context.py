@@ -14,7 +14,7 @@ from torch import Tensor
 class Documents:
     """The documents of a batch in one of three forms."""
 
-    # Lengths of all pieces of documents, one sequence after the other; they add up to B * T.
+    # Lengths of all parts of documents, one sequence after the other; they add up to B * T.
     lengths: tuple[int, ...] = ()
     mask: Tensor | None = None  # BOOL (B, 1, T, T): whether a row's token sees a column's
     # INT32 (entries,): index of each document's first token among the B * T, one sequence after the other; B * T in the

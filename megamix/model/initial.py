@@ -1,5 +1,5 @@
 """Initial weights by a counter: each element is a pure function of seed, parameter and place. So a rank draws only what
-it owns, and neither the layout, nor the piece in which an element is drawn, nor the number of threads changes a bit.
+it owns, and neither the layout, nor the chunk in which an element is drawn, nor the number of threads changes a bit.
 
 The bits come from SplitMix64 (Steele, Lea and Flood 2014, Fast splittable pseudorandom number generators), with a
 stream for each parameter. 64 bits give two neighbours in a row, normal by Box and Muller (1958). Logarithm, sine and
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_PIECE = 1 << 14  # pairs of elements drawn at once, so that intermediate arrays stay in cache
+_CHUNK = 1 << 14  # pairs of elements drawn at once, so that intermediate arrays stay in cache
 _ROOT_HALF, _SIGN = 0x3F3504F3, np.uint32(1 << 31)  # bits of FP32
 # Taylor series, the highest power first. They are exact to FP32's rounding in the range where they are used.
 _ARTANH = [2 / k for k in (7, 5, 3, 1)]  # 2 artanh(x) / x by x**2
@@ -40,7 +40,7 @@ def draw_normal(
     length, skipped = columns.stop - columns.start, columns.start % 2
     pairs = np.arange(columns.start // 2, -(-columns.stop // 2), dtype=np.uint64) * gamma
     rows = np.arange(math.prod(full_shape[:-1]), dtype=np.uint64).reshape(full_shape[:-1])[*block[:-1]].reshape(-1, 1)
-    end, at_once = first + out.numel(), max(1, _PIECE // len(pairs))
+    end, at_once = first + out.numel(), max(1, _CHUNK // len(pairs))
     for row in range(first // length, -(-end // length), at_once):
         states = rows[row : row + at_once] * np.uint64(pairs_of_row) * gamma + key + pairs
         drawn = _normals(_mixed(states), std)[:, skipped : skipped + length].reshape(-1)

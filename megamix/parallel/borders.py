@@ -32,8 +32,8 @@ class Border:
     def __init__(self, tp: Collectives, *, sequence: bool):
         self.tp, self.sequence = tp, sequence
         self._divides = sequence
-        # A compiled block is cut into pieces at its borders, because the compiler can trace only some collectives of
-        # some backends. `disable` is called here and not at import, since it imports the compiler: 2 s.
+        # A compiled block is cut into several graphs at its borders, because the compiler can trace only some
+        # collectives of some backends. `disable` is called here and not at import, since it imports the compiler: 2 s.
         self._cross: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]  # no types
 
     def begin(self, num_positions: int) -> None:

@@ -21,7 +21,7 @@ from megamix.supervise.status import NoAnswerError
 LARGEST = 64 << 20  # bytes: no rank writes a larger value
 _SHOWN_RUNS = 8  # runs of neighbouring ranks that a message lists
 _T = TypeVar("_T")
-_LONGEST = 10_000  # characters of a verdict
+_LONGEST = 10_000  # characters of an end reason
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Words = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]  # printable ASCII: no terminal escapes
 
@@ -76,30 +76,30 @@ class Sign(NamedTuple):
         return found is not None and found.start == self.start and found.state not in "ZXT"
 
 
-class Judgement(NamedTuple):
-    """The verdict: the reason why all ranks must end."""
+class EndReason(NamedTuple):
+    """Reason why all ranks must end."""
 
     text: str
     missing: list[int]  # ranks that are dead or stopped
     exit_status: Annotated[int, Field(ge=1, le=4)] = 1  # exit status of all ranks
 
     @staticmethod
-    def read(value: bytes, size: int) -> Judgement | None:
-        """Return the verdict that a rank wrote; None for a value that none of `size` ranks writes."""
-        verdict = read_strictly(_VERDICT, value)
-        return verdict.fit() if verdict is not None and set(verdict.missing) < set(range(size)) else None
+    def read(value: bytes, size: int) -> EndReason | None:
+        """Return the end reason that a rank wrote; None for a value that none of `size` ranks writes."""
+        reason = read_strictly(_END_REASON, value)
+        return reason.fit() if reason is not None and set(reason.missing) < set(range(size)) else None
 
-    def fit(self) -> Judgement:
-        """Return it with a text that is safe on a terminal: an error's words, or a foreign store, may hold anything."""
+    def fit(self) -> EndReason:
+        """Return the reason with a text that is safe on a terminal: an error or a foreign store may hold any bytes."""
         lines = self.text[:_LONGEST].split("\n")
         return self._replace(text="\n".join(printable(line, _LONGEST) for line in lines))
 
 
-_SIGN, _VERDICT = TypeAdapter(Sign), TypeAdapter(Judgement)
+_SIGN, _END_REASON = TypeAdapter(Sign), TypeAdapter(EndReason)
 
 
 class RollCall:
-    """Every rank's last sign of life, and one verdict for all, in the store of the ranks' rendezvous.
+    """Every rank's last sign of life, and one end reason for all, in the store of the ranks' rendezvous.
 
     A call costs a request or two, and waits for no rank. Raises: RuntimeError if the store is gone, as when the
     launcher that held it died.
@@ -122,13 +122,14 @@ class RollCall:
         signs = {rank: Sign.read(self._store.get(f"rank {rank}")) for rank in given}
         return {rank: sign for rank, sign in signs.items() if sign is not None}
 
-    def verdict(self) -> Judgement | None:
-        return Judgement.read(self._store.get("verdict"), self.size) if self._store.check(["verdict"]) else None
+    def reason(self) -> EndReason | None:
+        return EndReason.read(self._store.get("end reason"), self.size) if self._store.check(["end reason"]) else None
 
-    def decide(self, verdict: Judgement) -> Judgement:
-        """Return the verdict for all ranks: the first one that any rank gave, or `verdict` if there was none."""
-        verdict = verdict.fit()
-        return Judgement.read(self._store.compare_set("verdict", "", json.dumps(verdict)), self.size) or verdict
+    def decide(self, reason: EndReason) -> EndReason:
+        """Return the end reason of all ranks: the first one that any rank wrote, or `reason` if no rank had written
+        one."""
+        reason = reason.fit()
+        return EndReason.read(self._store.compare_set("end reason", "", json.dumps(reason)), self.size) or reason
 
 
 def names(ranks: Iterable[int]) -> str:

@@ -3,8 +3,8 @@ leave when the launcher died.
 
 A collective whose peer is dead or hung ends by the process group's time limit at best, with an error that does not name
 the peer. Here each rank has a thread that gives signs of life. A rank whose main thread has stood still for `timeout_s`
-looks which ranks are silent or, if none is, which are behind. All ranks end with that verdict, each with its stacks in
-a file. As long as any rank moves, the others wait for it and no rank counts as hung. A rank that waits for its
+looks which ranks are silent or, if none is, which are behind. All ranks end for that reason, and each writes its stacks
+to a file. As long as any rank moves, the others wait for it and no rank counts as hung. A rank that waits for its
 checkpoint moves with every chunk that the disk takes.
 
 There are two threads. One looks at this process and its launcher. The other talks through the store: its calls hang
@@ -31,7 +31,7 @@ from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
 from megamix.durable import create_anew
 from megamix.supervise.console import drop_unwritten, say
-from megamix.supervise.liveness import Judgement, Position, RollCall, Sign, names
+from megamix.supervise.liveness import EndReason, Position, RollCall, Sign, names
 from megamix.supervise.processes import Siblings
 from megamix.supervise.status import (
     NO_MEMORY,
@@ -45,7 +45,7 @@ from megamix.supervise.status import (
 )
 
 _WAITING_PLACES = ("/torch/distributed/", "/torch/cuda/", "/megamix/comm/")
-_SHOWN = 8  # ranks whose last places a verdict lists
+_SHOWN = 8  # most ranks whose last places an end reason lists
 _GRACE_S = 2.0  # seconds to wait for quick things: a thread's end, the news of a dead peer
 _LAST_RESORT_S = 1.5  # seconds after the time limit; then faulthandler's thread ends a process whose threads are stuck
 
@@ -183,10 +183,11 @@ class Watchdog:
                 siblings.end(pid)
 
     def _look(self, roll: RollCall, suspicion: _Suspicion | None) -> _Suspicion | None:
-        """Give a sign, and end this process if a verdict is there or due. Return the suspicion to go on with."""
+        """Give a sign, and end this process if an end reason is written or due. Return the search for missing ranks to
+        continue with."""
         self._beat(roll)
-        if (verdict := roll.verdict()) is not None:
-            self._end(verdict, roll)
+        if (reason := roll.reason()) is not None:
+            self._end(reason, roll)
             return None
         if suspicion is None:
             return _Suspicion(roll) if self._stood_s() > self._timeout_s - self._window_s - self._tick_s else None
@@ -198,9 +199,9 @@ class Watchdog:
             self._since_s = time.monotonic() - idle_s
             self._arm()
             return None
-        verdict = roll.decide(self._judge(missing, roll))
-        say(f"megamix train: {verdict.text}", sys.stderr)
-        self._end(verdict, roll)
+        reason = roll.decide(self._judge(missing, roll))
+        say(f"megamix train: {reason.text}", sys.stderr)
+        self._end(reason, roll)
         return None
 
     def _beat(self, roll: RollCall) -> None:
@@ -217,8 +218,8 @@ class Watchdog:
             to = self._stacks or sys.stderr
             faulthandler.dump_traceback_later(self._timeout_s + _LAST_RESORT_S, exit=True, file=to)
 
-    def _judge(self, missing: list[int], roll: RollCall) -> Judgement:
-        """Return the verdict: which ranks are to blame for this rank's standing still."""
+    def _judge(self, missing: list[int], roll: RollCall) -> EndReason:
+        """Return the end reason: which ranks are to blame that this rank stands still."""
         signs = roll.signs()
         # The ranks that do not wait are behind. If all wait, or none is seen to (as on a GPU), those with the fewest
         # spans are. Spans come second, since each stage of a pipeline enters another number of them.
@@ -233,7 +234,7 @@ class Watchdog:
         else:
             what = "all ranks are at the same place"
         lines = [f"no progress for {self._timeout_s:g} s (parallelism.timeout_s): {what}"]
-        return Judgement("\n".join([*lines, *_last_places([*(missing or behind), roll.rank], signs)]), missing)
+        return EndReason("\n".join([*lines, *_last_places([*(missing or behind), roll.rank], signs)]), missing)
 
     def _explain(self, error: Exception, roll: RollCall) -> None:
         """Tell the others, and add to the error a note, whether this rank or another one is to blame for it."""
@@ -245,24 +246,24 @@ class Watchdog:
             position = self._position()
             where = f"in {position.doing}, attempt {position.attempt}"
             if self._stood_s() > self._timeout_s:  # the collective's own limit came before ours
-                verdict = self._judge(missing, roll)
+                reason = self._judge(missing, roll)
             elif missing:
                 lines = [f"{names(missing)} died; rank {roll.rank} was {where}", *_last_places(missing, roll.signs())]
-                verdict = Judgement("\n".join(lines), missing)
+                reason = EndReason("\n".join(lines), missing)
             elif early is not None:
-                verdict = Judgement(f"rank {roll.rank}, attempt {position.attempt}: {early}", [], early.exit_status)
+                reason = EndReason(f"rank {roll.rank}, attempt {position.attempt}: {early}", [], early.exit_status)
             else:
-                verdict = Judgement(f"rank {roll.rank} failed {where}: {type(error).__name__}: {error}", [])
-            own, verdict = verdict.fit(), roll.decide(verdict)
-            if verdict.exit_status in _OF_ONE_RANK:
-                raise _OF_ONE_RANK[verdict.exit_status](verdict.text) from error
-            if verdict == own:
-                say(f"megamix train: {verdict.text}", sys.stderr)
-            # The verdict comes first: a collective's own note tells of the consequence, and may name another cause.
-            error.__notes__ = [verdict.text, *getattr(error, "__notes__", [])]
-            _end_missing(verdict, roll)
-            if roll.rank != 0 and roll.rank == _speaker(verdict, roll):
-                self._status.write("failed", verdict.text)
+                reason = EndReason(f"rank {roll.rank} failed {where}: {type(error).__name__}: {error}", [])
+            own, reason = reason.fit(), roll.decide(reason)
+            if reason.exit_status in _OF_ONE_RANK:
+                raise _OF_ONE_RANK[reason.exit_status](reason.text) from error
+            if reason == own:
+                say(f"megamix train: {reason.text}", sys.stderr)
+            # The end reason comes first: a collective's own note describes the consequence, and may name another cause.
+            error.__notes__ = [reason.text, *getattr(error, "__notes__", [])]
+            _end_missing(reason, roll)
+            if roll.rank != 0 and roll.rank == _speaker(reason, roll):
+                self._status.write("failed", reason.text)
 
     def _wait_for_missing(self, roll: RollCall) -> list[int]:
         suspicion = _Suspicion(roll)
@@ -271,21 +272,21 @@ class Watchdog:
             self._beat(roll)  # other ranks may be looking for missing ones, too
         return missing or suspicion.missing()
 
-    def _end(self, verdict: Judgement, roll: RollCall) -> None:
+    def _end(self, reason: EndReason, roll: RollCall) -> None:
         """End this process now: its main thread may never come back. No error on the way may keep the process alive."""
         if self._closing.is_set():  # the main thread has come back while this one was stuck in the store
             return
         try:
             faulthandler.dump_traceback(file=self._stacks or sys.stderr)
-            _end_missing(verdict, roll)
-            if roll.rank == _speaker(verdict, roll):
-                self._status.write("failed", verdict.text, verdict.exit_status)
-            if verdict.exit_status in _OF_ONE_RANK and roll.rank == 0:  # as the command line prints it
-                say(f"megamix train: {verdict.text}", sys.stderr)
+            _end_missing(reason, roll)
+            if roll.rank == _speaker(reason, roll):
+                self._status.write("failed", reason.text, reason.exit_status)
+            if reason.exit_status in _OF_ONE_RANK and roll.rank == 0:  # as the command line prints it
+                say(f"megamix train: {reason.text}", sys.stderr)
             drop_unwritten()
             tell_collectives(self._collectives)
         finally:
-            os._exit(verdict.exit_status)
+            os._exit(reason.exit_status)
 
 
 def _main_thread_waits() -> bool:
@@ -328,18 +329,18 @@ class _Suspicion:
         return sorted({*self.missing_here(), *elsewhere})
 
 
-def _end_missing(verdict: Judgement, roll: RollCall) -> None:
+def _end_missing(reason: EndReason, roll: RollCall) -> None:
     """Kill the missing ranks of this launcher: a stopped process notices nothing, and would keep its memory and its
     GPU.
     """
     for rank, sign in roll.signs().items():
-        if rank in verdict.missing and sign.is_here:
+        if rank in reason.missing and sign.is_here:
             roll.siblings.end(sign.pid)
 
 
-def _speaker(verdict: Judgement, roll: RollCall) -> int:
+def _speaker(reason: EndReason, roll: RollCall) -> int:
     """Return the lowest living rank, which writes the run's status."""
-    return min(rank for rank in range(roll.size) if rank not in verdict.missing)
+    return min(rank for rank in range(roll.size) if rank not in reason.missing)
 
 
 def _last_places(ranks: list[int], signs: dict[int, Sign]) -> list[str]:

@@ -79,7 +79,7 @@ def test_elements_are_counted_by_their_bits_and_measured(tmp_path: Path, monkeyp
         "exp_avg_sq of blocks.0.gain: 1 of 1 elements (100.00%), by at most inf",
     }
     assert set(_lines(old, new)) == set(_lines(new, old)) == want
-    monkeypatch.setattr(boxes, "_LARGEST_PIECE", 2)
+    monkeypatch.setattr(boxes, "_LARGEST_SUB_BOX", 2)
     assert set(_lines(old, new)) == want  # a NaN in one piece is not lost to the number in the next
 
 
@@ -126,15 +126,15 @@ def test_of_another_model_or_optimizer_what_both_have_is_compared(tmp_path: Path
 def test_no_piece_is_larger_than_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
 
-    def read(self: verify.PieceReader, *place: object) -> torch.Tensor:
+    def read(self: verify.BoxReader, *place: object) -> torch.Tensor:
         nonlocal largest
         piece = original(self, *place)  # type: ignore[arg-type]
         largest = max(largest, piece.numel())
         return piece
 
-    original = verify.PieceReader.read
-    monkeypatch.setattr(verify.PieceReader, "read", read)
-    monkeypatch.setattr(boxes, "_LARGEST_PIECE", 100)
+    original = verify.BoxReader.read
+    monkeypatch.setattr(verify.BoxReader, "read", read)
+    monkeypatch.setattr(boxes, "_LARGEST_SUB_BOX", 100)
     _lines(_saved(tmp_path / "old"), _saved(tmp_path / "new"))
     assert 50 < largest <= 100
 

@@ -42,7 +42,7 @@ def _want(name: str, state: str, like: Tensor) -> Tensor:
 def test_torch_loads_model_and_optimizer_as_they_were_saved(
     ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    monkeypatch.setattr(boxes, "_LARGEST_PIECE", 100)  # so that a parameter is several chunks
+    monkeypatch.setattr(boxes, "_LARGEST_SUB_BOX", 100)  # so that a parameter is several chunks
     output = tmp_path / "new" / "out"
     run = ready.parents[1]  # a run stands for its newest checkpoint
     assert main(["checkpoint", "export", str(run), "--to", "dcp", str(output)]) == 0
@@ -95,10 +95,10 @@ def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_leaves_nothing(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: verify.PieceReader, *place: object) -> Tensor:
+    def full(self: verify.BoxReader, *place: object) -> Tensor:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(verify.PieceReader, "read", full)
+    monkeypatch.setattr(verify.BoxReader, "read", full)
     with pytest.raises(OSError, match=r"out cannot be written: .*No space left on device"):
         export_dcp(verify_checkpoint(ready), tmp_path / "out")
     assert listing(tmp_path) == []

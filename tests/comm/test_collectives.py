@@ -93,7 +93,7 @@ def test_the_sum_is_the_same_whatever_the_piece_that_stays_in_cache(monkeypatch,
     parts = torch.stack([_inputs(rank, 1000, torch.bfloat16) for rank in range(5)])
     whole, pieces = torch.empty(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
     sum_in_rank_order(parts, whole)
-    monkeypatch.setattr(tuned, "SUM_PIECE", 64)
+    monkeypatch.setattr(tuned, "SUM_CHUNK", 64)
     sum_in_rank_order(parts, pieces)
     assert torch.equal(whole, pieces)
 

@@ -176,9 +176,9 @@ def test_no_fp32_copy_of_the_gradient_between_backward_and_update(run_ranks, red
 
 def _with_small_pieces(reduce_dtype: str) -> int:
 
-    kept = tuned.SUM_PIECE, tuned.UPDATE_PIECE, tuned.STATS_PIECE
-    tuned.SUM_PIECE = tuned.UPDATE_PIECE = tuned.STATS_PIECE = 128
+    kept = tuned.SUM_CHUNK, tuned.UPDATE_CHUNK, tuned.STATS_CHUNK
+    tuned.SUM_CHUNK = tuned.UPDATE_CHUNK = tuned.STATS_CHUNK = 128
     try:
         return _fp32_tensors_of_gradient_size(reduce_dtype)
     finally:
-        tuned.SUM_PIECE, tuned.UPDATE_PIECE, tuned.STATS_PIECE = kept
+        tuned.SUM_CHUNK, tuned.UPDATE_CHUNK, tuned.STATS_CHUNK = kept

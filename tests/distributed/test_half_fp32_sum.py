@@ -19,7 +19,7 @@ from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.links import Links
-from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_in_pieces
+from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_in_chunks
 from tests.conftest import FULL
 from tests.distributed.reference import train_reference
 from tests.distributed.test_equals_reference import Case, differences, run_engine
@@ -48,7 +48,7 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     for number, bucket in enumerate(buckets):
         bucket.grads.copy_(_halves(rank, number, bucket.plan.padded_numel, dtype))
         bucket.param_grads["weight"].touched = True  # otherwise it would count as zeros
-    stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
+    stats = RowStats(chunked_row_stats, partial(sum_in_chunks, chunked_row_stats))
     reduce = GradReduce(buckets, stats, overlap=True, clock=Clock(cpu), observers=[])
     reduce.end_micro_batch(ends=True)
     results = []
@@ -69,7 +69,7 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
 
 
 def _reduce_in_small_pieces(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, bool]]:
-    with mock.patch.object(tuned, "SUM_PIECE", 128), mock.patch.object(tuned, "SUMMED_PIECE", 256):
+    with mock.patch.object(tuned, "SUM_CHUNK", 128), mock.patch.object(tuned, "SUMMED_CHUNK", 256):
         return _reduce(dtype, numels)
 
 

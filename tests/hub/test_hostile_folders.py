@@ -293,7 +293,7 @@ def test_weights_that_are_not_finite_are_told_by_tensor_and_refused_unless_asked
     folder = _with(folders["llama"], tmp_path / "hf", eos_token_id=3)
     _spoil(folder)
     (folder / "tokenizer.json").write_bytes((tmp_path / "data/tokenizer.json").read_bytes())
-    monkeypatch.setattr("megamix.checkpoint.boxes._LARGEST_PIECE", 50)  # a tensor comes in several pieces
+    monkeypatch.setattr("megamix.checkpoint.boxes._LARGEST_SUB_BOX", 50)  # a tensor comes in several pieces
     told = (
         "weights that are not finite: 3, the first nan at model.layers.1.mlp.up_proj.weight [3, 5]; "
         "1, the first -inf at model.norm.weight [7]"

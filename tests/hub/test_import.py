@@ -85,7 +85,7 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
         return read(weights, param, box)
 
     monkeypatch.setattr(HuggingFaceWeights, "read", measured)
-    monkeypatch.setattr(boxes, "_LARGEST_PIECE", 100)
+    monkeypatch.setattr(boxes, "_LARGEST_SUB_BOX", 100)
     checkpoint = Path(import_model(tmp_path / "hf", tmp_path / "in", file_size=1000))
     assert 90 < largest <= 100  # elements held at a time, of parameters of up to 64 x 12
     files = list(checkpoint.glob("rank_*"))

@@ -255,5 +255,5 @@ def test_the_hash_of_a_part_does_not_depend_on_the_others_nor_on_how_it_is_read(
     whole = shard_hashes(full, 3, torch.bfloat16)
     parts = [shard_hashes(part, 1, torch.bfloat16) for part in full.view(3, -1)]
     assert torch.equal(whole, torch.cat(parts))
-    monkeypatch.setattr("megamix.tuned.HASH_PIECE", 128)
+    monkeypatch.setattr("megamix.tuned.HASH_CHUNK", 128)
     assert torch.equal(shard_hashes(full, 3, torch.bfloat16), whole)

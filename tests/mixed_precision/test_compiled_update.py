@@ -181,7 +181,7 @@ def test_statistics_in_place_have_the_bits_of_plain_operations(dtype: torch.dtyp
     values[900:902] = torch.tensor([float("nan"), float("inf")])
     grad = values.to(dtype)
     kept = grad.clone()
-    with mock.patch.object(tuned, "STATS_PIECE", 64 * 8):
+    with mock.patch.object(tuned, "STATS_CHUNK", 64 * 8):
         stats = chunked_row_stats(grad)
     torch.testing.assert_close(stats, row_stats(grad), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(grad.view(torch.uint8), kept.view(torch.uint8))

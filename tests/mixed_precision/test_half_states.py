@@ -1,5 +1,5 @@
 """Moments in BF16 are right on average when rounded by chance, where rounding to nearest would never move them; no bit
-depends on ranks, buckets or pieces; `megamix verify` passes with them, compiled.
+depends on ranks, buckets or chunks; `megamix verify` passes with them, compiled.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _all_trained(sharding: dict[str, object]) -> list[dict[tuple[str, str, int],
 def test_no_bit_depends_on_ranks_buckets_or_pieces(run_ranks) -> None:
     want = [_joined([one]) for one in _all_trained({})]
     assert {tensor.dtype for (_, state), tensor in want[0].items() if state != "master"} == {BF16}
-    with mock.patch.multiple(tuned, UPDATE_PIECE=128, EQUATION_PIECE=64):
+    with mock.patch.multiple(tuned, UPDATE_CHUNK=128, EQUATION_CHUNK=64):
         small = [_joined([one]) for one in _all_trained({"bucket_size": 700})]
     runs = {"pieces": small}
     for dp_size, sharding in ((2, {}), (4, {"shard": "parameters", "bucket_size": 1111})):

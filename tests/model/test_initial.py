@@ -1,4 +1,4 @@
-"""Initial weights: normal numbers, independent, and a pure function of seed, name and place: no layout, block or piece
+"""Initial weights: normal numbers, independent, and a pure function of seed, name and place: no layout, block or chunk
 changes a bit, on any machine.
 """
 
@@ -71,8 +71,8 @@ def test_neighbours_parameters_and_seeds_are_not_correlated() -> None:
 def test_any_range_of_any_block_is_that_of_the_whole(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _draw(shape)
     rng = np.random.default_rng(0)
-    for piece in (1, 2, 7, 64, 1 << 14):
-        monkeypatch.setattr(initial, "_PIECE", piece)
+    for chunk in (1, 2, 7, 64, 1 << 14):
+        monkeypatch.setattr(initial, "_CHUNK", chunk)
         for _ in range(20):
             block = [slice(*sorted(rng.choice(size + 1, 2, replace=False).tolist())) for size in shape]
             wanted = whole[tuple(block)].flatten()

@@ -1,4 +1,4 @@
-"""Junk in the ranks' store is no sign of life and no verdict, a forged sign gets no stranger killed; a stopped
+"""Junk in the ranks' store is no sign of life and no end reason, a forged sign gets no stranger killed; a stopped
 launcher ends no run.
 """
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megamix.comm.topology import Topology
 from megamix.supervise import watchdog
-from megamix.supervise.liveness import Judgement, Position, RollCall, Sign
+from megamix.supervise.liveness import EndReason, Position, RollCall, Sign
 from megamix.supervise.processes import process_start
 from megamix.supervise.status import LeaveRequest, RunStatus
 from megamix.supervise.watchdog import Watchdog
@@ -67,22 +67,22 @@ def test_junk_is_no_sign_of_life(value: bytes) -> None:
 @pytest.mark.parametrize("missing", [[2], [-1], ["1"], [True], [1.0], [0, 1], [[1]], None, 1, {}])
 def test_junk_is_no_verdict(missing: Any) -> None:
     roll, store = _roll()
-    store.set("verdict", json.dumps(["the text", missing]))
-    assert roll.verdict() is None
-    assert roll.decide(Judgement("mine", [1])) == Judgement("mine", [1])
+    store.set("end reason", json.dumps(["the text", missing]))
+    assert roll.reason() is None
+    assert roll.decide(EndReason("mine", [1])) == EndReason("mine", [1])
 
 
 def test_a_verdict_cannot_steer_a_terminal() -> None:
     roll, store = _roll()
     assert (
-        roll.decide(Judgement("rank 1 died\n\x1b]0;owned\x07 \ud800", [1])).text
+        roll.decide(EndReason("rank 1 died\n\x1b]0;owned\x07 \ud800", [1])).text
         == "rank 1 died\n\\x1b]0;owned\\x07 \\ud800"
     )
-    store.set("verdict", json.dumps(["\x1b[2J" + "x" * 20_000, []]))
-    verdict = roll.verdict()
-    assert verdict is not None
-    assert verdict.text.startswith(r"\x1b[2Jxxx")
-    assert len(verdict.text) < 10_100
+    store.set("end reason", json.dumps(["\x1b[2J" + "x" * 20_000, []]))
+    reason = roll.reason()
+    assert reason is not None
+    assert reason.text.startswith(r"\x1b[2Jxxx")
+    assert len(reason.text) < 10_100
 
 
 def test_a_forged_sign_does_not_get_a_stranger_killed() -> None:
@@ -91,7 +91,7 @@ def test_a_forged_sign_does_not_get_a_stranger_killed() -> None:
         forged = Sign(1, 0.0, 0, "", 0, 0, socket.gethostname(), stranger.pid, process_start(stranger.pid))
         store.set("rank 1", json.dumps(forged))
         assert roll.signs()[1] == forged  # all of it is true
-        watchdog._end_missing(Judgement("rank 1 died", [1]), roll)
+        watchdog._end_missing(EndReason("rank 1 died", [1]), roll)
         alive = stranger.poll() is None
         stranger.kill()
     assert alive

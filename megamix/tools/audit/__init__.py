@@ -5,7 +5,7 @@ watch      dtypes that a step computes and sends with, and its gradients, seen o
 updates    changes by an update: of a torch optimizer, or of a `ShardedEngine`
 holders    holders of a parameter's truth, and dtypes that wrappers tell
 report     rows by pattern, and the page
-judgement  facts that do harm, and their remedies
+warnings   facts that do harm, and their remedies
 audit      the conductor: `megamix.audit`
 command    the verb
 """

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from megamix.comm.topology import Topology
 from megamix.tools.audit.facts import COLUMNS, NOWHERE, UNKNOWN, ParamFacts
-from megamix.tools.audit.judgement import AuditWarning, warnings_of
+from megamix.tools.audit.warnings import AuditWarning, warnings_of
 
 WIDTH = 120
 _NUMBERS = ("lost", "zeroed", "zeroed_is_exact", "headroom", "update_to_weight", "lr")

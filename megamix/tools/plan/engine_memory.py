@@ -127,7 +127,7 @@ class EngineMemory:
     def reduce(self) -> int:
         """Return the bytes of an FP32 sum that is rounded."""
         is_rounded = self._scratch(self.buckets) and self._sum_dtype != torch.float32
-        return FP32 * min(tuned.SUM_PIECE, self.largest_shard) if is_rounded else 0
+        return FP32 * min(tuned.SUM_CHUNK, self.largest_shard) if is_rounded else 0
 
     def statistics(self) -> int:
         """Return the maximum while the last bucket's sum ends, and while sums are read.
@@ -148,11 +148,11 @@ class EngineMemory:
         return self.sums() + rows + max(landing, compared, *(self._squares(bucket.plan) for bucket in self.buckets))
 
     def update(self) -> int:
-        """Return the bytes of an update that is not compiled: FP32 copies of one piece's gradient and half states."""
+        """Return the bytes of an update that is not compiled: FP32 copies of one chunk's gradient and half states."""
         if self.compiled:
             return 0
         halves = [sum(dtype != torch.float32 for _, dtype in group.states) for group in self._groups]
-        return (1 + max(halves)) * FP32 * tuned.piece(tuned.UPDATE_PIECE, self.largest_shard, on_gpu=self.on_gpu)
+        return (1 + max(halves)) * FP32 * tuned.chunk(tuned.UPDATE_CHUNK, self.largest_shard, on_gpu=self.on_gpu)
 
     # Parts of the above.
 
@@ -161,13 +161,13 @@ class EngineMemory:
         return self._precision.dtype.itemsize * sum(numel for numel in numels if numel < tuned.SMALL_GRAD)
 
     def _compared(self, shard_numel: int) -> int:
-        """Return the bytes of a comparison of half parameters and masters, piece by piece.
+        """Return the bytes of a comparison of half parameters and masters, chunk by chunk.
 
-        A piece takes the masters' casts, and two bytes per element for the bits that differ.
+        A chunk takes the masters' casts, and two bytes per element for the bits that differ.
         """
         half = self._precision.dtype.itemsize
-        piece = min(tuned.HASH_PIECE_GPU if self.on_gpu else tuned.HASH_PIECE, shard_numel)
-        return piece * (2 + (half if half < FP32 else 0))
+        chunk = min(tuned.HASH_CHUNK_GPU if self.on_gpu else tuned.HASH_CHUNK, shard_numel)
+        return chunk * (2 + (half if half < FP32 else 0))
 
     def _scratch(self, buckets: Sequence[BucketBytes]) -> int:
         """Return the bytes of the scratch in which parts of sums arrive.
@@ -183,10 +183,10 @@ class EngineMemory:
         return (2 if self.on_gpu else 1) * sum(largest.values())
 
     def _squares(self, bucket: BucketPlan) -> int:
-        """Return the bytes of statistics that are not compiled: one piece's FP32 copy, which becomes its squares."""
+        """Return the bytes of statistics that are not compiled: one chunk's FP32 copy, which becomes its squares."""
         if self.compiled:
             return 0
-        return FP32 * tuned.piece(tuned.STATS_PIECE, bucket.shard_numel, on_gpu=self.on_gpu)
+        return FP32 * tuned.chunk(tuned.STATS_CHUNK, bucket.shard_numel, on_gpu=self.on_gpu)
 
 
 def most_pieces(buckets: Sequence[BucketPlan]) -> int:

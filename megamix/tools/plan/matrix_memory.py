@@ -97,7 +97,7 @@ def _update_of(
     on_gpu, ns_dtype, shard = engine.on_gpu, optimizer.ns_dtype, bucket.plan.shard_numel
     of_span = engine.update()
     if not engine.compiled:
-        of_span += _OF_EQUATION * FP32 * tuned.piece(tuned.EQUATION_PIECE, engine.largest_shard, on_gpu=on_gpu)
+        of_span += _OF_EQUATION * FP32 * tuned.chunk(tuned.EQUATION_CHUNK, engine.largest_shard, on_gpu=on_gpu)
     pieces = [part.numel for part in homes.parts[rank]]
     own = [matrix for matrix, home in zip(homes.matrices, homes.homes, strict=True) if home == rank]
     shapes = Counter((matrix.rows, matrix.columns) for matrix in own)

@@ -16,8 +16,8 @@ from megamix.cli import main
 from megamix.config import load_config
 from megamix.machine import native_halves
 from megamix.tools.audit import command
-from megamix.tools.audit.judgement import AuditWarning
 from megamix.tools.audit.report import AuditReport
+from megamix.tools.audit.warnings import AuditWarning
 from megamix.tools.verify.core.layout import at_own_size, parse_layout
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.toml"

@@ -6,7 +6,7 @@ reference      the same step on one rank: in FP64, and in the training's own pre
 hypotheses     kinds of mistakes in a gradient or a loss; norm_kinds, in a norm; update_kinds, in an update, and
                its bound
 tape           tensors that pass through every module; bisect, the first module that is wrong
-observed_step  on every rank of our engine: all of a step that can be compared; the ranks' pieces become whole
+observed_step  on every rank of our engine: all of a step that can be compared; the ranks' parts become whole
                parameters, gradients and states by name
 judge_steps    every comparison of steps of our engine, each within its bound; judge_matrices, of Muon's directions
 """

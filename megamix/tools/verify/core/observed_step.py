@@ -1,6 +1,6 @@
 """One step as every rank of our engine saw it, with everything that can be compared with one rank's.
 
-The pieces of all ranks then become whole tensors by name, and copies of the same element are compared on the way.
+The parts of all ranks then become whole tensors by name, and copies of the same element are compared on the way.
 """
 
 from __future__ import annotations
