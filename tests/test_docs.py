@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import megamix
-import megamix.mixed_precision
 from megamix.report.metrics import TAGS, LayerPrecision
 from tests.promises import with_table
 
@@ -66,7 +66,13 @@ def test_the_tags_of_an_examined_step_are_those_that_are_written() -> None:
     assert named == [field.name for field in dataclasses.fields(LayerPrecision)]
 
 
-def test_the_package_lists_every_stage() -> None:
-    listed = re.findall(r"^(\w+)  ", megamix.mixed_precision.__doc__ or "", flags=re.MULTILINE)
-    folder = ROOT / "megamix/mixed_precision"
-    assert sorted(listed) == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+ROOMS = sorted(path.parent for path in (ROOT / "megamix").glob("*/**/__init__.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(ROOT).as_posix())
+def test_a_room_lists_its_files_and_rooms(room: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    listed = re.findall(r"^(\w+)  +\S", docstring, flags=re.MULTILINE)
+    rooms = {path.parent.name for path in room.glob("*/__init__.py")}
+    files = {path.stem for path in room.glob("*.py")} - {"__init__"}
+    assert sorted(listed) == sorted(files | rooms)

@@ -1,3 +1,8 @@
-"""Communication between ranks: their topology, the collectives of a step, messages on the host, and the step's
-timeline.
+"""Communication between ranks.
+
+topology     the place of this process among the ranks, and its device
+starters     ranks made of the processes that torchrun, srun or mpirun start
+collectives  the collectives of a step, fixed per backend
+host         messages on the host beside a step: JSON, host tensors, the last collectives of each rank
+timeline     when each transfer of a step was launched, had arrived, was needed and was waited for
 """

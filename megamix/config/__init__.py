@@ -1,4 +1,18 @@
-"""Configuration: TOML files and overrides in, typed frozen sections out. No torch here: a mistake shows at once."""
+"""Configuration: TOML files and overrides in, typed frozen sections out. No torch here: a mistake shows at once.
+
+load            from files and overrides to a `Config`: bases, dotted overrides, all problems in one exception
+sections        the typed sections: a class for each table, a documented field for each key
+model_and_data  the sections [model] and [data]
+optimizers      the sections of the update: keys of every optimizer, and of each
+loss_scales     the section [precision.loss_scale]: keys of each rule
+choices         tables whose keys depend on what is chosen or registered
+checks          checks over more than one field
+mesh_checks     checks of the mesh of ranks and of a pipeline's schedule
+unread          keys that are read only where another key says so
+problems        problems in words: field, value and fix
+toml_text       a whole configuration as TOML
+command         the verb
+"""
 
 from megamix.config.checks import check_world_size as check_world_size
 from megamix.config.checks import grad_accum_steps as grad_accum_steps

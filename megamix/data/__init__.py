@@ -1,9 +1,21 @@
 """Text to tokens to batches.
 
-`prepare` runs once, before training. It encodes text by a `tokenizer` (or `tokenizer_bulk`, `tokenizer_kinds`; all are
-a `text_tokenizer`) and writes a `token_file` with its `token_index`. Training opens these files: `source` cuts windows
-from them in the order of `sampler`, which also mixes sources; `loader` reads batches ahead. `steady_file` finds out a
-file that changes while it is read.
+Before training, once:
+prepare          text becomes token files
+text_tokenizer   the interface of every tokenizer
+tokenizer        tokenizers of a tokenizer.json; the file of any tokenizer is opened here
+tokenizer_bulk   the same ids, several times faster
+tokenizer_kinds  bytes, and SentencePiece
+
+The files between:
+token_file       ids of all documents, in Megatron's format
+token_index      places of the documents in them
+
+In training:
+steady_file      a file that changes while it is read is found out
+source           windows of tokens from these files, from mixtures of them, or made up
+sampler          the order of samples, over several sources too
+loader           batches, read ahead
 """
 
 import importlib

@@ -1,8 +1,7 @@
 """The mixed-precision step, one idea per file. No file imports one that stands below it.
 
 Choices and results:
-loss_scale     the power of two that keeps small gradients representable: constant, searched, or by other trainers'
-rules
+loss_scale     the power of two that keeps small gradients representable: constant, searched, or another trainer's rule
 headroom       the loss scale that is found by measuring
 settings       the user's choices
 step           how far a step is, and its result

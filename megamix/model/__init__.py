@@ -1,9 +1,17 @@
 """Decoder-only models as plain modules: they know nothing of optimizers, loss scales or ranks.
 
-Read `decoder` first: it is the base class of all families. `transformer` is GPT-2, Llama, Mistral and Qwen; `family`
-finds a family by its name. `layers` has the leaf modules, which say how they are drawn and divided and what they cost.
-`context` says what a token sees (its document, the text so far). `ops` decides how each operation is computed; `wide`
-computes half tensors in FP32 on a CPU. `cross_entropy` is head and loss, `recompute` trades operations for memory,
-`initial` draws first weights, `generation` samples text, `sizes` derives sizes from a configuration. `formats` and
-`config_json` know Hugging Face's names of tensors and keys.
+decoder        the base class of every family: read it first
+transformer    GPT-2, Llama, Mistral and Qwen
+family         the family that a configuration names, and its size
+layers         the leaf modules: how they are drawn and divided, and what they cost
+context        what a token sees: its document, the text so far
+ops            how each operation is computed
+wide           half tensors of a CPU, computed in FP32
+cross_entropy  head and loss in one
+recompute      operations traded for memory
+initial        first weights
+generation     sampling of text
+sizes          sizes that follow from a configuration
+formats        Hugging Face's names of a family's tensors and keys
+config_json    the formats of the built-in models
 """

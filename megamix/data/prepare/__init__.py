@@ -1,8 +1,15 @@
 """The way from text to token files. It runs once, before training.
 
-`prepare_corpus` calls the others, in this order. `corpus` finds text, and `plan` cuts it into pieces. `records`,
-`json_records` and `tables` read the kinds of files. `tokenizer_choice` trains a tokenizer or takes one. `pieces` and
-`workers` encode the pieces and join them to token files.
+prepare_corpus    calls the others, in this order
+corpus            the files of a corpus
+plan              pieces of work, into which the corpus is cut
+records           the records that every reader yields, and the reader of text files
+json_records      readers of JSON and of its lines
+tables            readers of Parquet and Arrow files
+tokenizer_choice  the tokenizer: trained here, the user's own, or bytes
+pieces            the encoding of pieces, and their joining to token files
+workers           processes that encode and train the tokenizer
+command           the verb
 """
 
 MANIFEST_NAME = "manifest.json"

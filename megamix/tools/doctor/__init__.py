@@ -1,1 +1,10 @@
-"""Fitness of this machine to train: `megamix doctor`."""
+"""Fitness of this machine to train: `megamix doctor`.
+
+finding   findings, and the way checks run
+host      readings of the host without its cards, and whether they are as expected
+cards     NVIDIA cards, as the driver and torch tell of them
+ranks     measurements on every rank
+measured  these beside what is expected
+nodes     comparison of all ranks of torchrun: `--nodes`
+command   the verb
+"""

@@ -1,1 +1,13 @@
-"""Memory of a job, counted before anything is launched, and compared with measured memory."""
+"""Memory of a job, counted before anything is launched, and compared with measured memory.
+
+memory_plan      memory of a rank: bytes held, and the peak of each phase
+engine_memory    bytes that an engine holds, and that each stage needs on top
+matrix_memory    memory and traffic of the update of whole matrices
+activations      memory of forward and backward
+stand_ins        operations without memory, by which these are counted
+pipeline_memory  memory of a pipeline's rank
+limits           limits from flags
+advice           changes for a job that does not fit
+report           the table, and whether it fits
+command          the verb
+"""

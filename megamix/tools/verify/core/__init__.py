@@ -1,12 +1,16 @@
 """The ground that every judge stands on: the right step, bounds, and the kinds of mistakes.
 
-layout         a layout's name and the settings it means; the size at which it is verified
-verdict        a layout's result, and the bounds that every judge shares; table prints it
-reference      the same step on one rank: in FP64, and in the training's own precision to know its rounding
-hypotheses     kinds of mistakes in a gradient or a loss; norm_kinds, in a norm; update_kinds, in an update, and
-               its bound
-tape           tensors that pass through every module; bisect, the first module that is wrong
-observed_step  on every rank of our engine: all of a step that can be compared; the ranks' parts become whole
-               parameters, gradients and states by name
-judge_steps    every comparison of steps of our engine, each within its bound; judge_matrices, of Muon's directions
+layout          a layout's name and the settings it means; the size at which it is verified
+verdict         a layout's result, and the bounds that every judge shares
+table           the printed form of results
+reference       the same step on one rank: in FP64, and in the training's own precision to know its rounding
+hypotheses      kinds of mistakes in a gradient or a loss
+norm_kinds      kinds of mistakes in a norm
+update_kinds    kinds of mistakes in an update, and its bound
+tape            tensors that pass through every module
+bisect          the first module that is wrong
+observed_step   on every rank of our engine: all of a step that can be compared; the ranks' parts become whole
+                parameters, gradients and states by name
+judge_steps     every comparison of steps of our engine, each within its bound
+judge_matrices  comparisons of Muon's directions
 """
