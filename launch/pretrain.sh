@@ -32,9 +32,9 @@ set -- "${words[@]}"
 [[ $# -ge 1 ]] || die "CONFIG is missing; write launch/pretrain.sh CONFIG [section.key=value ...]"
 nnodes="${NNODES:-1}"
 [[ "$nnodes" =~ ^[1-9][0-9]*$ ]] || die "NNODES: got $nnodes, must be 1 or more; write NNODES=2"
-for old in RDZV_ENDPOINT RDZV_ID; do
-  [[ -z "${!old:-}" ]] || die "$old: got ${!old}, machines now meet at MASTER_ADDR and MASTER_PORT, each with its" \
-    "NODE_RANK; unset $old and write MASTER_ADDR=node0 MASTER_PORT=29500 NODE_RANK=0, 1, ... (docs/security.md says why)"
+for name in RDZV_ENDPOINT RDZV_ID; do
+  [[ -z "${!name:-}" ]] || die "$name: got ${!name}, is not read: machines meet at MASTER_ADDR and MASTER_PORT, each" \
+    "with its NODE_RANK; unset it, write MASTER_ADDR=node0 MASTER_PORT=29500 NODE_RANK=0, 1, ... (docs/security.md says why)"
 done
 node_rank="${NODE_RANK:-0}" master_port="${MASTER_PORT:-29500}"
 [[ "$node_rank" =~ ^(0|[1-9][0-9]*)$ ]] && ((node_rank < nnodes)) ||
