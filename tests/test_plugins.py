@@ -44,7 +44,7 @@ from megamix.plugins import (
 from megamix.run.ranks_agree import RankGroup, differences, started_with
 from megamix.run.resume_rules import changes
 from tests.checkpoint.seal import edit
-from tests.test_config_errors import GOOD, Tree, changed, problems_of
+from tests.config.test_errors import GOOD, Tree, changed, problems_of
 from tests.train.jobs import run_on_ranks
 
 PLUGIN = """

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megamix.comm.host import host_collectives
 from megamix.comm.topology import Topology, leave_ranks
 from megamix.config import check_world_size, config_from_dict
-from tests.test_config_errors import changed, problems_of
+from tests.config.test_errors import changed, problems_of
 
 MESHES = [(1, 1, 1), (1, 4, 1), (2, 2, 2), (3, 1, 2), (4, 3, 1), (1, 2, 8), (16, 64, 16)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megamix.config import check_world_size, config_from_dict
-from tests.test_config_errors import changed, problems_of
+from tests.config.test_errors import changed, problems_of
 
 SIZES = {"num_layers": 8}
 BATCH = {"micro_batch_size": 2, "global_batch_size": 16}

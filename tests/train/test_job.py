@@ -31,8 +31,8 @@ from megamix.supervise.liveness import Position
 from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataError
 from megamix.train import job, joined
 from megamix.train.job import run_job
+from tests.config.test_unread import CASES
 from tests.conftest import FULL
-from tests.test_config_unread import CASES
 from tests.train.jobs import BRANCHING, VOCAB, run_on_ranks, run_recorded, tiny_job, write_data
 
 

@@ -19,10 +19,10 @@ import pytest
 
 from megamix.config import ConfigError, load_config
 from megamix.config.load import MOST_BYTES, MOST_FILES
+from tests.config.test_load import MINIMAL, problems_of, write
 from tests.conftest import FULL
-from tests.test_config_load import MINIMAL, problems_of, write
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SECONDS, MEGABYTES, MOST_LINES = 5, 500, 110
 MANY = 25_000 if FULL else 8_000  # about as many as a file has room for
 

@@ -20,7 +20,7 @@ from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
 
-PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 TABLES = {
     **{f"[{name}]": section_at(Config, [name], {}) for name in SECTIONS},
     **{f"[optimizer.{name}]": section for name, section in OPTIMIZERS.sections.items()},

@@ -259,7 +259,7 @@ def test_effective_configuration_mentions_every_key_that_is_read(tmp_path: Path)
 
 
 def test_every_shipped_configuration_is_right() -> None:
-    files = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+    files = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
     assert files
     for path in files:
         assert isinstance(load_config(path), Config)

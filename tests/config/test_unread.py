@@ -16,10 +16,10 @@ from megamix.config import Config, ConfigError, config_from_dict, config_to_toml
 from megamix.config.toml_text import parse_value, value_text
 from megamix.config.unread import READ_WHERE, default
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
+from tests.config.test_errors import GOOD, Tree, changed, problems_of, put, scaled
 from tests.conftest import FULL
-from tests.test_config_errors import GOOD, Tree, changed, problems_of, put, scaled
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs/quickstart.toml"
 SCALING = {"rule": "linear", "factor": 2.0}
 # Of each key: a value that is not its default, and beside what it is not read.
