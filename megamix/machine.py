@@ -121,15 +121,15 @@ def native_halves() -> frozenset[torch.dtype]:
     return ways[chosen]
 
 
-def tell_torch(ranks: int, *, deterministic: bool = False) -> None:
+def set_torch_environment(ranks: int, *, deterministic: bool = False) -> None:
     """Set torch's and NCCL's variables for a machine with `ranks` ranks, except those that the user has set. Call it
     before torch is loaded, which reads them once.
 
     Each rank gets its share of the cores. With more threads than cores the ranks wait for each other's threads: two
     ranks with two threads each on two cores reached 30 % of the speed of two ranks with one thread each.
     """
-    told = _TORCH | {("OMP_NUM_THREADS", ""): str(max(1, num_cores() // ranks))}
-    for (name, former), value in (told | _DETERMINISTIC if deterministic else told).items():
+    chosen = _TORCH | {("OMP_NUM_THREADS", ""): str(max(1, num_cores() // ranks))}
+    for (name, former), value in (chosen | _DETERMINISTIC if deterministic else chosen).items():
         if former not in os.environ:
             os.environ.setdefault(name, value)
 

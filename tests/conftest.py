@@ -96,7 +96,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def machine_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that a test runs in its own process leaves that one's threads and malloc alone."""
-    monkeypatch.setattr("megamix.train.command.tell_torch", lambda ranks, deterministic: None)
+    monkeypatch.setattr("megamix.train.command.set_torch_environment", lambda ranks, deterministic: None)
     monkeypatch.setattr("megamix.train.command.keep_freed_memory", lambda: None)
 
 

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from megamix.config import config_to_toml
-from megamix.machine import keep_freed_memory, many_imports, num_cores, tell_torch
+from megamix.machine import keep_freed_memory, many_imports, num_cores, set_torch_environment
 from tests.sandbox import TORCH
 from tests.train.jobs import tiny_job, write_data
 
@@ -97,13 +97,13 @@ def test_what_glibc_tunables_say_is_left_alone(
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}, None, None),
     ],
 )
-def test_torch_is_told_what_a_gpu_is_better_off_with_unless_the_user_has_told_it(
+def test_torch_s_variables_are_set_for_a_gpu_unless_the_user_has_set_them(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], allocator: str | None, recorded: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(given))
-    tell_torch(1)
+    set_torch_environment(1)
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    tell_torch(1, deterministic=True)
+    set_torch_environment(1, deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert (os.environ.get("PYTORCH_ALLOC_CONF"), os.environ.get("TORCH_FR_BUFFER_SIZE")) == (allocator, recorded)

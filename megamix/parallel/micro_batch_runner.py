@@ -25,7 +25,7 @@ class MicroBatchRunner:
     def __init__(self, engine: ShardedEngine):
         self.engine = engine
 
-    def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
+    def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Run forward and backward of all micro-batches of a step. The caller then calls `engine.step()`."""
         for batch, seed in micro_batches:
             if seed is not None:

@@ -65,7 +65,7 @@ class Pipeline(MicroBatchRunner):
         stage_or_stages = stages[0] if name == "1f1b" else stages
         return SCHEDULES[name](stage_or_stages, self.engine.grad_accum_steps, self._loss, scale_grads=False)
 
-    def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
+    def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> None:
         batches, seeds = zip(*micro_batches, strict=True)
         with self.engine.clock.span("forward_backward"), self.engine.micro_batches(len(batches)):
             self._run(self._training.step, batches, seeds)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, MutableMapping
 
 from megamix.config import ConfigError
-from megamix.machine import tell_torch
+from megamix.machine import set_torch_environment
 
 
 # Defined above torch's imports: at their end torch loads the entry point, which names a function of this module. That
@@ -91,7 +91,7 @@ def torchrun(arguments: list[str]) -> None:
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, BACKEND, _ANY_PORT
     elif args.rdzv_backend == "static":
         _require_meeting(args.master_addr, int(args.master_port or 29500), listens=args.node_rank == 0)
-    tell_torch(determine_local_world_size(args.nproc_per_node))  # torchrun's own choice is one thread
+    set_torch_environment(determine_local_world_size(args.nproc_per_node))  # torchrun's own choice is one thread
     record(run)(args)
 
 

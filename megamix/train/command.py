@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megamix.arguments import Parser, add_config, check_plugins
 from megamix.config import Config, ConfigError, data_parallel_size, load_config
-from megamix.machine import has_gpu, keep_freed_memory, many_imports, tell_torch
+from megamix.machine import has_gpu, keep_freed_memory, many_imports, set_torch_environment
 from megamix.run.least_memory import memory_problem
 from megamix.supervise.console import say_on_first_rank, say_phase
 from megamix.tools.plan.limits import memory_of_check
@@ -33,7 +33,7 @@ def run_train(arguments: argparse.Namespace) -> None:
     from megamix.run.run_folder import check
 
     check(config, say_on_first_rank, starts=True)
-    _tell_torch(config)
+    _set_torch_environment(config)
     if too_much := memory_problem(config):
         raise ConfigError([too_much], "job")
     with many_imports():
@@ -72,7 +72,7 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
 
     told = check(config, tell)
     if arguments.check:
-        _tell_torch(config)
+        _set_torch_environment(config)
         if too_much := memory_problem(config):
             tell(f"note: {too_much}")  # the job may run on another machine than the check
     told = f"{told}; {outlook(config)}"
@@ -85,8 +85,8 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
     return told
 
 
-def _tell_torch(config: Config) -> None:
-    tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
+def _set_torch_environment(config: Config) -> None:
+    set_torch_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:

@@ -123,13 +123,13 @@ class Job:
         if self.trainer is None:
             loaded = 0 if self.engine is None else self.engine.clock.loaded
             return Position(0, "the start", 0, self.drawn_bytes + loaded)
-        clock, plan = self.trainer.engine.clock, self.trainer.plan
+        clock, plan = self.trainer.engine.clock, self.trainer.batch_plan
         doing = clock.doing()
         written = self.trainer.checkpoints.written if doing == "save" else 0
         return Position(clock.entered, doing, max(plan.launched - 1, 0), written)
 
     def _applied(self) -> int:
-        return 0 if self.trainer is None else self.trainer.plan.applied
+        return 0 if self.trainer is None else self.trainer.batch_plan.applied
 
 
 def join(config: Config, stack: ExitStack) -> Job:

@@ -59,10 +59,10 @@ class Trainer:
         self.memory_line = memory_line if writer is not None else None
         self.device = engine.device
         training, precision = config.training, config.precision
-        self.plan = BatchPlan(
+        self.batch_plan = BatchPlan(
             training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, start
         )  # fmt: skip
-        self.readout = Readout(self.device, len(engine.plan.pieces), self.plan.lag)
+        self.readout = Readout(self.device, len(engine.plan.pieces), self.batch_plan.lag)
         self.recorded = RecordedRows(engine.topology, config.parallelism.timeout_s)
         self.overflows = OverflowHistory(config.precision, engine, start.skipped)
         self._examinations: dict[int, Examination] = {}  # by attempts in flight
@@ -79,12 +79,12 @@ class Trainer:
 
         Every rank must call it: attempts in flight are settled.
         """
-        while self.plan.must_settle(until=0):
+        while self.batch_plan.must_settle(until=0):
             with suppress(GaveUpError):  # the error that ends the run, if there is one, was raised before
                 self._settle()
         sizes = {} if self.writer is None else self.writer.sync()
         return Progress(
-            **dict(self.plan.state()),
+            **dict(self.batch_plan.state()),
             skipped=self.overflows.count,
             interval_losses=tuple(loss.hex() for loss in self.report.losses),
             validated=self._validated,
@@ -99,11 +99,11 @@ class Trainer:
         Raises: GaveUpError once the budget of overflows is spent; PreemptedError once a rank was asked to leave, on
         every rank after the same update; DamagedMemory once the ranks' copies of a parameter or counter differ.
         """
-        plan, valid_loss = self.plan, None
+        plan, valid_loss = self.batch_plan, None
         self.engine.module.train()
         self.batches.prefetch(plan.next_new())
         if self.engine.loss_scale.wants_probe:
-            self.runner.backward(self._load(GlobalBatch(plan.next_new())))
+            self.runner.forward_backward(self._load(GlobalBatch(plan.next_new())))
             self.engine.probe_loss_scale()
         for stop in self._stops():
             while True:
@@ -120,7 +120,7 @@ class Trainer:
                 if self._last_overflowed or self._is_examined(attempt.number):
                     self.engine.examine_next_step()
                 with self.profiling.attempt(attempt.number, plan.applied):
-                    self.runner.backward(self._load(attempt.batch))
+                    self.runner.forward_backward(self._load(attempt.batch))
                     result = self.engine.step()
                 self._note(attempt, result)
             is_new = self._validated < stop  # otherwise it was validated before the run was interrupted
@@ -148,7 +148,7 @@ class Trainer:
         steps = self.config.training.steps
         intervals = (self.config.training.eval_interval, self.config.checkpoint.save_interval)
         stops = {stop for interval in intervals if interval for stop in range(interval, steps, interval)}
-        return sorted(stop for stop in {*stops, steps} if stop >= self.plan.applied)
+        return sorted(stop for stop in {*stops, steps} if stop >= self.batch_plan.applied)
 
     def _stops_for(self, update: int, interval: int) -> bool:
         return update == self.config.training.steps or (interval > 0 and update % interval == 0)
@@ -160,7 +160,7 @@ class Trainer:
             self._examinations[attempt.number] = result.examination
         if _is_due(attempt.number, self.config.checkpoint.replica_check_interval):
             with self.engine.clock.span("replica_check"):
-                check_replicas(self.engine, self.plan.so_far().counters())
+                check_replicas(self.engine, self.batch_plan.so_far().counters())
 
     def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
         for samples in self.batches.micro_batches(global_batch.samples):
@@ -168,16 +168,16 @@ class Trainer:
                 batch = self.batches.loader.load(samples)
             # Prefetching earlier would let the reading thread hold Python's lock while this thread waits instead of
             # computing.
-            self.batches.prefetch(self.plan.next_new())
+            self.batches.prefetch(self.batch_plan.next_new())
             yield MicroBatch(batch, self._seed_of_dropout(samples, global_batch.tries))
 
     def _settle(self) -> None:
         """Read the outcome of the oldest attempt in flight: the loop's only wait for the device."""
-        attempt = self.plan.oldest()
+        attempt = self.batch_plan.oldest()
         outcome = self.readout.read(attempt.number)
         examination = self._examinations.pop(attempt.number, None)
         self._stop_reason = max(self._stop_reason, outcome.stop_requested)
-        fate = self.plan.settle(outcome.found_inf, outcome.loss_scale)
+        fate = self.batch_plan.settle(outcome.found_inf, outcome.loss_scale)
         # Every overflow names its parameters, but only an examined one names ranks and micro-batches. The next attempt
         # is examined; with requeue and redo it tries the same batch again.
         self._last_overflowed = outcome.found_inf
@@ -188,21 +188,21 @@ class Trainer:
         words = self.overflows.note(found_inf, loss, outcome.loss_scale, outcome.by_piece, examination)
         if words:
             self._tell_overflow(attempt, outcome, fate, words)
-        self.overflows.spend(found_inf, loss, attempt.number + 1, self.plan.applied)
+        self.overflows.spend(found_inf, loss, attempt.number + 1, self.batch_plan.applied)
         # The first update has a line, so that a newcomer sees a loss soon; then every log_interval-th and the last.
-        always = self.plan.applied in (1, self.config.training.steps)
-        if fate is Fate.APPLIED and (always or self.plan.applied % self.config.metrics.log_interval == 0):
-            self._log(self.plan.applied, outcome)
-        if fate is Fate.APPLIED and self.plan.applied == MEMORY_AT_UPDATE and self.memory_line is not None:
+        always = self.batch_plan.applied in (1, self.config.training.steps)
+        if fate is Fate.APPLIED and (always or self.batch_plan.applied % self.config.metrics.log_interval == 0):
+            self._log(self.batch_plan.applied, outcome)
+        if fate is Fate.APPLIED and self.batch_plan.applied == MEMORY_AT_UPDATE and self.memory_line is not None:
             self.console.line(self.memory_line(self.config, self.engine))
         if fate is Fate.APPLIED and examination is not None and self._is_examined(attempt.number):
             layers = gather_precision(self.engine, examination, outcome.by_piece, outcome.loss_scale)
             if self.writer is not None:
-                self.writer.write_precision(self.plan.applied, layers)
+                self.writer.write_precision(self.batch_plan.applied, layers)
 
     def _tell_overflow(self, attempt: Attempt, outcome: Outcome, fate: Fate, words: str) -> None:
         """Log an overflow and the fate of its batch, and record a batch that is set aside. Every rank must call it."""
-        step, skipped, loss_scale = self.plan.applied + 1, self.overflows.count, outcome.loss_scale
+        step, skipped, loss_scale = self.batch_plan.applied + 1, self.overflows.count, outcome.loss_scale
         recorded = self.recorded.row(outcome)
         self.console.line(
             f"step {step}/{self.config.training.steps} | overflow at scale {format_scale(loss_scale)}, nothing changed "
@@ -221,12 +221,12 @@ class Trainer:
                 self.writer.write_set_aside(row)
 
     def _leaves(self) -> EndedEarlyError:
-        return leaves(self._stop_reason, self.plan.applied, self.config.training.steps)
+        return leaves(self._stop_reason, self.batch_plan.applied, self.config.training.steps)
 
     def _log(self, update: int, outcome: Outcome) -> None:
         recorded = self.recorded.row(outcome)
         metrics = self.report.metrics(
-            update, self.plan.launched, outcome, self.overflows.count, scaled=self._scaled, device=self.device
+            update, self.batch_plan.launched, outcome, self.overflows.count, scaled=self._scaled, device=self.device
         )
         steps, interval = self.config.training.steps, self.config.metrics.log_interval
         detailed = update in (1, steps) or update % (DETAILED_EVERY * interval) == 0

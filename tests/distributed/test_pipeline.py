@@ -71,10 +71,10 @@ def _differences(case: Case, topology: Topology) -> list[str]:
     plain, dp_rank, wrong = MicroBatchRunner(whole), topology.dp.rank, []
     for step in range(STEPS):
         spans = engine.clock.entered
-        pipeline.backward(micro_batches(case, step, dp_rank))
+        pipeline.forward_backward(micro_batches(case, step, dp_rank))
         if engine.clock.entered - spans < 2 * engine.grad_accum_steps:
             wrong.append(f"step {step}: its chunks are one place for the watchdog")
-        plain.backward(micro_batches(case, step, dp_rank))
+        plain.forward_backward(micro_batches(case, step, dp_rank))
         got, want = engine.step(), whole.step()
         for field in ("loss", "grad_norm", "max_abs", "found_inf"):
             if not torch.equal(getattr(got, field), getattr(want, field)):
@@ -155,8 +155,8 @@ def _tied(case: Case) -> list[str]:
     engine, pipeline = make_pipeline(case, topology)
     whole = make_whole(case, topology)
     wrong = []
-    pipeline.backward(micro_batches(case, 0, topology.dp.rank))
-    MicroBatchRunner(whole).backward(micro_batches(case, 0, topology.dp.rank))
+    pipeline.forward_backward(micro_batches(case, 0, topology.dp.rank))
+    MicroBatchRunner(whole).forward_backward(micro_batches(case, 0, topology.dp.rank))
     engine.step(), whole.step()
     grads, expected = _summed(engine), _summed(whole)
     for name, grad in grads.items():
@@ -166,7 +166,7 @@ def _tied(case: Case) -> list[str]:
         elif not torch.equal(grad, expected[name]):
             wrong.append(name)
     for step in range(1, STEPS):
-        pipeline.backward(micro_batches(case, step, topology.dp.rank))
+        pipeline.forward_backward(micro_batches(case, step, topology.dp.rank))
         engine.step()
     engine.wait()
     own = state_of(engine).get("embedding.weight", [torch.zeros(0)])[-1]
@@ -215,7 +215,7 @@ def _order(schedule: str) -> list[str]:
         return reduce_scatter(*args)
 
     with mock.patch.object(schedules, "_batch_p2p", sent), mock.patch.object(ends, "reduce_scatter", summed):
-        pipeline.backward(micro_batches(case, 0, 0))
+        pipeline.forward_backward(micro_batches(case, 0, 0))
         engine.step()
     return issued
 
@@ -246,7 +246,7 @@ def _on_a_full_mesh(cases: list[Case]) -> list[_Trained]:
         engine, pipeline = make_pipeline(case, topology, sequence=number % 2 == 0)
         steps = []
         for step in range(2):
-            pipeline.backward(micro_batches(case, step, topology.dp.rank))
+            pipeline.forward_backward(micro_batches(case, step, topology.dp.rank))
             steps.append(engine.step())
         loss, weight = engine.world.table(pipeline.evaluate(batches(case, 9, topology.dp.rank))).sum(0).tolist()
         trained.append(_Trained(_told(steps), loss / weight, _arrays(engine)))
@@ -258,7 +258,9 @@ def _by_one_process(case: Case) -> _Trained:
     torch.manual_seed(5)
     whole, steps = pipeline_engine(case, Transformer(case.config()), Topology(), copies=2), []
     for step in range(2):
-        MicroBatchRunner(whole).backward(batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank))
+        MicroBatchRunner(whole).forward_backward(
+            batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank)
+        )
         steps.append(whole.step())
     loss, weight = sum(MicroBatchRunner(whole).evaluate(batches(case, 9, dp_rank)) for dp_rank in range(2)).tolist()
     return _Trained(_told(steps), loss / weight, _arrays(whole))
@@ -310,12 +312,12 @@ def _moves(folder: Path) -> list[str]:
     case, topology = Case(dtype=FP16, tied=True), Topology.connect(pp_size=2)
     first, pipeline = make_pipeline(case, topology)
     for step in range(2):
-        pipeline.backward(micro_batches(case, step, 0))
+        pipeline.forward_backward(micro_batches(case, step, 0))
         first.step()
     torch.manual_seed(6)
     second = pipeline_engine(case, Transformer(case.config()), Topology.current())
     wrong = _move(first, second, folder / "first")
-    MicroBatchRunner(second).backward(micro_batches(case, 3, topology.pp.rank))
+    MicroBatchRunner(second).forward_backward(micro_batches(case, 3, topology.pp.rank))
     second.step()
     third, _ = make_pipeline(Case(dtype=FP16, tied=True, schedule="zbv_zero_bubble"), topology)
     return wrong + _move(second, third, folder / "second")
@@ -353,7 +355,7 @@ def _overflows(schedule: str) -> list[str]:
             handles.append(block.attention.out.weight.register_hook(lambda grad: grad * float("inf")))
         elif isinstance(block, Block):  # a split backward fires no such hook
             handles.append(block.attention.out.register_forward_pre_hook(lambda _, args: (_Poison.apply(args[0]),)))
-        pipeline.backward(micro_batches(case, step, topology.dp.rank))
+        pipeline.forward_backward(micro_batches(case, step, topology.dp.rank))
         for handle in handles:
             handle.remove()
         if not engine.step().found_inf:
@@ -363,7 +365,7 @@ def _overflows(schedule: str) -> list[str]:
             wrong.append(f"layer {layer}: something changed")
         if float(engine.loss_scale.loss_scale) != 2.0 ** (7 - step):
             wrong.append(f"layer {layer}: the scale is {float(engine.loss_scale.loss_scale)}")
-    pipeline.backward(micro_batches(case, 5, topology.dp.rank))
+    pipeline.forward_backward(micro_batches(case, 5, topology.dp.rank))
     if engine.step().found_inf:
         wrong.append("the step after")
     return wrong

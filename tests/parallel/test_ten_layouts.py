@@ -62,7 +62,7 @@ def _build(config: Config) -> MicroBatchRunner:
 def _step(config: Config, runner: MicroBatchRunner, number: int) -> tuple[float, bool]:
     """Return (loss, whether the step was skipped)."""
     loaded = batches(config, number, runner.engine.topology.dp.rank)
-    runner.backward(MicroBatch(batch.to(rank_device())) for batch in loaded)
+    runner.forward_backward(MicroBatch(batch.to(rank_device())) for batch in loaded)
     result = runner.engine.step()
     return float(result.loss), bool(result.found_inf)
 

@@ -356,7 +356,8 @@ class Training:
         """
         if self.runner is not None:
             MicroBatch = found("parallel.micro_batch_runner:MicroBatch", "parallel.passes:MicroBatch")
-            self.runner.backward([MicroBatch(self._batch(number, place)) for place in range(self.count)])
+            run = getattr(self.runner, "forward_backward", None) or self.runner.backward  # an earlier tree's name
+            run([MicroBatch(self._batch(number, place)) for place in range(self.count)])
             return
         skips = misses and (self.chosen["shard"] == "parameters" or self.dp_rank % 2 == 0)
         for place in range((most or self.count) if ends is None else ends + 1):

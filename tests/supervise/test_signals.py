@@ -106,7 +106,7 @@ def _asked(config: Config, where: str, victim: int, at: int, *numbers: int) -> A
             nonlocal calls, begun
             calls = call + 1
             if call == at and victim == trainer.engine.topology.dp.rank:
-                begun = trainer.plan.launched
+                begun = trainer.batch_plan.launched
                 for number in numbers:
                     os.kill(os.getpid(), number)
 

@@ -155,7 +155,7 @@ def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save
     progress = Trainer.progress
 
     def progress_and_damage(trainer: Trainer) -> Progress:  # a save asks for it, after the last update before it
-        if trainer.plan.applied == 6:
+        if trainer.batch_plan.applied == 6:
             trainer.engine.buckets[0].master.view(torch.int32)[5] ^= 1 << 20
         return progress(trainer)
 

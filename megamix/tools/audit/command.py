@@ -80,7 +80,7 @@ def audit_job(config: Config, updates: int) -> AuditReport:
         is_last = int(engine.applied_updates) == updates - 1
         with audit(model, engine) if is_last else nullcontext(report) as report:
             loaded = batches(config, attempt, topology.data.rank)
-            runner.backward(MicroBatch(batch.to(device)) for batch in loaded)
+            runner.forward_backward(MicroBatch(batch.to(device)) for batch in loaded)
             engine.step()
         if int(engine.applied_updates) == updates:
             break

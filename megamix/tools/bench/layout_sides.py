@@ -61,7 +61,7 @@ class OursPipeline(Ours):
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         parts = zip(tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True)
-        self._pipeline.backward(MicroBatch(Batch(*part, None, part[1].numel())) for part in parts)
+        self._pipeline.forward_backward(MicroBatch(Batch(*part, None, part[1].numel())) for part in parts)
         return self.engine.progress.loss_sum / self._micro_batches
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megamix.arguments import Parser, print_lines
 from megamix.config import ConfigError
-from megamix.machine import tell_torch
+from megamix.machine import set_torch_environment
 from megamix.supervise.console import drop_unwritten
 from megamix.tools.doctor import cards, host
 from megamix.tools.doctor.finding import HANGS, Finding, as_json, not_here, run_check, summary
@@ -108,7 +108,7 @@ def examine(folder: Path) -> Iterator[Finding]:
     if "torch" not in facts:
         yield not_here("all else", "torch does not load")
         return
-    tell_torch(len(facts["cards"]) or 2)
+    set_torch_environment(len(facts["cards"]) or 2)
     from megamix.tools.doctor.measured import checks  # imports torch, which loads by now
 
     end_s = start_s + (GPU_LIMIT_S if facts["cards"] else CPU_LIMIT_S)

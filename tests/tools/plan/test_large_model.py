@@ -53,7 +53,7 @@ def _train(config: Config) -> tuple[list[float], int]:
     samples = torch.randint(config.model.vocab_size, (1, config.model.seq_len + 1), generator=generator)
     tokens, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
     for _ in range(STEPS):  # all steps have one batch, which the model learns
-        runner.backward(iter([MicroBatch(Batch(tokens, targets, None, targets.numel()))]))
+        runner.forward_backward(iter([MicroBatch(Batch(tokens, targets, None, targets.numel()))]))
         losses.append(float(engine.step().loss))
     return losses, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

@@ -186,7 +186,7 @@ def _measured(config: Config) -> tuple[Topology, dict[str, int], dict[str, int],
         runner = build_runner(config, engine, model, stages)
         ends("build")
         for _ in range(2):
-            runner.backward(_batch(config) for _ in range(accumulation))
+            runner.forward_backward(_batch(config) for _ in range(accumulation))
             ends("passes")
             engine.step()
             ends("step")

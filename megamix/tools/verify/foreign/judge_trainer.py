@@ -1,4 +1,7 @@
-"""Every comparison of somebody's own training with one process in FP64, each step from the trainer's own weights."""
+"""Every comparison of somebody's own training with one process in FP64, each step from the trainer's own weights.
+
+The update's is in `plain_optimizer.py`, by the bound in `core/update_kinds.py`.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
         poison.active = attempt == overflow_at
         loaded = batches(config, attempt, topology.data.rank)
         with engine.observe(used), recorded(model, wanted=bisect, but=divided) as tape:
-            runner.backward(MicroBatch(batch.to(device)) for batch in loaded)
+            runner.forward_backward(MicroBatch(batch.to(device)) for batch in loaded)
             result = engine.step()
         run.append(observed(engine, result, tape, used))
     return run
