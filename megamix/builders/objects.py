@@ -8,7 +8,15 @@ from torch import nn
 
 from megamix import schedules
 from megamix.comm.topology import Topology
-from megamix.config import Config, DecoderConfig, OptimizerConfig, PrecisionConfig, loss_scale_rule, stages_per_rank
+from megamix.config import (
+    Config,
+    DecoderConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    grad_accum_steps,
+    loss_scale_rule,
+    stages_per_rank,
+)
 from megamix.config.sections import LrScheduleConfig
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
@@ -28,6 +36,7 @@ from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.mixed_precision.weights import Fill
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
+from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.parallel.stages import V_SHAPED, StagePlan, plan_stages
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS, Section
@@ -136,6 +145,19 @@ def build_engine(
         compile_update=config.optimizer.compile,
         fill=fill,
     )
+
+
+def build_training(config: Config, device: torch.device) -> MicroBatchRunner:
+    """Return the runner of a job that begins, with its engine and the model's initial weights. Every rank must call
+    it.
+    """
+    section, stages = config.parallelism, plan_pipeline(config)
+    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
+    model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
+    accumulation = grad_accum_steps(config, topology.data.size)
+    fill = drawn(model, config.training.seed)
+    engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
+    return build_runner(config, engine, model, stages)
 
 
 def lr_table(optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int) -> list[float]:

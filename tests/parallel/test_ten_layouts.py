@@ -10,18 +10,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megamix.builders.objects import build_engine, build_runner, plan_pipeline
+from megamix.builders.objects import build_training
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.comm.collectives import make_collectives
-from megamix.comm.topology import Topology
-from megamix.config import Config, grad_accum_steps
+from megamix.config import Config
 from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
@@ -47,18 +45,6 @@ def _config(layout: str) -> Config:
     return place.apply(config, MICRO_BATCHES // place.size("dp"))
 
 
-def _build(config: Config) -> MicroBatchRunner:
-    section, stages = config.parallelism, plan_pipeline(config)
-    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
-    model, placements = build_model(
-        config.model, topology, rank_device(), stages, sequence_parallel=section.sequence_parallel
-    )
-    accumulation = grad_accum_steps(config, topology.dp.size)
-    fill = drawn(model, seed=0)
-    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
-    return build_runner(config, engine, model, stages)
-
-
 def _step(config: Config, runner: MicroBatchRunner, number: int) -> tuple[float, bool]:
     """Return (loss, whether the step was skipped)."""
     loaded = batches(config, number, runner.engine.topology.dp.rank)
@@ -72,7 +58,7 @@ def _step(config: Config, runner: MicroBatchRunner, number: int) -> tuple[float,
 
 def _overflows(config: Config) -> list[str]:
     """Return the faults of steps in which one rank after the other has an inf in one gradient."""
-    runner = _build(config)
+    runner = build_training(config, rank_device())
     engine = runner.engine
     rank, wrong = engine.topology.world.rank, []
     _step(config, runner, 0)
@@ -117,7 +103,7 @@ def _all_or_none(engine: ShardedEngine) -> AllOrNone:
 def _save(layout: str, folder: Path) -> tuple[dict[str, list[Owned]], float]:
     """Return what this rank saved after a step, and the loss of the next step."""
     config = _config(layout)
-    runner = _build(config)
+    runner = build_training(config, rank_device())
     _step(config, runner, 0)
     save(folder / layout, take_snapshot(runner.engine, RunRecord()), _all_or_none(runner.engine))
     return states(runner.engine), _step(config, runner, 1)[0]
@@ -125,7 +111,7 @@ def _save(layout: str, folder: Path) -> tuple[dict[str, list[Owned]], float]:
 
 def _load_each(layout: str, folder: Path, sources: list[str]) -> list[Loaded]:
     config = _config(layout)
-    runner = _build(config)
+    runner = build_training(config, rank_device())
     engine, all_or_none, found = runner.engine, _all_or_none(runner.engine), []
     for source in sources:
         checkpoint = newest_checkpoint(folder / source, all_or_none)

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from megamix.arguments import Failed, Parser, add_config, check_plugins, lines_told
-from megamix.config import Config, ConfigError, grad_accum_steps, load_config
+from megamix.config import Config, ConfigError, load_config
 from megamix.tools.verify.core.layout import Layout, at_own_size, size_told
 
 if TYPE_CHECKING:
@@ -62,24 +62,20 @@ def run_audit(arguments: argparse.Namespace) -> Iterator[str]:
 
 def audit_job(config: Config, updates: int) -> AuditReport:
     """Return the report on update number `updates`. Every rank must call it."""
-    from megamix.builders.objects import build_engine, build_runner, plan_pipeline
-    from megamix.comm.topology import Topology, local_device
-    from megamix.parallel.build import build_model, drawn
+    from megamix.builders.objects import build_training
+    from megamix.comm.topology import local_device
     from megamix.parallel.micro_batch_runner import MicroBatch
     from megamix.tools.audit.audit import audit
     from megamix.tools.audit.report import AuditReport
     from megamix.tools.verify.layouts.observe import MOST_SKIPPED, batches
 
-    device, section, report = local_device(), config.parallelism, AuditReport()
-    topology, stages = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size), plan_pipeline(config)
-    model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
-    accumulation, fill = grad_accum_steps(config, topology.data.size), drawn(model, config.training.seed)
-    engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
-    runner = build_runner(config, engine, model, stages)
+    device, report = local_device(), AuditReport()
+    runner = build_training(config, device)
+    engine = runner.engine
     for attempt in range(updates + MOST_SKIPPED):
         is_last = int(engine.applied_updates) == updates - 1
-        with audit(model, engine) if is_last else nullcontext(report) as report:
-            loaded = batches(config, attempt, topology.data.rank)
+        with audit(engine.module, engine) if is_last else nullcontext(report) as report:
+            loaded = batches(config, attempt, engine.topology.data.rank)
             runner.forward_backward(MicroBatch(batch.to(device)) for batch in loaded)
             engine.step()
         if int(engine.applied_updates) == updates:

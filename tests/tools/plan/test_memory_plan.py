@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamix.builders.objects import build_engine, build_runner, plan_pipeline
+from megamix.builders.objects import build_training
 from megamix.comm.topology import Topology
-from megamix.config import Config, ModelConfig, config_from_dict, grad_accum_steps
+from megamix.config import Config, ModelConfig, config_from_dict
 from megamix.data.loader import Batch
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Block, Transformer
-from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES
 from megamix.tools.plan.memory_plan import EVALUATION, held_memory, plan_memory, plan_rank
@@ -167,9 +166,6 @@ def _measured(config: Config) -> tuple[Topology, dict[str, int], dict[str, int],
     that live between steps.
     """
     phases: dict[str, int] = {}
-    section, stages = config.parallelism, plan_pipeline(config)
-    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
-    cpu = torch.device("cpu")
     with LiveStorage() as tracker:
 
         def ends(phase: str) -> None:
@@ -177,24 +173,19 @@ def _measured(config: Config) -> tuple[Topology, dict[str, int], dict[str, int],
             tracker._recount()
             tracker.peak_bytes = tracker.live_bytes
 
-        model, placements = build_model(
-            config.model, topology, cpu, stages, sequence_parallel=section.sequence_parallel
-        )
-        accumulation = grad_accum_steps(config, topology.dp.size)
-        fill = drawn(model, seed=0)
-        engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
-        runner = build_runner(config, engine, model, stages)
+        runner = build_training(config, torch.device("cpu"))
+        engine = runner.engine
         ends("build")
         for _ in range(2):
-            runner.forward_backward(_batch(config) for _ in range(accumulation))
+            runner.forward_backward(_batch(config) for _ in range(engine.grad_accum_steps))
             ends("passes")
             engine.step()
             ends("step")
         engine.wait()
         tracker._recount()
         live = tracker.live_bytes
-    held = held_by(engine) | {"model buffers": storage_bytes(model.buffers())}
-    return replace(topology, groups={}), held, phases, live
+    held = held_by(engine) | {"model buffers": storage_bytes(engine.module.buffers())}
+    return replace(engine.topology, groups={}), held, phases, live
 
 
 def _batch(config: Config) -> MicroBatch:

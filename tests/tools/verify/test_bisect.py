@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megamix.builders import objects
 from megamix.config import Config
 from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
@@ -49,7 +50,7 @@ def test_a_right_training_has_no_culprit(run_ranks) -> None:
 
 
 def observe_planted(config: Config, name: str, what: str) -> list[ObservedStep]:
-    build = observe.__globals__["build_model"]
+    build = objects.build_model
 
     def planted(*args, **kwargs):
         model, placements = build(*args, **kwargs)
@@ -59,7 +60,7 @@ def observe_planted(config: Config, name: str, what: str) -> list[ObservedStep]:
             modules[name].forward = lambda *args, **kwargs: trainers.SPOILS[what](right(*args, **kwargs))
         return model, placements
 
-    with mock.patch.dict(observe.__globals__, build_model=planted):
+    with mock.patch.object(objects, "build_model", planted):
         return observe(config, 1, None, bisect=True)
 
 

@@ -8,13 +8,11 @@ import numpy as np
 import torch
 
 from megamix.builders.data import plugin_source
-from megamix.builders.objects import build_engine, build_runner, plan_pipeline
-from megamix.comm.topology import Topology
-from megamix.config import Config, grad_accum_steps
+from megamix.builders.objects import build_training
+from megamix.config import Config
 from megamix.data.loader import Batch, BatchLoader
 from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.source import MarkovSource, Numbers, Rows
-from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
 from megamix.tools.verify.core.tape import recorded
@@ -33,21 +31,16 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     device = rank_device()
     if bisect:
         config = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
-    section, stages = config.parallelism, plan_pipeline(config)
-    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
-    model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
-    accumulation = grad_accum_steps(config, topology.data.size)
-    fill = drawn(model, config.training.seed)
-    engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
-    runner = build_runner(config, engine, model, stages)
+    runner = build_training(config, device)
+    engine = runner.engine
     poison, used = Poison(engine), UsedValues()
     specs = [slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots]
     divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # may see partial sums
     run = [observed(engine, None)]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
-        loaded = batches(config, attempt, topology.data.rank)
-        with engine.observe(used), recorded(model, wanted=bisect, but=divided) as tape:
+        loaded = batches(config, attempt, engine.topology.data.rank)
+        with engine.observe(used), recorded(engine.module, wanted=bisect, but=divided) as tape:
             runner.forward_backward(MicroBatch(batch.to(device)) for batch in loaded)
             result = engine.step()
         run.append(observed(engine, result, tape, used))
