@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megamix.comm.collectives import make_collectives
 from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
+from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.core.tape import plain_name
 
 # Columns in the order in which a step meets them. `sum`: over micro-batches and ranks. `master`: the tensor that the
@@ -127,10 +128,8 @@ def describe(model: nn.Module) -> dict[nn.Parameter, ParamFacts]:
 
 def gather_facts(facts: Iterable[ParamFacts]) -> dict[str, ParamFacts]:
     """Return the facts of all ranks, put together by name. Every rank must call it."""
-    world = Topology.current().world
-    on_gpu = world.group is not None and torch.distributed.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    collectives = make_collectives(world, device)
+    device = rank_device()
+    collectives = make_collectives(Topology.current().world, device)
     whole: dict[str, ParamFacts] = {}
     for told in gather_json(collectives, [asdict(one) for one in facts], device):
         for one in (ParamFacts(**entries) for entries in told):

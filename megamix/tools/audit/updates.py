@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.observer import DIRECTION, GRADIENT, StepObserver, Used
+from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.update_slice import MASTER
 from megamix.tools.audit.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
 from megamix.tools.audit.watch import Watch
+from megamix.tools.verify.core.observed_step import UsedValues
 
 # States whose next value moves a weight even if the gradient is zero. Other states only divide.
 _MOVES = ("exp_avg", "momentum_buffer", "velocity", "momentum")
@@ -129,26 +129,6 @@ def _states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[
     return found
 
 
-class _Used(StepObserver):
-    """Observer that keeps the values that a step's update uses of each parameter."""
-
-    def __init__(self, facts: Mapping[str, ParamFacts]):
-        self._facts = facts
-        self.gradients: dict[str, Tensor] = {}
-        self.directions: dict[str, Tensor] = {}
-
-    def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
-        for piece in (one for one in bucket.pieces if one.numel):
-            if what == GRADIENT:
-                self.gradients[piece.spec.name] = values[piece.elements].clone()  # a copy, for a step may free its sums
-            elif not piece.spec.matrices:
-                continue
-            elif what == DIRECTION:
-                self.directions[piece.spec.name] = values[piece.elements]
-            else:
-                self._facts[piece.spec.name].direction = dtype_name(values.dtype)
-
-
 @contextmanager
 def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch: Watch) -> Iterator[None]:
     """Count the changes that one `step()` of an engine makes to the elements that this rank owns.
@@ -171,16 +151,19 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
         for one in (facts[name] for name in bucket.named_params):
             one.count(held=1)
             one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # masters are saved
-    used = _Used(facts)
+    used = UsedValues()
     with engine.observe(used):
         yield
+    for (what, name), values in used.values.items():
+        if what == SOURCE:
+            facts[name].direction = dtype_name(values.dtype)
     watch.steps = int(engine.applied_updates) - applied
     watch.overflowed |= int(engine.skipped_steps) > skipped
     if watch.steps > 1:
         raise RuntimeError(f"audit: the engine made {watch.steps} updates inside the block; take one step")
     if watch.steps == 1:
         for update, owned in zip(updates, engine.owned_ranges(), strict=True):
-            grad = used.gradients[owned.spec.name]
+            grad = used.values[GRADIENT, owned.spec.name]
             states = {name: one for name, one in owned.tensors.items() if name != MASTER}
-            update.after(grad, states, used.directions.get(owned.spec.name))
+            update.after(grad, states, used.values.get((DIRECTION, owned.spec.name)))
             update.facts.note_largest(gradient=grad.abs().amax())

@@ -6,9 +6,8 @@ The parts of all ranks then become whole tensors by name, and copies of the same
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.flat_layout import ParamSpec, Piece
 from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import StepResult
 from megamix.tools.verify.core.tape import Tape
@@ -67,17 +66,19 @@ class UsedValues(StepObserver):
     """Observer that keeps this rank's part of the sums that the last update used, and Muon's inputs and directions."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[str, str], Callable[[], Fragment]] = {}
+        self.values: dict[tuple[Used, str], Tensor] = {}  # by kind and parameter, on the device
+        self._pieces: dict[str, Piece] = {}
 
     def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
         for piece in (one for one in bucket.pieces if one.numel):
             if what == GRADIENT or piece.spec.matrices:
-                own = values[piece.elements].clone()  # a copy, for a step may free its sums
-                self._copies[what, piece.spec.name] = partial(_fragment, piece.spec, what, piece.first, own)
+                self.values[what, piece.spec.name] = values[piece.elements].clone()  # a step may free its sums
+                self._pieces[piece.spec.name] = piece
 
     def fragments(self) -> list[Fragment]:
         """Return the fragments. Waits for the device, which no step may do."""
-        return [copy() for copy in self._copies.values()]
+        pieces = self._pieces
+        return [_fragment(pieces[of].spec, what, pieces[of].first, own) for (what, of), own in self.values.items()]
 
 
 def rank_device() -> torch.device:
