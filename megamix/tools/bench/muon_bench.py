@@ -5,9 +5,7 @@ The rate of Muon's iteration is compared with that of its own products.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megamix.mixed_precision.muon import Muon, orthogonalised
-from megamix.tools.bench.ranks import Settings, Side, start_ranks
+from megamix.tools.bench.ranks import Settings, Side, seconds_of, start_ranks
 from megamix.tools.bench.report import Goal, Result, paired_ratio, progress
 from megamix.tools.bench.sides import Ours, Work, make_model, product_dtype
 from megamix.tools.bench.train_bench import exposed, measure, result, speed_up
@@ -62,7 +60,7 @@ class Iteration:
         """Return the seconds of all directions, and of their products, taking turns shape by shape."""
         both = 0.0, 0.0
         for matrix, number in self._shapes:
-            own, products = (_seconds(work, matrix) for work in (self._direction, self._products))
+            own, products = (seconds_of(partial(work, matrix)) for work in (self._direction, self._products))
             both = both[0] + number * own, both[1] + number * products
         return both
 
@@ -74,10 +72,3 @@ class Iteration:
         for _ in range(self._optimizer.ns_steps):
             gram = x @ x.mT
             _ = gram @ gram @ x
-
-
-def _seconds(work: Callable[[Tensor], None], matrix: Tensor) -> float:
-    work(matrix)
-    start = time.perf_counter()
-    work(matrix)
-    return time.perf_counter() - start

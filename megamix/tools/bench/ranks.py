@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -41,6 +42,17 @@ def start_ranks(
 def _with_kept_memory(actor: Callable[[], object]) -> object:
     keep_freed_memory()
     return actor()
+
+
+def seconds_of(work: Callable[[], object], times: int = 1) -> float:
+    """Return the seconds of one call, as the mean of `times` calls after an untimed one that fills the caches."""
+    for timed in (1, times):
+        start_s = time.perf_counter()
+        for _ in range(timed):
+            work()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # no types
+            torch.cuda.synchronize()
+    return (time.perf_counter() - start_s) / times
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,13 @@ class Turn(NamedTuple):
     optimizer_ms: float  # ms of a step's `optimize`
     busy: float  # cores that the rank kept busy, its communication threads included
     details_ms: dict[str, float]  # parts of a step
+    max_rss_bytes: int  # the process's peak of resident memory so far
+
+
+def max_rss_bytes() -> int:
+    """Return this process's peak of resident memory so far."""
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # the unit of ru_maxrss differs
 
 
 class TrainRank:
@@ -112,7 +131,7 @@ class TrainRank:
         # the machine with the next side.
         engine.finish()
         steps = self._side.steps
-        return Turn(seconds / steps, 1e3 * self._optimizer_s / steps, cpu_s / seconds, details)
+        return Turn(seconds / steps, 1e3 * self._optimizer_s / steps, cpu_s / seconds, details, max_rss_bytes())
 
     def losses(self, steps: int) -> list[float]:
         """Take steps and return this rank's loss of each."""
@@ -129,11 +148,6 @@ class TrainRank:
             self.losses(steps)
         peak: int = tracker.peak_bytes
         return peak
-
-    def max_rss_bytes(self) -> int:
-        """Return the process's peak of resident memory so far."""
-        peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else 1024 * peak  # the unit of ru_maxrss differs
 
     def _built(self) -> Engine:
         if self._engine is None:
@@ -158,14 +172,16 @@ def ranks_of(side: Side, settings: Settings) -> RankPool:
     return start_ranks(side.name, partial(TrainRank, side, settings.work), world_size=settings.ranks)
 
 
-def take_turns(ranks: Mapping[str, RankPool], rounds: int) -> dict[str, list[list[Turn]]]:
+def take_turns(sides: Sequence[Side], settings: Settings) -> dict[str, list[list[Turn]]]:
     """Take each side's first steps, then all sides' turns by round, in rotated order. Return every rank's turns."""
-    turns: dict[str, list[list[Turn]]] = {name: [] for name in ranks}
-    for name in ranks:
-        progress(f"first steps of {name}")
-        ranks[name].call(TrainRank.turn)
-    for number in range(rounds):
-        progress(f"round {number + 1} of {rounds}")
-        for name in rotated([*ranks], number):
-            turns[name].append(ranks[name].call(TrainRank.turn))
+    turns: dict[str, list[list[Turn]]] = {side.name: [] for side in sides}
+    with ExitStack() as stack:
+        ranks = {side.name: stack.enter_context(ranks_of(side, settings)) for side in sides}
+        for name in ranks:
+            progress(f"first steps of {name}")
+            ranks[name].call(TrainRank.turn)
+        for number in range(settings.rounds):
+            progress(f"round {number + 1} of {settings.rounds}")
+            for name in rotated([*ranks], number):
+                turns[name].append(ranks[name].call(TrainRank.turn))
     return turns

@@ -19,7 +19,7 @@ from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.observer import StepObserver, TransferKind, Used
 from megamix.mixed_precision.settings import Shard
-from megamix.tools.bench.ranks import Settings, Side, Turn, ranks_of, take_turns
+from megamix.tools.bench.ranks import Settings, Side, Turn, take_turns
 from megamix.tools.bench.report import Goal, Result, paired_ratio, show, spread
 from megamix.tools.bench.sides import Ddp, Engine, ForwardBackward, Fsdp, Ours, Work, how_multiplied
 
@@ -135,10 +135,7 @@ def step(settings: Settings) -> Result:
         DDP: Ddp,
         RESHARDED: partial(Fsdp, reshard_after_forward=True),
     }
-    with ExitStack() as stack:
-        sides = [Side(name, partial(Timed, build=build)) for name, build in builds.items()]
-        ranks = {side.name: stack.enter_context(ranks_of(side, settings)) for side in sides}
-        turns = take_turns(ranks, settings.rounds)
+    turns = take_turns([Side(name, partial(Timed, build=build)) for name, build in builds.items()], settings)
     parts = {name: [_of_step(of_ranks) for of_ranks in rounds] for name, rounds in turns.items()}
     shown = (*PARTS, WHOLE, *CPU.values(), OTHERS, PROCESSOR)
     rows = [(part, *(_cell(parts[name], part) for name in parts)) for part in shown]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -156,14 +155,11 @@ def measure(sides: Sequence[Side], settings: Settings) -> dict[str, Measured]:
         progress(f"memory of {side.name}")
         with ranks_of(side, settings) as alone:
             peaks[side.name] = max(alone.call(TrainRank.peak_live_bytes, MEMORY_STEPS))
-    with ExitStack() as stack:
-        ranks = {side.name: stack.enter_context(ranks_of(side, settings)) for side in sides}
-        turns = take_turns(ranks, settings.rounds)
-        rss = {side.name: max(ranks[side.name].call(TrainRank.max_rss_bytes)) for side in sides}
-    return {side.name: _measured(turns[side.name], rss[side.name], peaks[side.name], settings) for side in sides}
+    turns = take_turns(sides, settings)
+    return {name: _measured(rounds, peaks[name], settings) for name, rounds in turns.items()}
 
 
-def _measured(rounds: list[list[Turn]], rss: int, peak: int, settings: Settings) -> Measured:
+def _measured(rounds: list[list[Turn]], peak: int, settings: Settings) -> Measured:
     work = settings.work
     copies = 1 if work.shared else settings.ranks  # copies of the model
     tokens = copies * work.micro_batches * work.micro_batch_size * work.model.seq_len
@@ -172,7 +168,7 @@ def _measured(rounds: list[list[Turn]], rss: int, peak: int, settings: Settings)
         [max(turn.optimizer_ms for turn in turns) for turns in rounds],
         [statistics.mean(turn.busy for turn in turns) for turns in rounds],
         [turns[0].details_ms for turns in rounds],
-        rss,
+        max(turn.max_rss_bytes for turn in rounds[-1]),
         peak,
     )
 

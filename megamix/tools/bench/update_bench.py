@@ -28,7 +28,7 @@ from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.update_slice import Kernel, StepScalars
 from megamix.model.family import parameter_count
 from megamix.model.transformer import Transformer
-from megamix.tools.bench.ranks import Settings, rotated, start_ranks
+from megamix.tools.bench.ranks import Settings, rotated, seconds_of, start_ranks
 from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, show, spread
 from megamix.tools.bench.sides import ByHand, Engine, Ours, Work
 
@@ -73,7 +73,6 @@ class UpdateRank:
         optimizer: AdamW = ADAMW,
     ):  # fmt: skip
         self._calls, device = calls, torch.get_default_device()
-        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self._optimizer, alone = optimizer, Collectives(Axis())
         with torch.device("meta"):
             described = Transformer(model)
@@ -109,19 +108,10 @@ class UpdateRank:
 
     def seconds(self, first: int) -> dict[str, float]:
         """Return the seconds of one call of every variant, the mean of `calls`. They run in turn from the `first`th."""
-        return {name: self._time(self.variants[name]) for name in rotated([*self.variants], first)}
+        return {name: seconds_of(self.variants[name], self._calls) for name in rotated([*self.variants], first)}
 
     def num_params(self) -> int:
         return self.layout.padded_numel
-
-    def _time(self, variant: Callable[[], object]) -> float:
-        variant()  # untimed: brings back data that the other variants have driven out of the caches
-        self._wait()
-        start_s = time.perf_counter()
-        for _ in range(self._calls):
-            variant()
-        self._wait()
-        return (time.perf_counter() - start_s) / self._calls
 
     def _update(self, kernel: Kernel) -> None:
         """Update as engine.step() does: bucket by bucket, span by span."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -17,7 +16,7 @@ from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.model.layers import LayerNorm, RMSNorm
 from megamix.model.ops import Ops
-from megamix.tools.bench.ranks import Side, TrainRank
+from megamix.tools.bench.ranks import Side, TrainRank, seconds_of
 from megamix.tools.bench.sides import Ddp, Engine, Fsdp, Ours, Work
 from megamix.tools.bench.update_bench import COMPILED, COPY, LIBRARY, UpdateRank
 from megamix.tools.doctor.cards import Card, probe_cards
@@ -26,18 +25,6 @@ from megamix.tools.verify.core.verdict import NOISE, UNIT
 
 _TINY = ModelConfig(vocab_size=256, seq_len=64, hidden_size=128, num_layers=2, num_heads=2)
 SIDES: dict[str, Callable[[Work], Engine]] = {"ours": Ours, "FSDP2": Fsdp, "plain torch": Ddp}
-
-
-def seconds_of(work: Callable[[], object], times: int) -> float:
-    """Return the seconds of one call, as the mean of `times` calls after an untimed one."""
-    cuda = rank_device().type == "cuda"
-    for timed in (1, times):
-        start_s = time.perf_counter()
-        for _ in range(timed):
-            work()
-        if cuda:
-            torch.cuda.synchronize()
-    return (time.perf_counter() - start_s) / times
 
 
 def sums_off(numel: int = 4096) -> dict[str, float]:
