@@ -1,4 +1,4 @@
-"""megamix: mixed-precision pretraining with the FP32 truth sharded over data-parallel ranks.
+"""megamix: mixed-precision pretraining with FP32 master weights sharded over data-parallel ranks.
 
 The engine is a library, re-exported here; `megamix train CONFIG` runs whole jobs.
 """

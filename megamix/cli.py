@@ -26,7 +26,7 @@ class Verb(NamedTuple):
 VERBS = [
     Verb("train", "train", "train by a configuration file (many ranks: launch/pretrain.sh)"),
     Verb("plan", "tools.plan", "the memory that each rank of a job will need; exit status 1 if that does not fit"),
-    Verb("verify", "tools.verify", "does training on several ranks do what one rank does? exit status 1 if not"),
+    Verb("verify", "tools.verify", "compare training on several ranks with one rank; exit status 1 if they differ"),
     Verb("audit", "tools.audit",
          "in which dtype is every number kept, and what is lost of it? exit status 1 if too much"),
     Verb("prepare", "data.prepare", "make tokenizer and token files from text"),

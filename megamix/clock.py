@@ -58,7 +58,7 @@ class Clock:
         waiting for them would drain the device's queue.
         """
         events = enumerate(self._events)
-        outermost = [number for number, (_, outer, _, end) in events if outer is None and end.query()]  # type: ignore[no-untyped-call]  # no types
+        outermost = [number for number, (_, outer, _, end) in events if outer is None and end.query()]  # type: ignore[no-untyped-call]  # untyped in torch
         passed = max(outermost, default=-1) + 1  # an outermost span ends after all spans inside it
         for name, outer, start, end in self._events[:passed]:
             self._add(name, outer, start.elapsed_time(end) / 1e3)

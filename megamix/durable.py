@@ -1,8 +1,8 @@
-"""Files that survive a power cut whole, and that are ours even in a folder to which others may write.
+"""Files that survive a power cut whole, and that only this user owns even in a folder to which others may write.
 
-Anyone who may write to a folder can put a link where a run will write; opening it by name would open any file of ours.
-A FIFO would keep the run waiting for its other end. So a new file is created by us and nobody else, and an existing
-file is checked before it is used.
+Anyone who may write to a folder can put a link where a run will write; opening the name would open any file of this
+user. A FIFO would keep the run waiting for its other end. So a new file is created by us and nobody else, and an
+existing file is checked before it is used.
 """
 
 import os
@@ -94,8 +94,8 @@ def write_text(path: Path, text: str) -> None:
 def folder_aside(path: Path, inside: Path | None = None) -> Iterator[Path]:
     """Yield an empty folder that becomes `path` after the block: `path` is whole or missing.
 
-    The block itself must push the files' bytes to the disk. `inside`: the folder's parent until then, if not that of
-    `path`. A process killed in the block leaves the folder, for `remove_asides`.
+    The body of the `with` statement must itself sync the files to the disk. `inside`: the folder's parent until then,
+    if not that of `path`. A process killed in the block leaves the folder, for `remove_asides`.
     Raises: OSError, also if `path` is a folder that is not empty.
     """
     aside = (inside or path.parent) / aside_name(path.name)
@@ -125,7 +125,7 @@ def create_anew(path: Path, mode: str = "xb") -> IO[Any]:
 
 
 def foreign_kind(path: Path) -> str | None:
-    """Return why a file is not an ordinary file of ours alone; None if it is one, or is missing."""
+    """Return why a file is not an ordinary file of this user alone; None if it is one, or is missing."""
     try:
         return _foreign_kind(path.lstat())
     except (FileNotFoundError, NotADirectoryError):
@@ -141,12 +141,12 @@ def _foreign_kind(status: os.stat_result) -> str | None:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Return the descriptor of an ordinary file of ours alone. O_CREAT creates a missing file, with a mode by the
+    """Return the descriptor of an ordinary file of this user alone. O_CREAT creates a missing file, with a mode by the
     umask.
 
     Raises: ForeignFileError naming file and fix; OSError.
     """
-    assert not flags & os.O_TRUNC, "what is not ours must stay as it is"
+    assert not flags & os.O_TRUNC, "a file of somebody else must stay as it is"
     kind = foreign_kind(path)  # checked before opening: opening a device may already have an effect
     if kind is None:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -170,6 +170,6 @@ def still_names(path: Path, descriptor: int) -> bool:
 
 
 def read_own(path: Path) -> bytes:
-    """Return the whole content of a file of ours. Raises: ForeignFileError, OSError."""
+    """Return the whole content of an ordinary file of this user alone. Raises: ForeignFileError, OSError."""
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         return file.read()

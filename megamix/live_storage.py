@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 
-class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no types
+class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Counts, while active, the storages that operations return or touch, until each is freed.
 
     It sees forward, backward and optimizer alike, but not the scratch memory inside a single operation. It slows down
@@ -21,7 +21,7 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no typ
     """
 
     def __init__(self, *, counts_meta: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # no types
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._counts_meta = counts_meta
         self.live_bytes = 0
         self.peak_bytes = 0

@@ -29,7 +29,7 @@ def checkpoint_arguments(parser: Parser) -> None:
     export = add("export", "full FP32 weights and optimizer states in another format", "runs/mine --to dcp exported")
     export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run: its newest one")
     export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
-    export.add_argument("output", metavar="OUT", type=Path, help="what is written; must not be there yet")
+    export.add_argument("output", metavar="OUT", type=Path, help="folder to write; must not exist yet")
 
 
 @lines_told
@@ -38,7 +38,8 @@ def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
         if name in arguments:
             (folder_of if arguments.action in ("ls", "restore") else checkpoints_at)(getattr(arguments, name))
     if arguments.action == "restore":
-        for folder in (arguments.path, *arguments.path.absolute().parents[:2]):  # one may be a run's folder
+        # The path, or one of the two folders above it, may be a run's folder.
+        for folder in (arguments.path, *arguments.path.absolute().parents[:2]):
             refuse_held(folder)
     from megamix.checkpoint import actions
     from megamix.run.run_record import check_if_run

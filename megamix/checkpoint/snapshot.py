@@ -93,9 +93,9 @@ def frozen_params(engine: ShardedEngine) -> dict[str, Tensor]:
     return {name: param for name, param in params if not param.requires_grad and param.numel()}
 
 
-# Digests by pointer, version and bits.
+# Digest of each frozen parameter, by pointer, version and sum of bits: another key means that it was written.
 _digests: MutableMapping[Tensor, dict[tuple[int, ...], str]] = WeakTensorKeyDictionary()
-# The integer type as wide as an element, by its bytes.
+# Integer dtype of the same size as an element, by bytes an element.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -225,7 +225,7 @@ class HostCopy:
             chunk.copy_(part.tensor.view(-1), non_blocking=True)
             parts.append(replace(part, tensor=chunk))
         if on_gpu:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # no types
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
             self._copied.record()
         return replace(snapshot, parts=parts)
 

@@ -1,7 +1,7 @@
 """A safetensors file as a stream of chunks, so that memory never holds anything as large as the file.
 
 The format (github.com/huggingface/safetensors): 8 bytes with the header's length; the header, JSON with each tensor's
-dtype, shape and place; the tensors' bytes without gaps. The `safetensors` library reads it here.
+dtype, shape and place; the tensors' bytes without gaps. Headers are read and checked by the `safetensors` library.
 """
 
 import json

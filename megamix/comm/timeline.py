@@ -52,7 +52,7 @@ class Timeline:
         self._watched: list[_Watched] = []
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "arrivals")  # threads start on demand
         # A stream that waits for transfers, beside the stream that computes.
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]  # no types
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]  # untyped in torch
         self._begin = self._now()
 
     def watch(self, kind: str, bucket: int, pending: Pending) -> None:
@@ -93,7 +93,7 @@ class Timeline:
     def _now(self) -> Instant:
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # no types
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
         event.record()
         return event
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ def meet_ranks(device: torch.device, timeout_s: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     limit = datetime.timedelta(seconds=timeout_s)
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]  # not in __all__
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]  # not in its __all__
     store.set(f"megamix/came {rank}", "")
     if store.add("megamix/have come", 1) == size:
         store.set("megamix/all have come", "")

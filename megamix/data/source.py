@@ -131,7 +131,7 @@ class BlendedSource:
     """Several sources mixed by `Blend`. Each has its own order and its own epochs."""
 
     def __init__(self, sources: Sequence[SampleSource], stages: Sequence[BlendStage], *, packed: bool) -> None:
-        """Keep the sources. `packed`: whether rows have positions."""
+        """Keep the sources. `packed`: whether rows hold several documents, and so have positions."""
         self.seq_len = sources[0].seq_len
         self._sources, self._blend, self._packed = sources, Blend(stages), packed
 

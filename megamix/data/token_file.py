@@ -27,8 +27,8 @@ def idx_path(prefix: Path) -> Path:
 
 
 def sampled_blocks(size: int) -> list[tuple[int, int]]:
-    """Return blocks of a .bin, each as its start and stop in bytes: 64 MiB spread evenly over `size` bytes. A smaller
-    .bin is covered completely.
+    """Return the byte ranges of a .bin to read as a sample: 64 MiB in ranges spread evenly over `size` bytes, or the
+    whole of a smaller .bin.
     """
     starts = [number * max(_BLOCK, size // _SAMPLED) for number in range(_SAMPLED)]
     return [(start, min(start + _BLOCK, size)) for start in starts if start < size]

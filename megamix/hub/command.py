@@ -68,9 +68,9 @@ def generate_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add at most (128)")
     parser.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
-    parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="sample from this share alone (1)")
+    parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="nucleus sampling with this mass (1)")
     parser.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of the sampling; each prompt starts from it (0)"
+        "--seed", metavar="N", type=int, default=0, help="seed of the sampling, the same for each prompt (0)"
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
     parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")

@@ -113,7 +113,7 @@ def _format(content: dict[str, Any], folder: Path) -> Format:
     known = formats()
     if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(
-            f"{folder / CONFIG}: model_type is {shown(model_type)}; what is known here: {', '.join(known)}; {LIBRARY}"
+            f"{folder / CONFIG}: model_type is {shown(model_type)}; known are: {', '.join(known)}; {LIBRARY}"
         )
     return known[model_type]
 

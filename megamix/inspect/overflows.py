@@ -138,7 +138,7 @@ class OverflowHistory:
     def __init__(self, section: PrecisionConfig, engine: ShardedEngine, count: int):
         """Start the history of a run.
 
-        `count`: attempts that had overflowed before this process took up the run.
+        `count`: attempts that had overflowed before this process resumed the run.
         """
         self.count, self._engine = count, engine
         self._section = section

@@ -28,10 +28,10 @@ def record(name: str, tensor: Tensor, reduce: Reduce = "mean") -> None:
     """Report a value of this step from anywhere in a forward or a loss, or of the next step from between two steps.
 
     The mean, sum, maximum or minimum of all values of a name in a step is reported, over calls, micro-batches and
-    ranks. Of tensor-parallel ranks only the first one's value goes into a sum; if they divide the positions, it covers
-    that rank's positions. Ranks that compute the same part of the model must record the same names. A job writes the
-    values beside its own metrics; without a job they are in `StepResult.recorded`. The host does not wait. Values
-    recorded in a backward, while the module is in `eval()`, or without an engine, do not count.
+    ranks. Among tensor-parallel ranks only the first one's value enters a sum; with sequence parallelism that value
+    covers only the positions of the first rank. Ranks that compute the same part of the model must record the same
+    names. A job writes the values beside its own metrics; without a job they are in `StepResult.recorded`. The host
+    does not wait. Values recorded in a backward, while the module is in `eval()`, or without an engine, do not count.
     Shapes: tensor (), kept as FP32.
     Raises: ValueError for a tensor that is no scalar, a name that is no tag, or another `reduce` than the name had
     before.

@@ -214,7 +214,7 @@ class ShardedEngine:
         last = last or number == self.grad_accum_steps - 1
         completes = self._grads.names if last or self._grads.takes_each else ()
         with self._taking(1, last), self.backward_pass(number, completes, loss):
-            self.progress.scaled(loss, weight, counts=self.topology.counts_loss).backward()  # type: ignore[no-untyped-call]  # no types
+            self.progress.scaled(loss, weight, counts=self.topology.counts_loss).backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
     @contextmanager
     def micro_batches(self, count: int) -> Iterator[None]:
@@ -277,8 +277,8 @@ class ShardedEngine:
         self._lr_table = put_lr_table(self.optimizer.lr_table(), self.device)
 
     def wait(self) -> None:
-        """Return once no transfer of parameters is under way. Then any read of parameters is safe, if the rank has
-        them.
+        """Return once no transfer of parameters is under way. Then parameters may be read, unless `shard="parameters"`
+        has freed them.
 
         Without `Sharding.units` no transfer is under way after `step()`. With them, forwards and `state_dict()` wait by
         themselves.
@@ -348,7 +348,7 @@ class ShardedEngine:
 
     @contextmanager
     def _examined(self) -> Iterator[Examination | None]:
-        """Show the update inside to an examination that was asked for, and end the examination."""
+        """Let a requested examination observe the update inside the block, then end it."""
         examination = None if self._examiner is None else self._examiner.examination
         try:
             yield examination

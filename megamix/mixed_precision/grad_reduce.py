@@ -54,7 +54,7 @@ class GradReduce:
         self._warned: set[str] = set()
         for name, param in self._params():
             hook = partial(GradReduce._on_grad, weakref.ref(self), name)
-            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # no types
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
 
     @property
     def names(self) -> Collection[str]:

@@ -43,7 +43,7 @@ class ParamGather:
     Without units nothing would overlap: the last `updated` of a step awaits all gathers, and every later read is right.
     """
 
-    is_whole = False  # True only inside a block of `UnitGather`; here parameters are always whole
+    is_whole = False  # `UnitGather` sets it within `whole()`; here parameters always have memory
 
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], overlap: bool, buckets: Sequence[Bucket],
@@ -64,13 +64,13 @@ class ParamGather:
         if self._beside_forward:
             # Never traced: the compiler would refuse the collective or, if the whole model is compiled, silently split
             # the graph. Disabled here and not at the definition, because `disable` imports the compiler.
-            self.before_read = torch.compiler.disable(_before_read)  # type: ignore[no-untyped-call]  # no types
+            self.before_read = torch.compiler.disable(_before_read)  # type: ignore[no-untyped-call]  # untyped in torch
             for need in needs:
                 need.module.register_forward_pre_hook(_Await(self, need))
         self._everything = _Need(model, self.order)
         everything = _Await(self, self._everything)
         for module in model.modules():
-            module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]  # no types
+            module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]  # untyped in torch
         self._told_of_copy = buckets[0].params.dtype == torch.float32
 
     def updated(self, bucket: Bucket) -> None:
@@ -104,7 +104,7 @@ class ParamGather:
                 )
 
     def whole(self) -> AbstractContextManager[None]:
-        """Return a block in which all parameters are whole, which they are anyway after the wait."""
+        """Return an empty context: after the wait all parameters are whole."""
         self.wait_all()
         return nullcontext()
 

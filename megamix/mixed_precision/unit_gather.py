@@ -112,7 +112,9 @@ class UnitGather:
         self._place: dict[Unit, int] = {}  # position of each unit in the pass
         self._at = 0  # position that the pass has reached
         self._launched = 0  # number of the pass's units whose gathers are launched
-        self._turn = FORWARD  # counts begins and ends of members' forwards, in blocks of FORWARD
+        self._turn = (
+            FORWARD  # begins and ends of members' forwards; a forward of the model starts at a multiple of FORWARD
+        )
         self._reached = math.inf  # turn that the backward pass has reached; forwards that began later are done
         self._differentiated = set[int]()  # numbers of the model's forwards whose backward passes are over
         self._in_pass = set[int]()  # numbers of the forwards that this backward pass has come to

@@ -79,7 +79,7 @@ class OfModule:
         self._given = (lambda: None) if given is None else weakref.ref(given)
         self._run = _run
         if method is not None and (may_import or "torch._dynamo" in sys.modules):  # never traced, as in ParamGather
-            self._run = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]  # no types
+            self._run = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __call__(self, module: nn.Module, args: object, output: object = None) -> None:
         if (method := self._method()) is not None:

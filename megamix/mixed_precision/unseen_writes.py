@@ -129,7 +129,7 @@ class HostSlot:
         on_gpu = device.type == "cuda"
         self._slot = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=on_gpu)
         self._number = self._slot.numpy()  # a view of the same memory
-        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]  # no types
+        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]  # untyped in torch
         self._written = False
 
     def write(self, number: Tensor) -> None:

@@ -177,16 +177,16 @@ def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
     theta: float = _first_set(rope.get("rope_theta"), json.get("rope_theta"), 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     problems = [
-        f"partial_rotary_factor is {shown(table['partial_rotary_factor'])}, ours turns whole heads"
+        f"partial_rotary_factor is {shown(table['partial_rotary_factor'])}, megamix rotates whole heads"
         for table in (json, rope)
         if table.get("partial_rotary_factor") not in _UNSET_OR_ONE
     ]
     if any(isinstance(value, Mapping) for value in rope.values()):
-        problems.append("rope_parameters differ by layer, ours are one table for all")
+        problems.append("rope_parameters differ by layer, megamix has one table for all layers")
     if kind == "default" or problems:
         return theta, None, problems
     if kind not in ("linear", "llama3"):
-        return theta, None, [*problems, f"rope_type is {shown(kind)}, ours are 'default', 'linear' and 'llama3'"]
+        return theta, None, [*problems, f"rope_type is {shown(kind)}, megamix has 'default', 'linear' and 'llama3'"]
     given = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor") if key in rope}
     if kind == "llama3":
         given["original_seq_len"] = rope.get("original_max_position_embeddings", json["max_position_embeddings"])
@@ -200,9 +200,9 @@ def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
 
 
 def _windows(model_type: str, json: Json) -> list[str]:
-    """Return the reason to refuse a model whose attention window is shorter than a sequence: ours looks back on all
-    tokens. Mistral's window is in all layers; Qwen's is in those that `layer_types` names, or from `max_window_layers`
-    on.
+    """Return the reason to refuse a model whose attention window is shorter than a sequence: here attention sees all
+    earlier tokens. Mistral's window is in all layers; Qwen's is in those that `layer_types` names, or from
+    `max_window_layers` on.
     """
     window, kinds = json.get("sliding_window", 4096), _first_set(json.get("layer_types"), [])
     if not isinstance(kinds, list):
@@ -218,7 +218,7 @@ def _windows(model_type: str, json: Json) -> list[str]:
         in_use = window is not None and bool(json.get("use_sliding_window"))
         told, slides = "use_sliding_window is true", in_use and not in_no_layer
     step = "a max_position_embeddings of at most sliding_window makes them the same"
-    return [f"{told}, our attention looks back on all tokens ({step})"] if slides else []
+    return [f"{told}, attention in megamix sees all earlier tokens ({step})"] if slides else []
 
 
 def _at_least(value: Any, other: Any) -> bool:
@@ -228,14 +228,14 @@ def _at_least(value: Any, other: Any) -> bool:
 def _unlike(json: Json, key: str, default: Any, allowed: tuple[Any, ...]) -> list[str]:
     value = json.get(key, default)
     is_ours = type(value) is type(default) and value in allowed  # 1 == True
-    return [] if is_ours else [f"{key} is {shown(value)}, ours has {' or '.join(map(shown, allowed))}"]
+    return [] if is_ours else [f"{key} is {shown(value)}, megamix has {' or '.join(map(shown, allowed))}"]
 
 
 def _refuse(json: Json, problems: list[str]) -> None:
     if json.get("quantization_config"):
         problems = [*problems, "quantization_config: the weights are quantised, give a folder of plain ones"]
     if problems:
-        raise ValueError(f"config.json: our transformer does not do this: {'; '.join(problems)}; {LIBRARY}")
+        raise ValueError(f"config.json: not supported by megamix.model.transformer:  {'; '.join(problems)}; {LIBRARY}")
 
 
 def _first_set(*values: Any) -> Any:

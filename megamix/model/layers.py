@@ -160,7 +160,7 @@ class RotaryTable(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # half() would round the tables to three digits, and to_empty() would leave them unset: fill them again instead.
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # no types
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         self._fill(self.cos.device)
         return self
 

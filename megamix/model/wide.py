@@ -22,7 +22,7 @@ MAX_WIDE_ELEMENTS = 2**20
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """Call function.apply, with a type for its result."""
-    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # no types
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # untyped in torch
     return result
 
 

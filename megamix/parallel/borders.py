@@ -26,7 +26,7 @@ class Border:
     """The collectives around each divided layer of one model.
 
     `sequence`: between divided layers every rank has a part of the positions; otherwise each has all positions. Both
-    ways move the same bytes: a sum that every rank needs whole is a sum by parts and a gather.
+    ways move the same bytes, since an all-reduce is a reduce-scatter and an all-gather.
     """
 
     def __init__(self, tp: Collectives, *, sequence: bool):
@@ -34,7 +34,7 @@ class Border:
         self._divides = sequence
         # A compiled block is cut into several graphs at its borders, because the compiler can trace only some
         # collectives of some backends. `disable` is called here and not at import, since it imports the compiler: 2 s.
-        self._cross: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]  # no types
+        self._cross: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def begin(self, num_positions: int) -> None:
         """Begin a forward. Positions are divided only if gradients are on: `generate` takes prompts of any length.

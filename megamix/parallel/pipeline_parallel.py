@@ -34,7 +34,8 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """The form of what each stage hands to the next: a micro-batch's hidden states, and back comes their gradient."""
+    """Shapes of the hidden states that each stage sends to the next one. Their gradient, which comes back, has the
+    same."""
 
     pp: Axis
     num_stages: int

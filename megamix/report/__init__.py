@@ -1,7 +1,7 @@
 """Reports of a run, while it trains and afterwards.
 
 interval_report  from values of single steps to a log interval's report
-log_file         log that no trouble of its disk turns into the end of a run
+log_file         log file whose disk errors never end the run
 metrics          a line on the console, in metrics.jsonl and in TensorBoard
 trackers         wandb and trackers of plugins
 profiling        traces of the steps that are profiled

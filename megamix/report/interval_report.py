@@ -52,7 +52,7 @@ class IntervalReport:
         self.tokens = 0  # tokens of all updates so far
 
     def go_on_from(self, attempts: int, losses: list[float], tokens: int) -> None:
-        """Take up a run that has launched `attempts` and trained on `tokens`. `losses`: those since its last line."""
+        """Continue a run that has launched `attempts` and trained on `tokens`. `losses`: those since its last line."""
         self._done, self.losses, self.tokens = attempts, losses, tokens
 
     def add(self, loss: float) -> None:

@@ -1,4 +1,4 @@
-"""Log that grows row by row, and that no trouble of its disk can turn into the end of a run."""
+"""Log file that grows row by row. An error of its disk never ends the run."""
 
 from __future__ import annotations
 

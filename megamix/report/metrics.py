@@ -243,7 +243,7 @@ def cut_logs(folder: Path, progress: Progress) -> None:
 
 
 def _is_later(log: str, progress: Progress, line: bytes) -> bool:
-    """Return whether a row of that log says that it came after the checkpoint of that progress."""
+    """Return whether a row of the log `log` is later than the checkpoint with this progress."""
     row, attempt = _parsed(line), "attempt" if log == SET_ASIDE else TRANSFERS + "attempt"
     with suppress(TypeError, KeyError):
         if log == SET_ASIDE or attempt in row:

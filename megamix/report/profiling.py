@@ -34,7 +34,7 @@ class Transfers(StepObserver):
 class Profiling:
     """Traces of the chosen attempts, in one file per rank, for chrome://tracing or Perfetto.
 
-    A run that takes up in the midst of the chosen attempts traces the rest.
+    A run that resumes among the chosen attempts traces the rest.
     """
 
     def __init__(self, config: Config, engine: ShardedEngine, console: Console, writer: MetricsWriter | None):

@@ -30,7 +30,7 @@ LAGS: dict[OnOverflow, int] = {"requeue": 2, "redo": 1, "skip": 2}
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """Samples of one update, by number, and how often they have been tried in vain."""
+    """Sample numbers of one update, and how many attempts with them have overflowed."""
 
     samples: Samples
     tries: int = 0

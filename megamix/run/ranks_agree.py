@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
 
 from megamix.builders.data import data_fingerprints, data_identity
 from megamix.checkpoint.manifest import printable

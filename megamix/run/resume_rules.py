@@ -1,6 +1,6 @@
 """Rules of resuming: whether a run may go on from a checkpoint, and what has changed since.
 
-Torch is imported only where model, optimizer or code have changed, so `--check` asks what a start asks.
+Torch is imported only where model, optimizer or code have changed, so `--check` and a start apply the same rules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PASS = ("model.dropout", "model.compile", "model.recompute", "model.init_std", 
 
 
 def outlook(config: Config) -> str:
-    """Say what a start would do with the run's folder as it is; write nothing.
+    """Return in words what a start would do with the run's folder as it is; write nothing.
 
     Checkpoints are judged by their manifests and the sizes of their files.
     Raises: ConfigError if the start would be refused.

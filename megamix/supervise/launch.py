@@ -45,7 +45,8 @@ def launch(arguments: list[str]) -> int:
     """Start the ranks, and wait until they end.
 
     Returns: 0 if all succeed; the exit status of the first rank that failed, 1 if an unexpected signal killed it;
-    PREEMPTED if the requested signal itself killed the ranks, or their time was over; 2 if the machines cannot meet.
+    PREEMPTED if the requested signal itself killed the ranks, or their grace period was over; 2 if the machines cannot
+    meet.
     """
     with signals_passed_on() as request:
         return start_ranks(arguments, request)
@@ -118,10 +119,11 @@ def signals_passed_on() -> Iterator[LeaveRequest]:
 
 
 def _pass_on(woken: int, request: LeaveRequest, faults: int) -> None:
-    """Send each signal that the pipe `woken` announces to the ranks. Kill the ranks when the request's time is over.
+    """Send each signal that the pipe `woken` announces to the ranks. Kill the ranks at the end of the request's grace
+    period.
 
-    If no rank has started, the launcher ends here. If the ranks have ended, it goes on: its main thread is about to
-    return their exit status. `faults`: `_faults_of_the_ended()` before the ranks started.
+    If no rank has started, the launcher ends here. If the ranks have ended, this function continues, since the main
+    thread is about to return their exit status. `faults`: `_faults_of_the_ended()` before the ranks started.
     """
     while True:
         left_s = request.left_s()

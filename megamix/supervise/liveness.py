@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field, TypeAdapter
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
 
 from megamix.checkpoint.manifest import printable
 from megamix.supervise.processes import Siblings, process, process_start

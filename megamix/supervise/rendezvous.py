@@ -40,7 +40,7 @@ def handler_creator() -> rendezvous.RendezvousHandlerCreator:
     return create_handler
 
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__  # noqa: E402  # see there
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__  # noqa: E402  # see there
 from torch.distributed.elastic import rendezvous  # noqa: E402  # see create_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous  # noqa: E402  # see create_handler
 
@@ -96,8 +96,8 @@ def torchrun(arguments: list[str]) -> None:
 
 
 def _require_meeting(host: str, port: int, *, listens: bool) -> None:
-    """Wait until machine 0's name has an address, since machine 0 may still be starting. `listens`: this is machine 0;
-    check that its port is free.
+    """Wait until machine 0's name has an address, since machine 0 may still be starting. `listens`: True on machine 0,
+    whose port is then checked to be free.
 
     Raises: ConfigError.
     """

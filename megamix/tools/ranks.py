@@ -66,7 +66,7 @@ class RankPool:
     earlier call left behind.
     environment: the ranks are new interpreters with these settings beside the parent's, for OpenMP and malloc read
     theirs when a program starts. Without it they are forks of a process that has torch loaded, with one thread each.
-    name: the pool's, told with a failure.
+    name: name of the pool in messages about a failure.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RankPool:
                 mine, theirs = context.Pipe()
                 new_interpreter = self._environment is not None
                 args = (rank, self.world_size, folder.name, theirs, self.on_gpus, new_interpreter)
-                process = context.Process(target=_serve, args=args, daemon=True)  # type: ignore[attr-defined]  # every kind has it
+                process = context.Process(target=_serve, args=args, daemon=True)  # type: ignore[attr-defined]  # every start method has it
                 process.start()
                 theirs.close()
                 self._pipes.append(mine)

@@ -143,7 +143,7 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
     topology = engine.topology
     machine = "CPU, Gloo"
     if device.type == "cuda":
-        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # no types
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # untyped in torch
         machine = f"{torch.cuda.get_device_name(device)}, NCCL, cuDNN {cudnn}"
     kept = "".join(f' | {key} = "{it}"' for key, it in config.parallelism if it in ("gradients", "parameters", "owner"))
     numel, buckets = parameter_count(config.model), engine.buckets

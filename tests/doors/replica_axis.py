@@ -1,5 +1,6 @@
-"""Replicas: an axis x over dp. Every rank reads other data; the ranks of dp divide the FP32 truth, those of x hold the
-same share of it. Gradients are reduce-scattered along dp, and their sums summed along x: hybrid sharding, by a user.
+"""Replicas: an axis x over dp. Every rank reads other data; the ranks of dp divide the FP32 masters, those of x hold
+the same share of it. Gradients are reduce-scattered along dp, and their sums summed along x: hybrid sharding, by a
+user.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from megamix.comm.topology import Axis, Topology
 
 
 def connect_replicas(num_replicas: int) -> Topology:
-    """Neighbours divide the truth, so what travels most stays near."""
+    """Neighbouring ranks divide the masters, so the largest transfers stay within a machine."""
     sizes = {"x": num_replicas, "dp": dist.get_world_size() // num_replicas}
     here = Topology(sizes, dist.get_rank(), reads=("x", "dp"), owns=("dp",))
     return here.connected()

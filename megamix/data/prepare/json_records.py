@@ -50,7 +50,7 @@ def json_kind(path: str) -> str:
         with _open(path) as file:
             return "json" if _NO_LINES.match(file.read(_HEAD)) else "jsonl"
     except (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile):
-        return "jsonl"  # its reader will report the damage
+        return "jsonl"  # the reader of its kind will report the damage
 
 
 def cut_jsonl(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
@@ -122,7 +122,7 @@ def elements(path: str, stretch: Stretch) -> Iterator[bytes]:
             if len(text) - start > _LONGEST_RECORD:
                 raise DamagedFile(f"a record longer than {_LONGEST_RECORD} bytes, or a bracket or quote is missing")
     if depth or text[start:].strip():
-        raise DamagedFile("it ends amid an array or object")
+        raise DamagedFile("the file ends within an array or object")
 
 
 def _open(path: str) -> IO[bytes]:

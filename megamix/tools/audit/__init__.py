@@ -3,7 +3,7 @@
 facts      facts on each parameter; the ranks' parts put together
 watch      dtypes that a step computes and sends with, and its gradients, seen operation by operation
 updates    changes by an update: of a torch optimizer, or of a `ShardedEngine`
-holders    holders of a parameter's truth, and dtypes that wrappers tell
+holders    tensors that the optimizer updates for each parameter, and the dtypes that DDP and FSDP2 declare
 report     rows by pattern, and the page
 warnings   facts that do harm, and their remedies
 audit      the conductor: `megamix.audit`

@@ -1,4 +1,4 @@
-"""Holders of a parameter's truth, and the dtypes that wrappers tell of the way there."""
+"""The tensors that the optimizer updates for each parameter, and the dtypes that DDP and FSDP2 declare."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def innermost(optimizer: object) -> torch.optim.Optimizer:
 def find_truths(optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParamFacts]) -> dict[Tensor, ParamFacts]:
     """Return the facts of each tensor that the optimizer updates, which is a parameter or a copy that rounds to it."""
     held = [param for group in innermost(optimizer).param_groups for param in group["params"]]
-    truths: dict[Tensor, ParamFacts] = {param: facts[param] for param in held if param in facts}
-    missing = {param: one for param, one in facts.items() if one.trains and param not in truths}
+    masters: dict[Tensor, ParamFacts] = {param: facts[param] for param in held if param in facts}
+    missing = {param: one for param, one in facts.items() if one.trains and param not in masters}
     copies: dict[Tensor, ParamFacts] = {}
-    for copy in (tensor for tensor in held if tensor not in truths):
+    for copy in (tensor for tensor in held if tensor not in masters):
         alike = (param for param in missing if copy.shape == param.shape)
         param = next((one for one in alike if torch.equal(local(copy).to(one.dtype), local(one))), None)
         if param is not None:
@@ -49,10 +49,10 @@ def find_truths(optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, P
     saved = {local(tensor).data_ptr() for tensor in state if isinstance(tensor, Tensor)}
     for copy, one in copies.items():
         one.count(unsaved=local(copy).data_ptr() not in saved)
-    for truth, one in (truths | copies).items():
-        one.dtypes["master"] = dtype_name(truth.dtype)
+    for master, one in (masters | copies).items():
+        one.dtypes["master"] = dtype_name(master.dtype)
         one.count(held=1)
-    return truths | copies
+    return masters | copies
 
 
 def fully_sharded(

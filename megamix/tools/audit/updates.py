@@ -1,4 +1,4 @@
-"""Changes of the truth by one update, and what its dtype has lost of them."""
+"""Changes of the masters by one update, and the part of them that their dtype has lost."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _FEWEST = 64  # elements; fewer may all be round by chance
 
 
 class Update:
-    """Copies of a truth and its states, taken before an update. `updates`: number of updates made before."""
+    """Copies of a master and its states, taken before an update. `updates`: number of updates made before."""
 
     def __init__(
-        self, facts: ParamFacts, truth: Tensor, states: Mapping[str, Tensor], updates: int, lr: float,
+        self, facts: ParamFacts, master: Tensor, states: Mapping[str, Tensor], updates: int, lr: float,
         betas: Sequence[float], decays: bool,
     ):  # fmt: skip
-        self.facts, self._truth, self._lr, self._decays = facts, truth, lr, decays
-        self._before = truth.detach().clone()
+        self.facts, self._master, self._lr, self._decays = facts, master, lr, decays
+        self._before = master.detach().clone()
         # An FP32 state moves whenever it should, so no copy of it is needed.
         self._half_states = {name: state.clone() for name, state in states.items() if dtype_name(state.dtype) in HALVES}
         facts.note_largest(lr=lr, **dict(zip(("beta exp_avg", "beta exp_avg_sq"), betas, strict=False)))
-        if truth.dtype == torch.float32 and updates >= _TRAINED and lr and truth.numel() >= _FEWEST:
-            facts.count(round_masters=only_half_values(truth))
+        if master.dtype == torch.float32 and updates >= _TRAINED and lr and master.numel() >= _FEWEST:
+            facts.count(round_masters=only_half_values(master))
 
     def after(self, grad: Tensor, states: Mapping[str, Tensor], direction: Tensor | None = None) -> None:
         """Count the changes since.
 
-        `grad`: as the update used it, up to a factor. `direction`: moves the truth in place of the gradient and the
+        `grad`: as the update used it, up to a factor. `direction`: moves the master in place of the gradient and the
         states.
         """
-        facts, before, truth = self.facts, self._before, self._truth.detach()
-        moments = {name: state for name, state in states.items() if state.shape == truth.shape}
+        facts, before, master = self.facts, self._before, self._master.detach()
+        moments = {name: state for name, state in states.items() if state.shape == master.shape}
         facts.moments |= {name: dtype_name(state.dtype) for name, state in moments.items()}
-        facts.dtypes["master"] = dtype_name(truth.dtype)
+        facts.dtypes["master"] = dtype_name(master.dtype)
         due = grad != 0
         for name, state in self._half_states.items():
             facts.count(**{f"due {name}": due.sum(), f"stuck {name}": (due & (moments[name] == state)).sum()})
@@ -57,8 +57,8 @@ class Update:
         if self._decays:
             due = due | (before != 0)
         if self._lr:
-            moved, weight = (torch.linalg.vector_norm(x.float()).double() for x in (truth.float() - before, before))
-            facts.count(due=due.sum(), lost=(due & (truth == before)).sum())
+            moved, weight = (torch.linalg.vector_norm(x.float()).double() for x in (master.float() - before, before))
+            facts.count(due=due.sum(), lost=(due & (master == before)).sum())
             facts.count(update_squares=moved**2, weight_squares=weight**2)
 
 
@@ -70,11 +70,11 @@ def only_half_values(values: Tensor) -> bool:
 
 @contextmanager
 def optimizer_updates(
-    optimizer: torch.optim.Optimizer, truths: Mapping[Tensor, ParamFacts], watch: Watch
+    optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, ParamFacts], watch: Watch
 ) -> Iterator[None]:
     """Count the changes that a torch optimizer makes between the hooks of its step.
 
-    `truths`: maps each tensor that the optimizer holds to its parameter's facts.
+    `masters`: maps each tensor that the optimizer holds to its parameter's facts.
     """
     under_way: dict[Tensor, Update] = {}
 
@@ -90,8 +90,8 @@ def optimizer_updates(
         watch.steps += 1
         for group in optimizer.param_groups:
             states = _states(optimizer, group)
-            for param in (one for one in group["params"] if one in truths and one.grad is not None):
-                facts, state = truths[param], optimizer.state.get(param, {})
+            for param in (one for one in group["params"] if one in masters and one.grad is not None):
+                facts, state = masters[param], optimizer.state.get(param, {})
                 if facts.dtypes["sum"] == NOWHERE:
                     facts.dtypes["sum"] = dtype_name(param.grad.dtype)
                 made, lr, decays = int(state.get("step", 0)), float(group["lr"]), bool(group.get("weight_decay"))

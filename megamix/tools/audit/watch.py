@@ -39,7 +39,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # no types
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.computed: defaultdict[str, set[torch.dtype]] = defaultdict(set)
         self.reduced: set[torch.dtype] = set()  # dtypes that ranks summed behind the forward
         self.loss_scale: float | None = None
@@ -61,7 +61,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         A gradient is seen before it is added to anything.
         """
         if param not in self._followed and param.requires_grad:
-            self.handles.append(param.register_hook(lambda grad: self._look(facts, grad)))  # type: ignore[no-untyped-call]  # no types
+            self.handles.append(param.register_hook(lambda grad: self._look(facts, grad)))  # type: ignore[no-untyped-call]  # untyped in torch
         self._followed.add(param)
         self._place(facts.name, local(param))
 

@@ -173,7 +173,10 @@ def ranks_of(side: Side, settings: Settings) -> RankPool:
 
 
 def take_turns(sides: Sequence[Side], settings: Settings) -> dict[str, list[list[Turn]]]:
-    """Take each side's first steps, then all sides' turns by round, in rotated order. Return every rank's turns."""
+    """Take each side's first steps, then all sides' turns by round, in rotated order.
+
+    Returns: each side's rounds, as the turns of all ranks.
+    """
     turns: dict[str, list[list[Turn]]] = {side.name: [] for side in sides}
     with ExitStack() as stack:
         ranks = {side.name: stack.enter_context(ranks_of(side, settings)) for side in sides}

@@ -94,8 +94,8 @@ class Timed(Engine, StepObserver):
             self._rest, self._ends = REST, STATISTICS
             with torch._C.DisableTorchFunctionSubclass():  # a parameter without memory takes hooks, too
                 for param in model.parameters():
-                    param.register_hook(lambda grad: watch.lap(BACKWARD))  # type: ignore[no-untyped-call]  # no types
-                    param.register_post_accumulate_grad_hook(lambda param: watch.lap(HOOKS))  # type: ignore[no-untyped-call]  # no types
+                    param.register_hook(lambda grad: watch.lap(BACKWARD))  # type: ignore[no-untyped-call]  # untyped in torch
+                    param.register_post_accumulate_grad_hook(lambda param: watch.lap(HOOKS))  # type: ignore[no-untyped-call]  # untyped in torch
             self._observed = ExitStack()
             self._observed.enter_context(engine.observe(self))
 

@@ -91,7 +91,8 @@ def judge_disk(folder: Path, free: int, written: float, refused: Mapping[str, st
 
 
 def probe_hostname() -> tuple[str, dict[str, bool]]:
-    """Return this machine's name, and for each address that it resolves to whether it is one of this machine's."""
+    """Return this machine's name, and the addresses to which the name resolves: for each, whether it belongs to this
+    machine."""
     name, own = socket.gethostname(), dict[str, bool]()
     try:
         infos = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
@@ -104,7 +105,8 @@ def probe_hostname() -> tuple[str, dict[str, bool]]:
 
 
 def judge_hostname(name: str, own: Mapping[str, bool], *, several: bool = False) -> Finding:
-    """Judge the address of the machine's name, at which Gloo and NCCL listen. `several`: others must reach it."""
+    """Judge the address of the machine's name, at which Gloo and NCCL listen. `several`: other machines must reach
+    it."""
     told = ", ".join(f"{address}{'' if here else ' (not of this machine)'}" for address, here in own.items())
     hidden = several and all(address.startswith(("127.", "::1")) for address in own)
     where = "an address that the other machines reach" if several else "an address of this machine"
@@ -132,9 +134,8 @@ def probe_ports(port: int) -> tuple[str, str]:
 
 
 def judge_ports(loopback: str, taken: str, port: int) -> list[Finding]:
-    """Judge the ports.
-
-    Ranks of one machine meet on loopback at any port, those of many at `port` of the first machine; 0: none here.
+    """Judge the ports. Ranks of one machine meet on loopback at any port. Ranks of several machines meet at `port` of
+    the first one; 0: this machine hosts no meeting.
     """
     none = not_here("port", "one machine takes any free port, many (NNODES) MASTER_PORT of the first")
     at = found("port", f"{port}: {taken or 'free'}", bool(taken)) if port else none

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 from pydantic import TypeAdapter
-from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]  # not in __all__
+from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]  # not in its __all__
 
 from megamix.checkpoint.manifest import printable
 from megamix.comm.topology import local_device, meet_ranks

@@ -150,7 +150,7 @@ def waits() -> dict[str, float]:
 
 def captured_off() -> dict[str, float]:  # pragma: CUDA only
     """Return for each step 0 if a CUDA graph's replay has the loss of a plain step, else inf."""
-    plain, step, stream = _make_step(), _make_step(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # no types
+    plain, step, stream = _make_step(), _make_step(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # warm-up and capture on one stream, which autograd remembers
         for _ in range(3):

@@ -199,13 +199,13 @@ def watch_backward(part: nn.Module, first_block: nn.Module, blocks_are_done: Cal
     """
 
     def watch(block: nn.Module, args: tuple[Tensor, ...]) -> None:
-        args[0].register_hook(lambda grad: blocks_are_done())  # type: ignore[no-untyped-call]  # no types
+        args[0].register_hook(lambda grad: blocks_are_done())  # type: ignore[no-untyped-call]  # untyped in torch
 
     def drop_grad(param: Tensor) -> None:
         param.grad = None
 
     for param in part.parameters():
-        param.register_post_accumulate_grad_hook(drop_grad)  # type: ignore[no-untyped-call]  # no types
+        param.register_post_accumulate_grad_hook(drop_grad)  # type: ignore[no-untyped-call]  # untyped in torch
     return first_block.register_forward_pre_hook(watch).remove
 
 

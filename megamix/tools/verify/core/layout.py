@@ -42,7 +42,7 @@ class Layout:
         `accumulation`: micro-batches a step for each data-parallel rank; None: as many as `verify` takes.
         """
         if accumulation is None:
-            accumulation = ACCUMULATION * self.size("pp")  # every schedule takes twice its stages
+            accumulation = ACCUMULATION * self.size("pp")  # every schedule can run 2 * pp micro-batches
         settings: dict[str, object] = {key: self.size(axis) for axis, key in _AXES.items()}
         settings |= {"sequence_parallel": self.sequence_parallel} | ({"shard": self.shard} if self.shard else {})
         batch = config.training.micro_batch_size * self.size("dp") * accumulation
@@ -52,7 +52,7 @@ class Layout:
 
 
 def parse_layout(name: str) -> Layout:
-    """Return the layout of a name. Raises: ValueError for a name that is none."""
+    """Return the layout that `name` means. Raises: ValueError if it means none."""
     axes, _, shard = name.partition("-")
     if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*)+(sp)?", axes):
         raise ValueError(f"--layouts: got {name}, must name axes and their ranks; write dp2, dp4 or dp2tp2")
@@ -72,7 +72,8 @@ def parse_layout(name: str) -> Layout:
 
 
 def parse_layouts(config: Config, names: Sequence[str]) -> list[Layout]:
-    """Return the layouts of these names. Raises: ConfigError for names that are none, or do not fit this model."""
+    """Return the layouts that these names mean. Raises: ConfigError for names that are none, or do not fit this
+    model."""
     problems, layouts = [], []
     for name in names:
         try:
@@ -108,6 +109,6 @@ def at_own_size(config: Config, overrides: Iterable[str]) -> Config:
 
 
 def size_told(config: Config) -> str:
-    """Return the page's words on the configuration's size."""
+    """Return the line of the report on the sizes that were verified."""
     size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
     return f"at {size} (overrides take another size)"

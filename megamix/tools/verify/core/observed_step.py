@@ -96,7 +96,7 @@ class Poison:
         world = engine.topology.world
         if world.rank == world.size - 1:
             param = next(iter(engine.buckets[0].named_params.values()))
-            param.register_hook(self._poison)  # type: ignore[no-untyped-call]  # no types
+            param.register_hook(self._poison)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _poison(self, grad: Tensor) -> Tensor:
         if not self.active:

@@ -74,7 +74,7 @@ class RightUpdate:
                 spread = sum(((self.updated(other)[state] - new).abs() for other in others), torch.zeros_like(error))
                 error = error - spread
             if state == MASTER and error.max() > bound:
-                with Halves() as halves:  # type: ignore[no-untyped-call]  # its base has no types
+                with Halves() as halves:  # type: ignore[no-untyped-call]  # its base class is untyped
                     self.updated(grad)
                 signs = torch.randint(2, grad.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
                 bound += NOISE * float((self.updated(grad * (1 + halves.unit * signs))[state] - new).abs().max())

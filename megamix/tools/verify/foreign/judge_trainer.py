@@ -58,7 +58,7 @@ class _Judge:
         def exact_loss(model: nn.Module, batch: Any) -> Tensor:
             return trainer.loss(model, moved(batch, torch.float64))
 
-        with autocast_entered() as own, Halves() as halves:  # type: ignore[no-untyped-call]  # its base has no types
+        with autocast_entered() as own, Halves() as halves:  # type: ignore[no-untyped-call]  # its base class is untyped
             trainer.loss(native, moved(next(iter(trainer.batches(0, 0, self.ranks))), torch.device("cpu")))
         # An autocast that `loss` does not enter by itself is around it: in `step`, or in the module's wrapper.
         around = max(autocast - own, key=UNIT.__getitem__, default=None)
@@ -78,7 +78,7 @@ class _Judge:
         self._names(verdict, first.weights)
         for name in filter(self.known.__contains__, self.initial):
             kept = first.weights[name].dtype
-            if name not in self.frozen and kept != self.trainer.truth:
+            if name not in self.frozen and kept != self.trainer.master_dtype:
                 what = f"no FP32 master: the optimizer keeps it in {HALVES.get(kept, kept)}"
                 verdict.note(-1, "dtype", name, math.inf, 0.0, what)
             got, want = first.weights[name].double(), self.initial[name].to(kept).double()

@@ -26,7 +26,7 @@ class PlainUpdates:
     """The trainer's optimizers in one process, over a model in FP64."""
 
     def __init__(self, trainer: ForeignTrainer, exact: nn.Module, updates: int):
-        self.ranks, self.truth = trainer.ranks, trainer.truth
+        self.ranks, self.master_dtype = trainer.ranks, trainer.master_dtype
         made, again = (optimizers_of(trainer.optimizer(exact), "optimizer(model)") for _ in range(2))
         self.plain = [(one, group) for one in made for group in one.param_groups]
         self.lrs = lr_table(trainer, again, updates)
@@ -88,7 +88,7 @@ class PlainUpdates:
             grad, lr, decay = after.gradients[name].double(), float(group["lr"]), float(group.get("weight_decay", 0.0))
             lrs = {f"the lr of update {at + 1}": other for at, other in enumerate(table)}
             lrs |= {f"the lr of group {at}": other for at, other in enumerate(self.lrs[updates - 1])}
-            dtypes = dict.fromkeys(states, torch.float32) | {MASTER: self.truth}
+            dtypes = dict.fromkeys(states, torch.float32) | {MASTER: self.master_dtype}
             update = RightUpdate(
                 rule=partial(torch_update, optimizer, group), name=name, grad=grad, before=was, lr=lr,
                 weight_decay=decay, update=self.counts[name], attempts=number + 1, coefficient=right.coefficient,

@@ -39,7 +39,7 @@ class ForeignTrainer:
     rank = 0  # rank and ranks are set before `setup`
     ranks = 1
     clip_grad = 0.0  # norm to which your step clips, 0 for none
-    truth = torch.float32  # dtype in which the optimizer must keep the weights
+    master_dtype = torch.float32  # dtype in which the optimizer must keep the weights
     scaler: torch.amp.GradScaler | None = None  # your GradScaler, if you use one
 
     def model(self) -> nn.Module:

@@ -31,7 +31,7 @@ SENTENCES = {
     "tall_not_orthogonalised": "A path of its own, for tall matrices, lacks Muon's iteration.",
     "muon_per_micro_batch": "Muon makes each micro-batch's gradient orthogonal, and these are added up.",
     "momentum_moves_on_skipped": "Muon's momentum takes the gradient before anybody knows that the step is skipped.",
-    "heads_not_split": "Muon takes several matrices, one below the other in a parameter, for one.",
+    "heads_not_split": "Muon takes several matrices, stacked in one parameter, as one matrix.",
     "matrices_decay_twice": "Weight decay is applied by the optimizer's wrapper, and once more by its equation.",
     "tied_table_not_summed": "Each end of a pipeline trains its own copy of the table.",
 }
