@@ -35,7 +35,8 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 @dataclass(frozen=True, slots=True)
 class Handover:
     """Shapes of the hidden states that each stage sends to the next one. Their gradient, which comes back, has the
-    same."""
+    same.
+    """
 
     pp: Axis
     num_stages: int

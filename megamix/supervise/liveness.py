@@ -127,7 +127,8 @@ class RollCall:
 
     def decide(self, reason: EndReason) -> EndReason:
         """Return the end reason of all ranks: the first one that any rank wrote, or `reason` if no rank had written
-        one."""
+        one.
+        """
         reason = reason.fit()
         return EndReason.read(self._store.compare_set("end reason", "", json.dumps(reason)), self.size) or reason
 

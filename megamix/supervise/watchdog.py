@@ -184,7 +184,8 @@ class Watchdog:
 
     def _look(self, roll: RollCall, suspicion: _Suspicion | None) -> _Suspicion | None:
         """Give a sign, and end this process if an end reason is written or due. Return the search for missing ranks to
-        continue with."""
+        continue with.
+        """
         self._beat(roll)
         if (reason := roll.reason()) is not None:
             self._end(reason, roll)

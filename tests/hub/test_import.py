@@ -111,7 +111,11 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
         (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters differ by layer"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
         (LLAMA, {"vocab_size": "64"}, "vocab_size: got '64'"),
-        (LLAMA, {"model_type": "qwen2", **WINDOW, "max_window_layers": 1}, "use_sliding_window is true, attention in megamix"),
+        (
+            LLAMA,
+            {"model_type": "qwen2", **WINDOW, "max_window_layers": 1},
+            "use_sliding_window is true, attention in megamix",
+        ),
         (LLAMA, {"model_type": "qwen2", **WINDOW, "layer_types": ["sliding_attention"]}, "layer_types names sliding_"),
         (LLAMA, {"model_type": "qwen2", "layer_types": 3, "sliding_window": None}, "layer_types is 3, and must be a"),
         (LLAMA, {"model_type": "mistral", **WINDOW}, "(a max_position_embeddings of at most sliding_window makes them"),

@@ -92,7 +92,8 @@ def judge_disk(folder: Path, free: int, written: float, refused: Mapping[str, st
 
 def probe_hostname() -> tuple[str, dict[str, bool]]:
     """Return this machine's name, and the addresses to which the name resolves: for each, whether it belongs to this
-    machine."""
+    machine.
+    """
     name, own = socket.gethostname(), dict[str, bool]()
     try:
         infos = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
@@ -106,7 +107,8 @@ def probe_hostname() -> tuple[str, dict[str, bool]]:
 
 def judge_hostname(name: str, own: Mapping[str, bool], *, several: bool = False) -> Finding:
     """Judge the address of the machine's name, at which Gloo and NCCL listen. `several`: other machines must reach
-    it."""
+    it.
+    """
     told = ", ".join(f"{address}{'' if here else ' (not of this machine)'}" for address, here in own.items())
     hidden = several and all(address.startswith(("127.", "::1")) for address in own)
     where = "an address that the other machines reach" if several else "an address of this machine"

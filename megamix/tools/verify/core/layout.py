@@ -73,7 +73,8 @@ def parse_layout(name: str) -> Layout:
 
 def parse_layouts(config: Config, names: Sequence[str]) -> list[Layout]:
     """Return the layouts that these names mean. Raises: ConfigError for names that are none, or do not fit this
-    model."""
+    model.
+    """
     problems, layouts = [], []
     for name in names:
         try:

@@ -21,7 +21,8 @@ DEADLINE_S = 1800.0
 
 def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = False) -> Iterator[str]:
     """Yield the lines to print: the results of somebody's own training on each number of ranks. `where`:
-    FILE.py:CLASS."""
+    FILE.py:CLASS.
+    """
     check_trainer(load_trainer(where, ranks=worlds[0]))  # mistakes of the trainer are told before any rank is started
     yield row("ranks", "attempts", "skipped", *COLUMNS, "")
     for world in worlds:
