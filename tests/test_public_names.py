@@ -1,0 +1,85 @@
+"""Public names are listed once, in a stub, and each is imported on its first use; a wheel has the stub, and the names
+are found when the wheel is imported as a zip, or without sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import compileall
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import megamix
+
+ROOT = Path(__file__).parents[1]
+# Asserts nothing itself: -OO takes asserts out.
+PROGRAM = """
+import sys
+import megamix
+print(megamix.__file__)
+print(*megamix.__all__)
+print("torch" in sys.modules)
+print(megamix.AdamW.__module__)
+print("megamix.mixed_precision.engine" in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "megamix", folder / "megamix", ignore=shutil.ignore_patterns("__pycache__"))
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=folder, capture_output=True, check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def _check(place: Path) -> None:
+    """Check what a program finds of the package that lies in `place`."""
+    command = [sys.executable, "-OO", "-P", "-c", PROGRAM]
+    env = os.environ | {"PYTHONPATH": str(place)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    where, names, torch_at_first, home, others = done.stdout.splitlines()
+    assert where.startswith(str(place))
+    assert names.split() == megamix.__all__
+    assert (torch_at_first, home, others) == ("False", "megamix.mixed_precision.adamw", "False")
+
+
+def test_names_are_found_in_a_zip(wheel: Path) -> None:
+    _check(wheel)
+
+
+def test_names_are_found_without_sources(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    # All that the program imports.
+    for room in ("", "comm", "mixed_precision"):
+        compileall.compile_dir(tmp_path / "megamix" / room, maxlevels=0, quiet=1, legacy=True, optimize=2)
+    for source in tmp_path.rglob("*.py"):
+        source.unlink()
+    _check(tmp_path)
+
+
+def test_the_stub_has_a_line_for_each_public_name_and_no_other_line() -> None:
+    stub = ast.parse((ROOT / "megamix/__init__.pyi").read_text(encoding="utf-8"))
+    lines = [line for line in stub.body if isinstance(line, ast.ImportFrom)]
+    assert len(lines) == len(stub.body)
+    names = [name for line in lines for name in line.names]
+    assert all(name.asname == name.name for name in names)
+    assert sorted(name.name for name in names) == megamix.__all__
+    for line in lines:
+        for name in line.names:
+            assert getattr(megamix, name.name) is getattr(sys.modules[str(line.module)], name.name)
+
+
+def test_an_unknown_name_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="module 'megamix' has no attribute 'Nothing'"):
+        megamix.Nothing  # noqa: B018  # to read it raises
