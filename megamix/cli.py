@@ -28,7 +28,7 @@ VERBS = [
     Verb("plan", "tools.plan", "the memory that each rank of a job will need; exit status 1 if that does not fit"),
     Verb("verify", "tools.verify", "compare training on several ranks with one rank; exit status 1 if they differ"),
     Verb("audit", "tools.audit",
-         "in which dtype is every number kept, and what is lost of it? exit status 1 if too much"),
+         "the dtype of every number of a step, and the precision lost; exit status 1 if too much"),
     Verb("prepare", "data.prepare", "make tokenizer and token files from text"),
     Verb("import", "hub", "make a checkpoint to train on from a Hugging Face folder"),
     Verb("export", "hub", "write a model as a Hugging Face folder"),

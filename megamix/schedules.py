@@ -21,7 +21,7 @@ _DECAYS: dict[str, Callable[[float], float]] = {
 
 def cosine(lr: float, steps: int, warmup_steps: int = 0, decay_steps: int | None = None, min_lr: float = 0.0) -> Rates:
     """Return half a cosine from lr to min_lr over `decay_steps` behind the warm-up, and min_lr after it; None: over all
-    that is left. Raises: ValueError naming what cannot be.
+    updates behind the warm-up. Raises: ValueError naming the arguments that do not fit.
     """
     return [*map(rule("cosine", lr, steps, warmup_steps, decay_steps, min_lr), range(steps))]
 
@@ -49,11 +49,11 @@ def constant(lr: float, steps: int, warmup_steps: int = 0) -> Rates:
 def rule(
     decay_style: str, lr: float, steps: int, warmup_steps: int = 0, decay_steps: int | None = None, min_lr: float = 0.0
 ) -> Callable[[int], float]:
-    """Return what gives the learning rate of an update, 0 for the first.
+    """Return a function from the number of an update, 0 for the first, to its learning rate.
 
     `decay_style`: the name of a function above. `decay_steps` counts from the end of the warm-up, for wsd back from the
-    end of the run; None: all that is left after the warm-up. inverse_sqrt and constant have no end.
-    Raises: ValueError naming what cannot be.
+    end of the run; None: all updates after the warm-up. inverse_sqrt and constant ignore it. Raises: ValueError naming
+    the arguments that do not fit.
     """
     after_warmup = steps - warmup_steps
     decay_length = after_warmup if decay_steps is None else decay_steps

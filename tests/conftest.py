@@ -112,7 +112,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def doors(tmp_path: Path) -> Iterator[None]:
-    """What a test's plugins register is forgotten after it, and they are imported anew."""
+    """Forget the registrations of a test's plugins after it, so that they are imported anew."""
     from megamix import plugins
 
     registries = [value for value in vars(plugins).values() if isinstance(value, plugins.Registry)]

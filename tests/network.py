@@ -1,4 +1,5 @@
-"""Who listens where; and `python -m tests.network COMMAND ...`: a machine whose name does not resolve to loopback.
+"""Listening ports and their addresses; and `python -m tests.network COMMAND ...`: a machine whose name does not resolve
+to loopback.
 
 On a cluster it does not. Where the tests run it may, and then Gloo listens on loopback whatever it was told.
 """

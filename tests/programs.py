@@ -1,4 +1,4 @@
-"""What a program that a test starts finds in its environment, and who counts covered lines."""
+"""Environment of a program that a test starts, and the processes that count covered lines."""
 
 from __future__ import annotations
 

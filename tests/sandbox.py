@@ -131,7 +131,7 @@ class Sandbox:
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.base, check=False)
 
     def lines(self, name: str = "log") -> list[str]:
-        """What the stand-ins recorded since the last call."""
+        """Records of the stand-ins since the last call."""
         path = self.base / name
         lines = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)

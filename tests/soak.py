@@ -91,7 +91,7 @@ def soak_config(folder: Path, steps: int, every: int) -> Config:
 
 
 class Fight(NamedTuple):
-    """What became of the run under fire."""
+    """Outcome of the run under fire."""
 
     struck: list[Fault]
     starts: int
@@ -123,7 +123,7 @@ def train_under_fire(config: Config, faults: Sequence[Fault], rng: random.Random
 
 
 def faults_of(fight: Fight, clean: Path, fire: Path) -> list[str]:
-    """What the run under fire must not have come to; empty if it was the run without faults."""
+    """Differences between the run under fire and the run without faults; empty if there are none."""
     problems = [f"surprise: {told}" for told in fight.surprises]
     state = json.loads((fire / "run/status.json").read_text())["state"]
     if state != "finished":

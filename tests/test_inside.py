@@ -1,4 +1,4 @@
-"""What other rooms, tests and studies name of an engine is its facade; only the layout and the plan find anything by a
+"""Other rooms, tests and studies name only the facade of an engine; only the layout and the plan find anything by a
 bucket's number.
 """
 
@@ -62,7 +62,7 @@ def _makes_engine(node: ast.AST, makers: set[str]) -> bool:
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What of an assignment gets what, as far as it can be told."""
+    """The pairs of target and value of an assignment, as far as they are known."""
     if not isinstance(target, ast.Tuple):
         yield target, value
     elif isinstance(value, ast.Tuple):

@@ -133,7 +133,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circle(module_imports(PACKAGE)) == []
 
 
-# Whoever may write what these read runs code as who reads it. torch's `*_object` collectives unpickle what peers send.
+# These functions run code of whoever wrote their input, as the user who reads it. torch's `*_object` collectives
+# unpickle what peers send.
 PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PICKLING_CALLS = {"torch.load", "torch.save"}
 PICKLING_OPTIONS = {"allow_pickle", "pickle_module"}

@@ -26,7 +26,7 @@ SECTIONS = {"from_ddp": "From DistributedDataParallel", "from_fsdp2": "From FSDP
 
 
 def _printed(program: Path, folder: Path) -> str:
-    """What a program prints that is started in `folder`; with the ranks that there are, if any."""
+    """Output of a program that is started in `folder`, on ranks if any are given."""
     world = {"init_process_group": lambda: None, "destroy_process_group": lambda: None}
     with (
         contextlib.chdir(folder), no_compiler(), mock.patch.multiple(dist, **world),
@@ -94,7 +94,9 @@ def test_the_page_shows_each_line_that_changes(folder: str) -> None:
 
 
 def _run_blocks(folder: Path, *titles: str) -> dict[str, dict[str, Any]]:
-    """Run the page's blocks in order, in `folder`; all, or those of some sections. What there is after each section."""
+    """Run the page's blocks in order, in `folder`; all, or those of some sections. Returns the names after each
+    section.
+    """
     scope: dict[str, Any] = {}
     after = {}
     with contextlib.chdir(folder), no_compiler(), contextlib.redirect_stdout(io.StringIO()):

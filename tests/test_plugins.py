@@ -1,4 +1,4 @@
-"""What plugins register is in the strict configuration like what is built in; only a user's word imports one."""
+"""Names that plugins register are in the strict configuration like built-in ones; only a user's word imports one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a user may get wrong is answered in one message that names what it is about, what was given, and what to write
-instead; nothing of it is a traceback, and nothing is written.
+"""A user's mistake is answered in one message with the field, the value and the fix; there is no traceback, and nothing
+is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.train.jobs import tiny_job, write_data
 IN, OUT = "--input texts", "--output out"
 MODELS = "give a run that has saved, a checkpoint, or a Hugging Face folder"
 
-# What is typed behind `megamix`; what the message must hold: what it is about, what was given, what to write.
+# Arguments behind `megamix`; texts that the message must hold: field, value and fix.
 WRONG: dict[str, tuple[str, ...]] = {
     # the command line itself
     "train": ("required: CONFIG", "write for example megamix train configs/quickstart.toml checkpoint.folder="),
@@ -279,7 +279,7 @@ def _amid_a_step(folder: Path) -> Checkpoints:
     return Checkpoints(engine, folder)
 
 
-# What a program calls, given a place: on a file, or in a folder.
+# Calls of a program, given a path: of a file, or of a folder.
 WRONG_CALLS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a dtype by name": (
         lambda _: Precision("bf16"), "precision.dtype must be torch.float16, bfloat16 or float32, got 'bf16'"  # type: ignore[arg-type]

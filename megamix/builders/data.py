@@ -118,7 +118,7 @@ def data_problems(config: Config) -> list[str]:
 
 
 def data_warnings(config: Config, world_size: int) -> Iterator[str]:
-    """Yield a line for each setting that trains but is seldom meant.
+    """Yield a line for each setting that trains but is rarely intended.
 
     The settings are a static loss scale, accumulation by the owner, and a vocabulary or tokenizer other than those that
     `megamix prepare` noted.

@@ -166,7 +166,7 @@ class Topology:
 
     @staticmethod
     def place(rank: int, *, pp_size: int = 1, dp_size: int = 1, tp_size: int = 1) -> Topology:
-        """Return the place of that rank in a mesh of these sizes: arithmetic, nothing is connected.
+        """Return the place of rank `rank` in a mesh of these sizes, by arithmetic alone and without connected axes.
 
         Raises: ValueError if there is no such rank.
         """

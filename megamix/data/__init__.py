@@ -23,7 +23,8 @@ from typing import Any
 
 
 def import_extra(package: str, extra: str, *submodules: str, what: str = "") -> Any:
-    """Import an optional package and its submodules. `what`: the beginning of the error, which says who needs it.
+    """Import an optional package and its submodules. `what`: the beginning of the error, which names the caller that
+    needs the package.
 
     Raises: ValueError with the command that installs it.
     """

@@ -1,4 +1,4 @@
-"""Overflows in words: gradients that were not finite, their origin and what can help; and when a run should stop."""
+"""Overflows in words: gradients that were not finite, their origin and the remedy; and when a run should stop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _nearest(rest: Sequence[ParamPeak]) -> str:
 
 
 def cause(loss: float, peaks: Sequence[ParamPeak]) -> str:
-    """Return what kind of overflow it was and what can help."""
+    """Return the kind of the overflow and its remedy."""
     faults = {peak.fault for peak in culprits(peaks)}
     if not math.isfinite(loss):
         return (

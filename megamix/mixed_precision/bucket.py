@@ -39,7 +39,7 @@ class ParamGrad:
     name: str
     view: Tensor  # gradient dtype, shape of the parameter
     counts: bool  # False: another rank's copy of this gradient is the one that is summed
-    waits: bool  # True: it waits for others of its bucket, since it is so small that a call costs more than its bytes
+    waits: bool  # True: waits for others of its bucket, since it is so small that a call costs more than its bytes
     touched: bool = False
     ready: bool = False  # complete: no more gradients come in this step
 

@@ -1,4 +1,4 @@
-"""A run's record and folder: what it leaves behind, and what it may go on from.
+"""A run's record and folder: its files, and the checkpoints from which it may go on.
 
 run_folder      names in a run's folder, its owner, and problems of a job, found before it starts
 least_memory    the least that a rank holds, and whether this machine has that
@@ -8,6 +8,6 @@ batch_plan      which batch is tried next, and which are left out
 run_record      what a checkpoint keeps of its run, and whether some run can have saved it
 resume_rules    whether a run may go on from a checkpoint, and what has changed since
 resume          the checkpoint that a run goes on from, and its way into the engine
-checkpointing   when a run saves, and what it says of it
+checkpointing   when a run saves, and the lines of the log on it
 results         weights and a sample of text, for use elsewhere
 """

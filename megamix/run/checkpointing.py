@@ -1,4 +1,4 @@
-"""Saving during a run: what is saved, what the log says of it, and what a failed save means."""
+"""Saving during a run: when it saves, the lines of the log on a save, and the consequences of a failed one."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Start:
     lines: list[str]  # lines of the log on what has changed since the checkpoint
 
     def told(self, steps: int) -> list[str]:
-        """Return the lines that say so, of a run of that many steps."""
+        """Return the lines that say from where the run continues. `steps`: the number of its updates."""
         if self.checkpoint is None:
             return []
         path, applied = self.checkpoint.path, self.progress.applied
@@ -72,7 +72,8 @@ def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord) -> St
 
 
 def load_start(start: Start, config: Config, engine: ShardedEngine, all_or_none: AllOrNone) -> Start:
-    """Load the checkpoint that the run goes on from, and return the start as it has become. Every rank must call it.
+    """Load the checkpoint that the run goes on from, and return the start with that checkpoint. Every rank must call
+    it.
 
     If the checkpoint is damaged, the newest good one before it in the run's folder is loaded.
     Raises: ConfigError on every rank if no checkpoint is good, or none may be loaded. The run ends with that error, so

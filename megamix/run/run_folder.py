@@ -56,7 +56,9 @@ def folder_problems(config: Config) -> list[str]:
 
 
 def _foreign_problems(path: Path) -> list[str]:
-    """Return what could make a run write elsewhere or hang, in a folder to which others may write."""
+    """Return a problem for each entry of a folder that could make a run write elsewhere or hang, since others may write
+    there.
+    """
     kinds = {path / name: foreign_kind(path / name) for name in _READ_OR_CONTINUED}
     for folder in (path / CHECKPOINTS, path / "tensorboard"):
         if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():  # old checkpoints would be removed elsewhere
@@ -97,7 +99,7 @@ def claim(config: Config) -> None:
 
 
 def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, starts: bool = False) -> str:
-    """Refuse a job that cannot be trained; write nothing. Return words that say that nothing was found.
+    """Refuse a job that cannot be trained; write nothing. Return the message that there are no problems.
 
     `tell` gets a line for each setting that trains but is seldom meant. `starts`: this process is a rank that is about
     to meet the others.

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-_PATIENCE_S = 5.0  # time in which all ranks have started, and torchrun has seen one end
+_PATIENCE_S = 5.0  # time in which all ranks start, and in which torchrun notices that one has ended
 
 
 def open_streams() -> None:

@@ -46,7 +46,7 @@ from megamix.supervise.status import (
 
 _WAITING_PLACES = ("/torch/distributed/", "/torch/cuda/", "/megamix/comm/")
 _SHOWN = 8  # most ranks whose last places an end reason lists
-_GRACE_S = 2.0  # seconds to wait for quick things: a thread's end, the news of a dead peer
+_GRACE_S = 2.0  # seconds to wait for short events: the end of a thread, the end reason for a dead peer
 _LAST_RESORT_S = 1.5  # seconds after the time limit; then faulthandler's thread ends a process whose threads are stuck
 
 
@@ -116,7 +116,8 @@ class Watchdog:
         self._closing.set()
         self._thread.join()
         if self._roll is not None:
-            # A talker that takes longer is stuck in the store. It ends no process any more: `_closing` is set.
+            # A talker that takes longer is stuck in the store. Such a watchdog can end no process any more: `_closing`
+            # is set.
             self._talker.join(self._grace_s)
         try:
             alike = error is None or isinstance(error, EndedEarlyError | ConfigError)  # all ranks ended so

@@ -70,7 +70,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             check_unchanged(config, job.data_identity)
             validation = None if held_out is None else files.enter_context(BatchLoader(held_out, job.device))
 
-            # 5. What is told: rates and losses; the first rank writes them down.
+            # 5. The reports: rates and losses; the first rank writes them down.
             report = _make_report(config, engine)
             writer = None
             if job.topology.world.rank == 0:
@@ -98,7 +98,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             except EndedEarlyError as error:
                 early = error
 
-            # 7. What is left behind. A run that was asked to leave has no time for results, and comes back.
+            # 7. The results. A run that was asked to leave has no time for them, and will be started again.
             early = trainer.save_last(early)
             job.console.close()
             if early is None or isinstance(early, GaveUpError):

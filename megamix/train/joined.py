@@ -1,4 +1,6 @@
-"""A rank of a job among the others: they meet, hold the run's folder, watch that all of them live, and part."""
+"""A rank of a job among the others: they meet, hold the run's folder, watch that all of them live, and leave
+together.
+"""
 
 from __future__ import annotations
 

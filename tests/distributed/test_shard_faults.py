@@ -1,4 +1,5 @@
-"""With `Sharding(shard="parameters")` ranks that part ways get errors that name the unit or the gradients they wait
+"""With `Sharding(shard="parameters")` ranks whose passes diverge get errors that name the unit or the gradients they
+wait
 for: no rank gets another unit's weights or those of another step, and no process dies. If all ranks end a step, they go
 on. Code that reads weights outside of a unit's output has them in backward, or is refused.
 """

@@ -21,7 +21,7 @@ class ToyConfig(DecoderConfig):
     """A toy of two kinds of blocks."""
 
     family: Literal["toy"] = "toy"
-    """What kind of model it is."""
+    """Name of the family."""
     mixing_heads: PositiveInt = 2
     """Heads of a block that mixes positions."""
     gate_size: PositiveInt = 24

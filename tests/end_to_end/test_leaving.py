@@ -217,7 +217,7 @@ def ended(tmp_path_factory, data) -> dict[Case, Ended]:
         jobs = {}
         for case in cases[first : first + 2]:
             asked = case in ASKED
-            # Who is killed does not go on, and so may have more to do than it ever will.
+            # A killed job does not go on, so it may have more steps than it could ever take.
             config = _config(base / str(case), data, STEPS if asked else 10**6)
             jobs[case] = _start(config, case.nodes, by_script=asked and FULL)
         ranks = _signal_each(jobs)

@@ -122,7 +122,7 @@ _resize_on_cpu = torch.UntypedStorage.resize_
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-    """What torch's CPU build does not do for a GPU's memory."""
+    """Functions for a GPU's memory that torch's CPU build lacks."""
     if storage.device.type == "cpu":
         return _resize_on_cpu(storage, size)
     ops.resize(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,)), size)
@@ -131,7 +131,7 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
 
 torch.UntypedStorage.resize_ = _resize
 
-# What programs ask `torch.cuda`.
+# Queries of programs to `torch.cuda`.
 _properties = SimpleNamespace(name=NAME, major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
 vars(torch.cuda).update(
     is_available=lambda: True,

@@ -1,4 +1,4 @@
-"""What a step gives a GPU to do, counted on fake tensors of a model of 1.24e9 parameters: some hundred operations,
+"""Operations that a step gives a GPU, counted on fake tensors of a model of 1.24e9 parameters: some hundred,
 compiled or not, as many for four times the elements.
 """
 
@@ -25,7 +25,7 @@ from tests.gpu.h100 import fake_tensors
 
 CONFIG = Path(__file__).parents[2] / "configs/llama3.2-1b.toml"
 BUCKETS, LAYERS = 22, 16
-# What only names a place, or allocates one.
+# Operations that only make a view, or allocate memory.
 FREE = {"empty", "new_empty", "empty_strided", "empty_like", "detach", "device", "split", "split_with_sizes"}
 
 

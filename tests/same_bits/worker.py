@@ -55,7 +55,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw_bf16": {"state_dtype": "bf16", "betas": (0.9, 0.99)},  # of which one moment is rounded by chance
     "muon_bf16": {"state_dtype": "bf16"},
 }
-# What happens in one attempt each, beside forward, backward and step.
+# Events in one attempt each, beside forward, backward and step.
 EVENTS = (
     "overflow", "nan", "discard", "backward fails", "forward fails", "lr", "lr table", "examine", "last", "evaluate",
     "missing", "load", "publish", "stop", "wait", "look",
@@ -224,7 +224,7 @@ class Training:
         grad.view(-1)[-1].fill_(float(self.spoils))
         return grad
 
-    # What is written down.
+    # The record.
 
     def note(self, what: str, value: Tensor) -> None:
         self.told[f"{self.at}: {what}"] = bits(value)
@@ -261,7 +261,7 @@ class Training:
             for name, param in self.engine.module.named_parameters():
                 self.note(f"parameter {name}", param)
 
-    # What is done.
+    # The events.
 
     def run(self) -> None:
         happens = self._script()

@@ -73,7 +73,7 @@ def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
 
 
 def _settle_compute(facts: Iterable[ParamFacts], watch: Watch, compiled: bool) -> None:
-    """Note the dtypes that each parameter was computed with: those seen, else those that a policy has told."""
+    """Note the dtypes that each parameter was computed with: those seen, else those that a policy declares."""
     for one in facts:
         if seen := watch.computed[one.name]:
             one.dtypes["compute"] = "/".join(sorted(map(dtype_name, seen)))

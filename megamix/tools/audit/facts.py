@@ -110,7 +110,7 @@ class ParamFacts:
 
 
 def describe(model: nn.Module) -> dict[nn.Parameter, ParamFacts]:
-    """Return the facts that a model tells by itself, under names without wrappers' additions.
+    """Return the facts that follow from the model alone, under names without wrappers' additions.
 
     A shared parameter has its first name.
     """

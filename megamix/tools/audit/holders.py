@@ -85,8 +85,8 @@ def wires_told(
 ) -> Iterator[None]:
     """Note the dtypes in which DDP and FSDP2 say that they compute and send.
 
-    After the step, a wire that no wrapper has told gets the dtype that was seen, if only one was. `reduced`: the dtypes
-    that the ranks were seen to sum.
+    After the step, if no wrapper has declared the dtype of the wire, it is the dtype that was seen, if only one was.
+    `reduced`: the dtypes that the ranks were seen to sum.
     """
     for ddp in model.modules():
         if isinstance(ddp, DistributedDataParallel):

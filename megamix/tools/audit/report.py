@@ -60,7 +60,7 @@ class AuditReport:
 
     @property
     def harms(self) -> bool:
-        """Return whether something was found that loses numbers, and not only what may be meant so.
+        """Return whether any warning is about lost precision, and not only about settings that may be intended.
 
         Raises: RuntimeError within the block, where nothing is known yet.
         """

@@ -27,7 +27,7 @@ MOST_ERROR = 2.0**-4  # error of a sum of n terms: n times the rounding of one
 
 @dataclass(frozen=True, slots=True)
 class AuditWarning:
-    """One fact that is wrong (`harms`), or that may be meant so."""
+    """One fact that does harm (`harms`), or that may be intended."""
 
     where: str
     what: str

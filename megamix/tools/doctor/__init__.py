@@ -2,7 +2,7 @@
 
 finding   findings, and the way checks run
 host      readings of the host without its cards, and whether they are as expected
-cards     NVIDIA cards, as the driver and torch tell of them
+cards     NVIDIA cards, as the driver and torch describe them
 ranks     measurements on every rank
 measured  these beside what is expected
 nodes     comparison of all ranks of torchrun: `--nodes`

@@ -1,6 +1,5 @@
-"""NVIDIA cards of the machine, as the driver and torch tell of them.
-
-torch may hang at that, so it is asked in a process of its own.
+"""NVIDIA cards of the machine, as the driver and torch describe them. torch may hang while it looks for cards, so it
+does that in a process of its own.
 """
 
 from __future__ import annotations

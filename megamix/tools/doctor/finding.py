@@ -110,4 +110,4 @@ def summary(findings: Sequence[Finding]) -> str:
     counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in _MARKS}
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     fit = "fit as far as judged" if counts["not judged"] else "fit to train"
-    return f"{'NOT fit: mend what is BROKEN' if counts['broken'] else fit}: {told}"
+    return f"{'NOT fit: repair each BROKEN line' if counts['broken'] else fit}: {told}"

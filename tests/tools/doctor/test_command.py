@@ -78,7 +78,7 @@ def test_nothing_is_measured_where_torch_does_not_load(
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "BROKEN torch           ends with 1 (expected: 2.11 or newer)\n" in out
-    assert "-      all else        does not apply: torch does not load\nNOT fit: mend what is BROKEN: " in out
+    assert "-      all else        does not apply: torch does not load\nNOT fit: repair each BROKEN line: " in out
 
 
 @pytest.mark.usefixtures("sound")

@@ -338,7 +338,7 @@ def test_the_page_says_what_to_do_below_what_is_wrong() -> None:
     ]
     findings = [found("port", "free", False), found("disk", "9 MB/s", True), not_here("links", "one card")]
     assert summary(findings) == "fit to train: 1 ok, 1 slow, 1 does not apply"
-    assert summary([*findings, found("port", "taken", True)]).startswith("NOT fit: mend what is BROKEN: 1 ok, ")
+    assert summary([*findings, found("port", "taken", True)]).startswith("NOT fit: repair each BROKEN line: 1 ok, ")
 
 
 def test_every_check_has_all_its_texts() -> None:

@@ -14,7 +14,7 @@ class PerHeadConfig(ModelConfig):
     """Section of a transformer with matrices per head."""
 
     family: Literal["per_head"] = "per_head"
-    """What kind of model it is."""
+    """Name of the family."""
 
 
 class PerHead(Transformer):

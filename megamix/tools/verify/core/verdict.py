@@ -24,7 +24,7 @@ EXPLAINED = 8  # differences of one run that are explained; the first ones name 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Result that is further from one rank's than its bound."""
+    """Result that is further from the result on one rank than its bound allows."""
 
     attempt: int
     check: str
