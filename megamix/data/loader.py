@@ -83,7 +83,6 @@ class BatchLoader:
 
     def prefetch(self, samples: range) -> None:
         """Announce a batch, and return at once. Announcing a batch a second time changes nothing."""
-        assert samples.step == 1, samples
         assert not self._closed, "prefetch after close"
         if samples not in self._announced and samples not in self._reads:
             self._announced.append(samples)
@@ -91,7 +90,6 @@ class BatchLoader:
 
     def get(self, samples: range) -> Batch:
         """Return the batch of these samples. Raises: any error of the source."""
-        assert samples.step == 1, samples
         assert not self._closed, "get after close"
         if samples in self._announced:
             # Read it here: it may be announced behind batches that nobody fetches, and would never be read.

@@ -97,7 +97,7 @@ class TokenFileSource:
             stops = np.minimum(starts + self.seq_len + 1, stop)
             for row, stretch in zip(rows.tolist(), file.tokens.stretches(starts.tolist(), stops.tolist()), strict=True):
                 tokens[row, : len(stretch)] = stretch
-            if (token_id := id_outside(tokens[rows], self._vocab_size)) is not None:
+            if (token_id := id_outside([tokens[rows]], self._vocab_size)) is not None:
                 raise DataError(f"{file.path}: {id_problem(token_id, self._vocab_size)}")
             if positions is not None:
                 positions[rows] = _positions(file.document_offsets, starts, stops, self.seq_len + 1)

@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -163,18 +164,17 @@ class TokenFile:
         """Return `id_outside` of 64 MiB spread over the file: the start of a run must not wait for a whole file. A
         wrong vocabulary nearly always shows in the first block. Other wrong ids are found when they are read.
         """
-        for start, stop in sampled_blocks(self.num_tokens * self.dtype.itemsize):
-            block = self.tokens[start // self.dtype.itemsize : stop // self.dtype.itemsize]
-            if (token_id := id_outside(block, vocab_size)) is not None:
-                return token_id
-        return None
+        size = self.dtype.itemsize
+        blocks = (self.tokens[start // size : stop // size] for start, stop in sampled_blocks(self.num_tokens * size))
+        return id_outside(blocks, vocab_size)
 
 
-def id_outside(tokens: NDArray[np.integer], vocab_size: int) -> int | None:
-    """Return the largest id or, if that fits the vocabulary, the smallest one; None if that fits, too."""
-    return next(
-        (token_id for token_id in (int(tokens.max()), int(tokens.min())) if not 0 <= token_id < vocab_size), None
-    )
+def id_outside(blocks: Iterable[NDArray[np.integer]], vocab_size: int) -> int | None:
+    """Return the largest id of the first block in which one does not fit the vocabulary or, if the largest fits, the
+    smallest; None if all fit.
+    """
+    ends = (int(end) for block in blocks for end in (block.max(), block.min()))
+    return next((token_id for token_id in ends if not 0 <= token_id < vocab_size), None)
 
 
 def id_problem(token_id: int, vocab_size: int) -> str:

@@ -60,8 +60,7 @@ def evaluate(model: Decoder, prefix: Path, stride: int, seq_len: int) -> Evaluat
         raise ValueError(f"{prefix} has {token_file.num_tokens} token(s): none follows another one")
     tokens = token_file.tokens
     stretches = (tokens[start : start + _STRETCH] for start in range(0, len(tokens), _STRETCH))
-    found = (id_outside(stretch, vocab_size) for stretch in stretches)
-    if (outside := next((token_id for token_id in found if token_id is not None), None)) is not None:
+    if (outside := id_outside(stretches, vocab_size)) is not None:
         raise ValueError(
             f"{prefix} holds token id {outside}, the model's vocabulary has {vocab_size}; give its own data"
         )

@@ -171,12 +171,9 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
             fix = "give text, .jsonl, .json, .parquet or .arrow"
             raise ValueError(f"--input {given!r} holds no text in UTF-8, but {names}; {fix}")
         log.warning("--input %r: %s are passed over: %s", given, which, names)
-    left_out = {*others}
-    return tuple(replace(file, kind=_PASSED_OVER if file in left_out else _look_into(file)) for file in files)
-
-
-def _look_into(file: CorpusFile) -> str:
-    return json_kind(file.path) if file.kind == "json" else file.kind
+    kinds = dict.fromkeys(others, _PASSED_OVER)
+    kinds |= {file: json_kind(file.path) for file in files if file.kind == "json" and file not in kinds}
+    return tuple(replace(file, kind=kinds.get(file, file.kind)) for file in files)
 
 
 def _is_binary(path: str) -> bool:

@@ -6,14 +6,14 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from megamix.data.prepare.corpus import CorpusFile
-from megamix.data.prepare.plan import CorpusPiece, read_piece
+from megamix.data.prepare.plan import CorpusPiece, grouped, read_piece
 from megamix.data.prepare.records import BadRecord
 from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
@@ -23,8 +23,8 @@ from megamix.durable import written_aside
 PARTS = ("train", "valid")
 _UNITS = {"jsonl": "line", "json": "record"}
 _BLOCK = 2**22
-_BATCH_DOCUMENTS = 256  # documents of a batch: enough to keep all threads of an encoder busy
 _BATCH_CHARACTERS = 2**20  # characters of a batch: few enough to hold in memory with their token ids
+_MORE_CHARACTERS = 2**12  # counted for each document: 256 of them, short or empty, keep an encoder's threads busy
 Moved = dict[int, list[list[int]]]  # by piece, documents that move from train to valid: number and bytes
 
 
@@ -122,7 +122,8 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
     tokenizer, report = opened_tokenizer(job), PieceReport()
     writers = {part: TokenFileWriter(job.prefix(number, part), tokenizer.vocab_size, sync=False) for part in PARTS}
     with writers["train"], writers["valid"]:
-        for batch in _batches(documents_of(piece, job.text_key, job.split, report, job.max_bad_records)):
+        documents = documents_of(piece, job.text_key, job.split, report, job.max_bad_records)
+        for batch in grouped(documents, lambda document: len(document.text) + _MORE_CHARACTERS, _BATCH_CHARACTERS):
             token_ids = tokenizer.encode_documents([document.text for document in batch])
             for document, document_ids in zip(batch, token_ids, strict=True):
                 writers[document.part].add(document_ids)
@@ -166,19 +167,6 @@ def _crc32(path: Path) -> int:
         while block := file.read(_BLOCK):
             checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-def _batches(documents: Iterable[DocumentInPart]) -> Iterator[list[DocumentInPart]]:
-    batch: list[DocumentInPart] = []
-    num_characters = 0
-    for document in documents:
-        batch.append(document)
-        num_characters += len(document.text)
-        if len(batch) == _BATCH_DOCUMENTS or num_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
 
 
 def merge_pieces(

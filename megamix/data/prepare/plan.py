@@ -3,12 +3,12 @@ is stopped.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megamix.data.prepare.corpus import Corpus, CorpusFile
 from megamix.data.prepare.json_records import cut_jsonl, elements, lines, read_json
@@ -17,6 +17,7 @@ from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read
 from megamix.machine import num_cores
 from megamix.plugins import READERS
 
+T = TypeVar("T")
 PIECE_BYTES = 2**24  # bytes of a piece, a second or two of work: a kill loses it, the last worker may be late by it
 
 
@@ -76,19 +77,23 @@ def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES) -> Plan:
     """
     with ThreadPoolExecutor(num_cores()) as threads:  # hashing releases the interpreter's lock
         files = tuple(threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files))
-    pieces: list[CorpusPiece] = []
-    waiting: list[tuple[PlannedFile, Stretch]] = []
-    num_bytes = 0
-    for file in files:
-        for stretch in file.stretches:
-            waiting.append((file, stretch))
-            num_bytes += stretch.num_bytes
-            if num_bytes >= piece_bytes:
-                pieces.append(CorpusPiece(tuple(waiting)))
-                waiting, num_bytes = [], 0
-    if waiting:
-        pieces.append(CorpusPiece(tuple(waiting)))
-    return Plan(files, tuple(pieces))
+    stretches = ((file, stretch) for file in files for stretch in file.stretches)
+    pieces = grouped(stretches, lambda pair: pair[1].num_bytes, piece_bytes)
+    return Plan(files, tuple(CorpusPiece(tuple(piece)) for piece in pieces))
+
+
+def grouped(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield the items in order, in groups: a group ends with the item by which its sizes add up to `most` or more."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += size(item)
+        if total >= most:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 def _plan_file(file: CorpusFile, piece_bytes: int) -> PlannedFile:

@@ -61,12 +61,7 @@ class Request:
             **self.tokenizer.manifest(),
             "valid_fraction": self.valid_fraction,
             "text_key": self.text_key,
-            "files": [
-                # Only a .json has its kind here: in an earlier version such a file was one document.
-                ({"kind": x.file.kind} if x.file.name.endswith(".json") else {})
-                | {"path": x.file.name, "num_bytes": x.num_bytes, "sha256": x.sha256}
-                for x in plan.files
-            ],
+            "files": [{"path": x.file.name, "num_bytes": x.num_bytes, "sha256": x.sha256} for x in plan.files],
         }
 
 
