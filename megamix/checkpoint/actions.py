@@ -15,7 +15,8 @@ import torch
 
 from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import MANIFEST, checkpoints, checkpoints_at, folder_of, restored, set_aside, unfinished
-from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, check_size, printable, read_manifest, states_text
+from megamix.checkpoint.manifest import DamagedCheckpoint, check_size, printable, read_manifest, states_text
+from megamix.checkpoint.snapshot import INTEGERS
 from megamix.checkpoint.verify import BoxReader, Check, Checkpoint, verify_checkpoint, verify_named
 from megamix.config import ConfigError, effective_tables
 from megamix.durable import sync_directory
@@ -114,24 +115,22 @@ def _good(name: str, path: Path, check: Check | None) -> Checkpoint:
 def _row(path: Path, check: Check | None) -> tuple[str, ...]:
     aside = restored(path) != path
     state = "whole, set aside: megamix checkpoint restore brings it back" if aside else "complete"
-    manifest: Manifest | None = None
+    step, layout, dated = "", "", path / MANIFEST
     try:
         manifest = read_manifest(path / MANIFEST)
         for record in manifest.files:
             check_size(path / record.name, record)
+        sizes = {"pp": manifest.layout.pp_size, "dp": manifest.layout.dp_size, "tp": manifest.layout.tp_size}
+        layout = " ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
+        step = str(manifest.applied_updates)
         if check is not None:
             check(manifest)
     except ConfigError as error:
         state = printable(f"{state}; refused: {error.problems[0]}")
     except (ValueError, OSError) as error:
         state = "damaged, set aside" if aside else printable(f"damaged: {error}")
-        return path.name, "", _written(path), _size(path), "", state
-    written = _written(path / MANIFEST)
-    if manifest is None:  # a refused manifest, of another version
-        return path.name, "", written, _size(path), "", state
-    sizes = {"pp": manifest.layout.pp_size, "dp": manifest.layout.dp_size, "tp": manifest.layout.tp_size}
-    layout = " ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
-    return path.name, str(manifest.applied_updates), written, _size(path), layout, state
+        step, layout, dated = "", "", path
+    return path.name, step, _written(dated), _size(path), layout, state
 
 
 def _written(path: Path) -> str:
@@ -192,8 +191,7 @@ def _gap(old: BoxReader, new: BoxReader, param: str, state: str, whole: Box) -> 
     for sub_box in sub_boxes(whole):
         before, after = old.gather(param, state, sub_box), new.gather(param, state, sub_box)
         # Compare bits, since a resumed run must be equal to the bit: a NaN equals itself, and 0 does not equal -0.
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[before.itemsize]
-        other = before.view(bits) != after.view(bits)
+        other = before.view(INTEGERS[before.itemsize]) != after.view(INTEGERS[after.itemsize])
         if count := int(other.count_nonzero()):
             differing += count
             gaps = (before[other].double() - after[other].double()).abs()

@@ -125,23 +125,18 @@ def _tile(boxes: Sequence[Box], region: Box) -> bool:
 def _fault(boxes: Sequence[Box], region: Box) -> Box:
     """Find, by halving the region, an element that lies in none or in several of the boxes. They must not tile it."""
     while region.numel > 1:
-        dim = max(range(len(region.size)), key=lambda dim: region.size[dim])
-        start, end = region.offset[dim], region.end[dim]
-        middle = (start + end) // 2
-        half = _within(region, dim, start, middle)
-        inside = [_within(box, dim, start, middle) for box in boxes if box.offset[dim] < middle]
-        if _tile(inside, half):
-            half = _within(region, dim, middle, end)
-            inside = [_within(box, dim, middle, end) for box in boxes if box.end[dim] > middle]
+        for half in _halves(region):
+            inside = [part for box in boxes if (part := box.intersection(half))]
+            if not _tile(inside, half):
+                break
         boxes, region = inside, half
     return region
 
 
-def _within(box: Box, dim: int, start: int, end: int) -> Box:
-    """Return the part of a box that lies in [start, end) of a dim."""
-    first, last = box.offset[dim], box.end[dim]
-    if start <= first and last <= end:
-        return box
-    first, last = max(first, start), min(last, end)
-    offset, size = box.offset, box.size
-    return Box((*offset[:dim], first, *offset[dim + 1 :]), (*size[:dim], last - first, *size[dim + 1 :]))
+def _halves(box: Box) -> Iterator[Box]:
+    """Cut a box in the middle of its longest dim."""
+    dim = box.size.index(max(box.size))
+    middle = box.size[dim] // 2
+    for start, length in ((0, middle), (middle, box.size[dim] - middle)):
+        moved = Box(box.offset, (*box.size[:dim], length, *box.size[dim + 1 :]))
+        yield moved.moved((*(0,) * dim, start, *(0,) * (len(box.size) - dim - 1)))

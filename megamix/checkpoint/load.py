@@ -132,9 +132,7 @@ def load(
         for part in owned_parts(engine):
             part.tensor.fill_(math.nan)
         raise
-    if (
-        anew and not manifest.weights_only and all_or_none.rank == 0
-    ):  # it counts the whole model: one rank's line is enough
+    if anew and not manifest.weights_only and all_or_none.rank == 0:  # of the whole model: one rank's line is enough
         _tell_of_new_states(manifest, engine)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
@@ -204,17 +202,11 @@ def misfits(manifest: Manifest, engine: ShardedEngine, *, anew: bool = False) ->
 
 def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
     saved = {name: torch.tensor(value, dtype=torch.float64) for name, value in manifest.loss_scale.items()}
-    scale = engine.loss_scale
-    same_names = {name: value.dim() for name, value in saved.items()} == {
-        name: value.dim() for name, value in scale.state_dict().items()
-    }
-    if (
-        not same_names or manifest.loss_scale_rule != scale.rule
-    ):  # for example an FP16 run that gave up continues in BF16
-        rule = manifest.loss_scale_rule
-        log.warning(
-            "the checkpoint's loss scale has another rule (%s): it begins anew at %.10g", rule, scale.loss_scale
-        )
+    scale, rule = engine.loss_scale, manifest.loss_scale_rule
+    dims, own_dims = ({name: value.dim() for name, value in kept.items()} for kept in (saved, scale.state_dict()))
+    if dims != own_dims or rule != scale.rule:  # for example an FP16 run that gave up continues in BF16
+        anew = scale.loss_scale
+        log.warning("the checkpoint's loss scale has another rule (%s): it begins anew at %.10g", rule, anew)
         return
     scale.load_state_dict(saved)
     if (before := float(saved["loss_scale"])) != (now := float(scale.loss_scale)):

@@ -96,7 +96,7 @@ def frozen_params(engine: ShardedEngine) -> dict[str, Tensor]:
 # Digest of each frozen parameter, by pointer, version and sum of bits: another key means that it was written.
 _digests: MutableMapping[Tensor, dict[tuple[int, ...], str]] = WeakTensorKeyDictionary()
 # Integer dtype of the same size as an element, by bytes an element.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def frozen_digests(engine: ShardedEngine) -> dict[str, str]:
@@ -114,7 +114,7 @@ def _sum_of_bits(tensor: Tensor) -> int:
     a teacher through `.data`. It takes one pass at the speed of memory.
     """
     flat = tensor.detach().reshape(-1)
-    return int(flat.view(_INTEGERS.get(flat.itemsize, torch.uint8)).sum(dtype=torch.int64))
+    return int(flat.view(INTEGERS.get(flat.itemsize, torch.uint8)).sum(dtype=torch.int64))
 
 
 def digest(tensor: Tensor) -> str:
