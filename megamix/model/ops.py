@@ -1,7 +1,6 @@
 """The operations of a block: torch's own, or those of wide.py for half tensors on a CPU."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +18,8 @@ _VARLEN_KNOWS_GROUPS = torch.__version__ >= "2.12"
 
 @functools.cache
 def _flash_takes_borders(device: torch.device) -> bool:
-    """Return whether torch has FlashAttention's kernels for documents, with the arguments of torch 2.11 and later."""
-    if not torch.backends.cuda.is_flash_attention_available() or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    from torch.nn.attention import varlen  # imported late: it imports some of the compiler
-
-    return "window_size" in inspect.signature(varlen.varlen_attn).parameters
+    """Return whether torch has FlashAttention's kernels for documents."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def takes_borders(x: Tensor, head_dim: int) -> bool:
@@ -133,7 +128,7 @@ class Ops:
         return torch.cat(outs).view(batch, num_positions, *outs[0].shape[1:]).transpose(1, 2)
 
     def _attention_by_borders(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
+        from torch.nn.attention.varlen import varlen_attn  # imported late: it imports some of the compiler
 
         batch, num_heads, num_positions, _ = query.shape
         group, more = num_heads // key.shape[1], {"enable_gqa": True} if _VARLEN_KNOWS_GROUPS else {}

@@ -34,11 +34,7 @@ class Attention(Branch):
         self.out = Linear(query_size, config.hidden_size, config.bias, ops, std=end_std, divides="rows")
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryTables | None,
-        documents: Documents | None = None,
-        cache: BlockCache | None = None,
+        self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None, cache: BlockCache | None
     ) -> Tensor:
         projected_query, projected_key, value = (  # (B, T, heads, head_dim)
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
@@ -99,11 +95,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config, ops)
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryTables | None,
-        documents: Documents | None = None,
-        cache: BlockCache | None = None,
+        self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None, cache: BlockCache | None
     ) -> Tensor:
         with recomputed(self.selective, partial(self.attention_norm, x)) as (normed,):
             x = x + self._drop(self.attention(normed, rotary, documents, cache))

@@ -153,7 +153,7 @@ def test_rotary_attention_depends_on_distance_and_not_on_place() -> None:
     x = torch.randn(1, 8, 32)
     cos, sin = model.rotary(40)
     block = model.blocks[0]
-    here, there = (block(x, (cos[start : start + 8], sin[start : start + 8])) for start in (0, 32))
+    here, there = (block(x, (cos[start : start + 8], sin[start : start + 8]), None, None) for start in (0, 32))
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
 
 
