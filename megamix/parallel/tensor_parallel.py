@@ -11,7 +11,6 @@ microseconds. `parallelize_module` also needs connected ranks, and `plan` has no
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +139,8 @@ def divide_layers(model: Decoder, border: Border) -> None:
     if isinstance(model.embedding, Embedding):  # a middle rank of a pipeline has no embedding
         _swap(model.embedding, _TableOps, border)
     model.norm.register_forward_hook(lambda _, args, out: border.enter(out))
-    model.head.register_forward_hook(_join_logits(border))
+    # A head's loss, which has no dim, is the same on every rank already.
+    model.head.register_forward_hook(lambda _, args, out: border.join_columns(out) if out.dim() else out)
     model.slopes = VocabularySlopes(border.tp)
     model.register_forward_pre_hook(lambda _, args: border.begin(_num_positions(*args)))
     if border.sequence:
@@ -149,11 +149,6 @@ def divide_layers(model: Decoder, border: Border) -> None:
                 _swap(module, _PositionOps, border)  # the only operation that they call themselves is dropout
         if model.position_embedding is not None:
             model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
-
-
-def _join_logits(border: Border) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-    """Return the hook of a head. It joins logits; a loss, which has no dim, is the same on every rank already."""
-    return lambda _, args, out: border.join_columns(out) if out.dim() else out
 
 
 def _num_positions(tokens: Tensor, targets: Tensor | None = None, *others: object) -> int:
