@@ -44,9 +44,6 @@ class LayerPrecision:
     hidden_update_share: float | None  # share of changed masters with an unchanged half copy; None: none changed
     exponents: tuple[int, ...]  # number of finite nonzero elements by exponent, unscaled
 
-    def scalars(self) -> dict[str, float | None]:
-        return {name: value for name, value in asdict(self).items() if name != "exponents"}
-
 
 TRANSFERS = "communication/"  # prefix of the tags of a bucket's transfers in a profiled attempt
 OVERFLOWED = "overflowed/"  # prefix of the tags of values that an overflowed attempt recorded
@@ -187,8 +184,7 @@ class MetricsWriter:
         """Write an examined step, layer by layer, as one row. TensorBoard gets the exponents as a histogram."""
         row: dict[str, float | tuple[int, ...] | None] = {}
         for layer, precision in layers.items():
-            row |= {precision_tag(name, layer): value for name, value in precision.scalars().items()}
-            row[precision_tag("exponents", layer)] = precision.exponents
+            row |= {precision_tag(name, layer): value for name, value in asdict(precision).items()}
         self._write(step, row)
 
     def text(self, step: int, name: str, text: str) -> None:
