@@ -183,9 +183,8 @@ class BatchPlan:
             batch = self._waiting.popleft()[1]
         else:
             batch = GlobalBatch(self.next_new())
-            taken_left_over = cut(self._left_over, 0, self.global_batch_size)
             self._left_over = cut(self._left_over, self.global_batch_size, num_samples(self._left_over))
-            self._cursor += self.global_batch_size - num_samples(taken_left_over)
+            self._cursor = max(self._cursor, batch.samples[-1].stop)  # what was left over lies before it
         attempt = Attempt(self.launched, batch)
         self._in_flight.append(attempt)
         self.launched += 1

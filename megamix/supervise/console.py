@@ -55,9 +55,8 @@ def say_unless_first_did(text: str, stream: TextIO | None = None) -> None:
     say_on_first_rank(text, stream)
     rank = os.environ.get("RANK", "0")
     if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(
-            _PATIENCE_S + int(os.environ.get("LOCAL_RANK", "0"))
-        )  # the machine's first rank prints, and ends the others
+        # The machine's first rank prints, and ends the others.
+        time.sleep(_PATIENCE_S + int(os.environ.get("LOCAL_RANK", "0")))
         say(f"rank {rank}: {text}", stream)
 
 

@@ -54,14 +54,15 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             accumulation = grad_accum_steps(config, job.topology.data.size)
             engine = build_engine(config, model, model.units, accumulation, job.topology, placements, fill)
             job.engine = engine  # the watchdog reads from it, and from the trainer, whether this rank gets on
-            job.console.line(_describe(config, engine, job.device))
+            console = job.console
+            console.line(_describe(config, engine, job.device))
             if stages:
-                job.console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
+                console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
 
             # 3. The state of a run that goes on. From here on the folder is this run's.
             start = job.start = load_start(job.start, config, engine, job.all_or_none)
             for line in start.told(config.training.steps):
-                job.console.line(line)
+                console.line(line)
             job.on_first_rank(lambda: job.begin(start, claims=True))
 
             # 4. The data, which must be those that the checkpoints will name.
@@ -77,19 +78,10 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
                 writer = files.enter_context(_make_writer(config, start.progress.applied, report))
 
             # 6. The loop.
-            checkpoints = RunCheckpoints(config, engine, start, job.all_or_none, job.console, job.leave)
+            checkpoints = RunCheckpoints(config, engine, start, job.all_or_none, console, job.leave)
             runner = build_runner(config, engine, model, stages)
             trainer = make(
-                config,
-                runner,
-                loader,
-                validation,
-                report,
-                job.console,
-                writer,
-                checkpoints,
-                start.progress,
-                memory_line,
+                config, runner, loader, validation, report, console, writer, checkpoints, start.progress, memory_line
             )
             job.trainer = trainer
             valid_loss, early = None, None
@@ -100,9 +92,9 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
 
             # 7. The results. A run that was asked to leave has no time for them, and will be started again.
             early = trainer.save_last(early)
-            job.console.close()
+            console.close()
             if early is None or isinstance(early, GaveUpError):
-                write_results(config, engine, job.console, early, None if writer is None else writer.text)
+                write_results(config, engine, console, early, None if writer is None else writer.text)
             if early is not None:
                 raise early
     return valid_loss
