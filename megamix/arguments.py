@@ -1,7 +1,5 @@
 """Common parts of the verbs of the command line: parsers whose errors say what to write, and printing of lines."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """The command line: a table of verbs. Each has a module of its own, which is imported when it is asked for."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

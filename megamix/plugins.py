@@ -2,8 +2,6 @@
 these functions when it is imported. No torch here.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

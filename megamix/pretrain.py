@@ -6,8 +6,6 @@ The script has judged NNODES and NPROC_PER_NODE. Mistakes in the configuration a
 mistakes in files and numbers of ranks before any rank starts.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

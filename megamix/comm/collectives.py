@@ -4,8 +4,6 @@ All of them must be issued in the same order on every rank: collectives are matc
 that issue equal buckets in opposite order get each other's sums without an error.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

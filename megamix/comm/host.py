@@ -1,7 +1,5 @@
 """Messages between ranks beside a step: JSON, host tensors, and records of the ranks' last collectives."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

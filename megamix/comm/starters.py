@@ -1,7 +1,5 @@
 """Ranks made of the processes that torchrun, srun or mpirun start, by the variables that these set."""
 
-from __future__ import annotations
-
 import os
 import re
 import zlib

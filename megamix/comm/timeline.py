@@ -4,8 +4,6 @@ Only profiled steps pay for it: on a CPU a thread for each transfer, on a GPU ev
 the same, bit for bit.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

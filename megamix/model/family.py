@@ -1,7 +1,5 @@
 """The family that a configuration names, and the size of its model, known without building it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Hugging Face formats of a family's models: the names of tensors, and of the keys in config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ cosine are series of FP32 sums, products, quotients and roots, which every machi
 differ. So runs on a GPU and on a CPU begin with the same weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

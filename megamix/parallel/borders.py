@@ -4,8 +4,6 @@ Between such borders a rank computes with plain tensors, so the modules and oper
 one process: the operations that compute half tensors wide on a CPU never meet a distributed tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

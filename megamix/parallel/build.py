@@ -1,7 +1,5 @@
 """The model of a job on this rank, and the initial weights that one process would draw."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The passes of a step's micro-batches through the model, one after the other. A pipeline derives from them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 

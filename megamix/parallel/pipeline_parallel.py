@@ -5,8 +5,6 @@ does the same as without a pipeline. The schedule scales no gradient (`scale_gra
 its loss by the loss scale, once, and the update averages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

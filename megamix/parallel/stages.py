@@ -1,7 +1,5 @@
 """A pipeline's stages: the blocks that each one has, and the part of the model that a rank holds for its stages."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

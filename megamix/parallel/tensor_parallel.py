@@ -9,8 +9,6 @@ operations that compute wide on a CPU cannot take DTensors, and each operation w
 microseconds. `parallelize_module` also needs connected ranks, and `plan` has none.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Log file that grows row by row. An error of its disk never ends the run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """Profiles of the steps that `[profiling]` names: a trace of each rank, and the times of the first rank's transfers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

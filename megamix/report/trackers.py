@@ -1,7 +1,5 @@
 """Trackers: other places for a run's values. Each has a thread and queue of its own, so that none can hurt the run."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

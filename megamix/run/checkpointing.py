@@ -1,7 +1,5 @@
 """Saving during a run: when it saves, the lines of the log on a save, and the consequences of a failed one."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 Imports torch only for a job that holds much, or whose family is a plugin's. `megamix plan` counts exactly.
 """
 
-from __future__ import annotations
-
 import os
 
 from megamix.config import Config, ModelConfig

@@ -1,7 +1,5 @@
 """Code that a process runs: versions, and hashes of the sources of the package and of plugins. Imports no torch."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import sys

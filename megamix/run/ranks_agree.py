@@ -8,8 +8,6 @@ for each rank.
 Values from the store are JSON of a known form; anything else was not written by a rank of this job.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Results of a run for use elsewhere: its weights, and a text that they write with the run's tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

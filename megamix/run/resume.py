@@ -1,7 +1,5 @@
 """Checkpoint from which a run goes on, and its way into the engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

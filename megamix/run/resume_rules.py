@@ -3,8 +3,6 @@
 Torch is imported only where model, optimizer or code have changed, so `--check` and a start apply the same rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast

@@ -8,8 +8,6 @@ This launcher handles the signals itself: it sends each to the ranks, and ends w
 machine meet in a store through which nobody else can run code in them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Facts about this host's processes, from the system. This module imports no torch: the launcher needs it before."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

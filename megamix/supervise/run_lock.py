@@ -7,8 +7,6 @@ file that a holder on another host has not touched for STALE_S is stale. One cas
 within the same second on two hosts of a file system without flock between them.
 """
 
-from __future__ import annotations
-
 import datetime
 import errno
 import fcntl

@@ -5,8 +5,6 @@ torchrun ends with 1 whatever its ranks ended with, and a killed process chooses
 everybody what happened. This module imports no torch.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

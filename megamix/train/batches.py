@@ -1,7 +1,5 @@
 """This rank's part of global batches, trained on or evaluated."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Early import of torch's compiler, before the ranks meet; it takes longer than an update's cached compilation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megamix.config import Config

@@ -1,7 +1,5 @@
 """A whole job on this rank, from top to bottom: join the others, build, train, leave weights and a sample."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

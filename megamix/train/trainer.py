@@ -1,7 +1,5 @@
 """The training loop, top to bottom."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
