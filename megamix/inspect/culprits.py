@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from megamix.mixed_precision.headroom import FP16_MAX
 from megamix.mixed_precision.step import Examination
 
 Fault = Literal["NaN", "inf", "inf and NaN", "too large to square"]
-_FAULTS: tuple[Fault, ...] = ("NaN", "inf", "inf and NaN", "too large to square")
+_FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 _TOO_LARGE = 2.0**64  # the smallest number whose square is beyond FP32
 _MOST_ORIGINS = 64  # most origins that one rank reports, as a scale far too high makes all its gradients inf

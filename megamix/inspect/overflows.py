@@ -202,15 +202,11 @@ class OverflowHistory:
         self._in_a_row = self._in_a_row + 1 if found_inf else 0
         self._at_floor = self._at_floor + 1 if found_inf and at_floor else 0
         self._window.append(found_inf)
-        if self._at_floor >= section.max_overflows_at_floor:
-            return (
-                f"{self._at_floor} attempts in a row overflowed at the lowest loss scale "
-                "(precision.max_overflows_at_floor)"
-            )
-        if self._in_a_row >= section.max_overflows_in_a_row:
-            return f"{self._in_a_row} attempts in a row overflowed (precision.max_overflows_in_a_row)"
-        if (in_window := sum(self._window)) >= section.max_overflows_per_window:
-            return (
-                f"{in_window} of the last {len(self._window)} attempts overflowed (precision.max_overflows_per_window)"
-            )
+        for key, count, which in (
+            ("max_overflows_at_floor", self._at_floor, "attempts in a row overflowed at the lowest loss scale"),
+            ("max_overflows_in_a_row", self._in_a_row, "attempts in a row overflowed"),
+            ("max_overflows_per_window", sum(self._window), f"of the last {len(self._window)} attempts overflowed"),
+        ):
+            if count >= getattr(section, key):
+                return f"{count} {which} (precision.{key})"
         return None

@@ -93,13 +93,10 @@ class UpdateRank:
 
         choose = partial(choose_kernels, self._optimizer, self._groups, self._buckets, alone)
         self.variants: dict[str, Callable[[], object]] = {}
-        for kernels, update, stats in (
-            (choose(try_compiler), COMPILED, STATS),
-            (choose(False), LIBRARY, LIBRARY_STATS),
-        ):
-            if (kernels.path == "compiled") == (update == COMPILED):
-                self.variants[update] = partial(self._update, kernels.update)
-                self.variants[stats] = partial(stats_by_piece, self._buckets, kernels.row_stats, True)
+        for kernels in (choose(try_compiler), choose(False)):
+            update, stats = (COMPILED, STATS) if kernels.path == "compiled" else (LIBRARY, LIBRARY_STATS)
+            self.variants[update] = partial(self._update, kernels.update)
+            self.variants[stats] = partial(stats_by_piece, self._buckets, kernels.row_stats, True)
         self.variants[CASTS] = self._make_casts()
         # The copy is in FP32 and reads and writes as many bytes as the update.
         source = torch.ones(update_bytes(optimizer) * self.num_params() // 8)

@@ -26,7 +26,7 @@ HALVES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 def nearest(found: Tensor, want: Tensor, bound: float, candidates: Candidates) -> str:
     """Return the candidate nearest to `found`, if within the bound and four times as near as `want`; else ""."""
     error = float((found - want).abs().max())
-    best, kind = min(error / 4, math.inf) if math.isfinite(error) else math.inf, ""
+    best, kind = error / 4 if math.isfinite(error) else math.inf, ""
     for sentence, candidate in candidates:
         size = max(1.0, float(candidate.abs().max()) / max(float(want.abs().max()), 1e-300))
         off = float((found - candidate).abs().max())

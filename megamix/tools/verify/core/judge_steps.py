@@ -27,7 +27,7 @@ from megamix.tools.verify.core.hypotheses import HALVES, RightStep, nearest
 from megamix.tools.verify.core.judge_matrices import judge_matrices
 from megamix.tools.verify.core.norm_kinds import explain_norm
 from megamix.tools.verify.core.observed_step import ObservedStep, Whole, assemble
-from megamix.tools.verify.core.reference import MicroBatches, Reference, Step
+from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite
 from megamix.tools.verify.core.update_kinds import RightUpdate
 from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_noise
 
@@ -139,8 +139,8 @@ class _Judged:
             for name, value in other.items():
                 same = value == self.of[name] or (math.isnan(value) and math.isnan(self.of[name]))
                 verdict.note(self.number, "agreement", f"{name} on rank {rank}", float(not same), 0.0)
-        finite = all(bool(grad.isfinite().all()) for grad in self.grads.values())
-        verdict.note(self.number, "overflow flag", "all gradients", float(finite == self.found_inf), 0.0)
+        wrong = finite(self.grads) == self.found_inf
+        verdict.note(self.number, "overflow flag", "all gradients", float(wrong), 0.0)
 
     def nothing_changed(self, verdict: Verdict) -> None:
         for (state, name), tensor in self.before.tensors.items():

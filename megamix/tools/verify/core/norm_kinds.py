@@ -30,8 +30,8 @@ def explain_norm(right: RightStep, used: float, grads: Tensors, name: str = "", 
     kinds |= {
         "its square, of which no root was taken": norm**2,
         "the last step's": norm_of((right.earlier or right).whole),
+        "the largest element, a norm of order infinity": max(float(grad.abs().max()) for grad in grads.values()),
     }
-    kinds |= {"the largest element, a norm of order infinity": max(float(grad.abs().max()) for grad in grads.values())}
     for times in sorted(numbers - {1}):
         for by, text in (times, f"{times}"), (math.sqrt(times), f"the root of {times}"):
             text += ", the ranks or micro-batches"

@@ -47,14 +47,12 @@ class ObservedStep:
 
 
 def observed(
-    engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None,
-    used: UsedValues | None = None,
-) -> ObservedStep:  # fmt: skip
+    engine: ShardedEngine, result: StepResult | None, used: UsedValues, tape: Tape | None = None
+) -> ObservedStep:
     """Return the state of a rank after a step. `result`: the step's; None: there was no step, and no gradient."""
-    fragments = [] if used is None else used.fragments()
     with engine.whole_parameters():
         copies = [*_copies(engine)]
-    owned = [*fragments, *_states(engine)]
+    owned = [*used.fragments(), *_states(engine)]
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     return ObservedStep(
         scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},

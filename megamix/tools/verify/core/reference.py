@@ -142,7 +142,7 @@ class Reference:
         The scales tried are the given one, its half, its quarter and so on.
         """
         step = self.native_step(weights, batches, shares, loss_scale)
-        while not finite(step) and loss_scale > 1:
+        while not finite(step.grads) and loss_scale > 1:
             loss_scale /= 2
             step = self.native_step(weights, batches, shares, loss_scale)
         return step, loss_scale
@@ -182,8 +182,8 @@ def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             buffer.copy_(weights[name])
 
 
-def finite(step: Step) -> bool:
-    return all(bool(grad.isfinite().all()) for grad in step.grads.values())
+def finite(grads: Tensors) -> bool:
+    return all(bool(grad.isfinite().all()) for grad in grads.values())
 
 
 def moved(batch: Any, *to: torch.device | torch.dtype) -> Any:

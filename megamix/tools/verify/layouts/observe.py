@@ -36,14 +36,14 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     poison, used = Poison(engine), UsedValues()
     specs = [slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots]
     divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # may see partial sums
-    run = [observed(engine, None)]
+    run = [observed(engine, None, used)]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
         loaded = batches(config, attempt, engine.topology.data.rank)
         with engine.observe(used), recorded(engine.module, wanted=bisect, but=divided) as tape:
             runner.forward_backward(MicroBatch(batch.to(device)) for batch in loaded)
             result = engine.step()
-        run.append(observed(engine, result, tape, used))
+        run.append(observed(engine, result, used, tape))
     return run
 
 

@@ -149,7 +149,7 @@ class _WatchedTrainer(Trainer):
         )  # fmt: skip
 
     def _write_down(self, result: StepResult | None = None, **attempt: Any) -> None:
-        whole = observed(self.engine, result, used=self._used)
+        whole = observed(self.engine, result, self._used)
         tensors = {f"{part.state} of {part.spec.name}": part.values for part in [*whole.owned, *whole.copies]}
         tensors |= {f"buffer {name}": buffer.double().numpy() for name, buffer in whole.buffers.items()}
         scale = {f"loss_scale.{name}": value.tolist() for name, value in self.engine.loss_scale.state_dict().items()}
