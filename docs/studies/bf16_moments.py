@@ -90,7 +90,7 @@ def make_config(way: Way, seed: int, small: bool, texts: Path, folder: str) -> C
         ),
     )  # fmt: skip
     # Without a tokenizer a job writes no sample of text at its end.
-    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": None})})
+    return config.with_keys(data={"tokenizer": None})
 
 
 def train(way: Way, config: Config) -> float:

@@ -108,7 +108,7 @@ def train(run: Run, texts: Path, folder: Path) -> Curve:
         ),
     )  # fmt: skip
     # Without a tokenizer a job writes no sample of text at its end.
-    config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": None})})
+    config = config.with_keys(data={"tokenizer": None})
     muon = OneScale if run.way == "Muon, one scale" else Muon
     with mock.patch.dict(OPTIMIZERS.registered, muon=muon), contextlib.redirect_stdout(io.StringIO()):
         run_job(config)

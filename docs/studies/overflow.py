@@ -95,7 +95,7 @@ def measure(small: bool = False) -> Findings:
                 ),
             )  # fmt: skip
             # Without a tokenizer a job writes no sample of text at its end.
-            runs[name] = train(config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": None})}))
+            runs[name] = train(config.with_keys(data={"tokenizer": None}))
     return Findings(
         parameter_count(config.model), config.training.global_batch_size * config.model.seq_len,
         config.training.steps, runs,

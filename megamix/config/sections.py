@@ -5,7 +5,7 @@ field live in `checks.py`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -179,6 +179,11 @@ class Config(Section):
     checkpoint: CheckpointConfig = left_out()
     metrics: Annotated[MetricsConfig, ExtendedTable(TRACKERS, MetricsConfig)] = left_out()
     profiling: ProfilingConfig = left_out()
+
+    def with_keys(self, **sections: Mapping[str, object]) -> Self:
+        """Return the configuration with these keys of its sections changed. Nothing is checked."""
+        changed = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=changed)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_tree, (self.model_dump(),)  # classes of what plugins add cannot be pickled

@@ -55,6 +55,14 @@ def test_minimal_file_gets_every_default(tmp_path: Path) -> None:
     assert config.parallelism.overlap is True
 
 
+def test_with_keys_changes_these_keys_of_a_copy(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "a.toml", MINIMAL))
+    changed = config.with_keys(model={"num_heads": 4}, training={"steps": 20})
+    assert (changed.model.num_heads, changed.training.steps) == (4, 20)
+    assert (config.model.num_heads, config.training.steps) == (2, 10)
+    assert changed.with_keys(model={"num_heads": 2}, training={"steps": 10}) == config
+
+
 def test_sections_are_frozen(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "a.toml", MINIMAL))
     with pytest.raises(ValidationError):

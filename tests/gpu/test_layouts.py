@@ -55,10 +55,9 @@ def _config(run: Run) -> Config:
     changes = {
         "precision": {"reduce_dtype": "half_fp32_sum" if run["fp32_sum"] else None},
         "parallelism": {key: run[key] for key in ("overlap", "shard", "accumulate")},
-        "training": {"clip_grad": run["clip_grad"]},
+        "optimizer": {"clip_grad": run["clip_grad"]},
     }
-    sections = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
-    return config.model_copy(update=sections)
+    return config.with_keys(**changes)
 
 
 @contextmanager

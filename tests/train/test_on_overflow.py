@@ -221,6 +221,6 @@ def test_dropout_depends_on_sample_and_try_and_not_on_ranks(run_ranks, tmp_path,
     losses = []
     for ranks in (1, 2):
         config = _job(tmp_path / str(ranks), data, {"dtype": "fp32"}, steps=3, micro_batch_size=2)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"dropout": 0.3})})
+        config = config.with_keys(model={"dropout": 0.3})
         losses.append(run_on_ranks(config) if ranks == 1 else run_ranks(run_on_ranks, ranks, config)[0])
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)

@@ -26,7 +26,7 @@ class Advice:
 def by_shard(config: Config, plan: MemoryPlan) -> Iterator[tuple[Shard, int | str]]:
     """Yield the peak with each `parallelism.shard`, in bytes, or why the job cannot have it."""
     for shard in get_args(Shard):
-        changed = _with(config, "parallelism", dp_size=plan.dp_size, shard=shard)
+        changed = config.with_keys(parallelism={"dp_size": plan.dp_size, "shard": shard})
         problems = check_config(changed)
         yield shard, problems[0] if problems else _peak(changed, plan)
 
@@ -36,7 +36,7 @@ def advise(config: Config, plan: MemoryPlan, memory: int) -> list[Advice]:
 
     `shard` comes first, for it changes no bit. The others follow, the smallest peak last.
     """
-    config = _with(config, "parallelism", dp_size=plan.dp_size)
+    config = config.with_keys(parallelism={"dp_size": plan.dp_size})
     shards = _least(_shards(config), plan, memory)
     others = [one for changes in _kinds(config, plan) for one in _least(changes, plan, memory)]
     return [*shards, *sorted(others, key=lambda one: -one.peak)]
@@ -49,7 +49,7 @@ def _least(changes: Changes, plan: MemoryPlan, memory: int) -> list[Advice]:
     """Return the first change that fits, or the one with the smallest peak, if that is smaller than the plan's."""
     best: list[Advice] = []
     for words, changed in changes:
-        if not _can_be(changed, changed.parallelism.dp_size or 1):
+        if not _can_be(changed):
             continue
         peak = _peak(changed, plan)
         if peak < min((one.peak for one in best), default=plan.peak):
@@ -65,16 +65,16 @@ def _peak(config: Config, plan: MemoryPlan) -> int:
 
 def _kinds(config: Config, plan: MemoryPlan) -> Iterator[Changes]:
     if plan.grad_accum_steps > 1 and config.parallelism.accumulate == "local":
-        yield _shards(_with(config, "parallelism", accumulate="owner"), ' and accumulate = "owner"')
+        yield _shards(config.with_keys(parallelism={"accumulate": "owner"}), ' and accumulate = "owner"')
     yield _recompute(config)
     yield _micro_batches(config)
     yield _ranks(config)
     if config.parallelism.shard != "parameters":
         adds_up = plan.grad_accum_steps > 1
-        shared = _with(config, "parallelism", shard="parameters", **({"accumulate": "owner"} if adds_up else {}))
+        shared = config.with_keys(parallelism={"shard": "parameters"} | ({"accumulate": "owner"} if adds_up else {}))
         words = 'parallelism.shard = "parameters"' + ', accumulate = "owner"' * adds_up
         yield ((f"{words} and {ranks}", changed) for ranks, changed in _ranks(shared))
-    full = _with(config, "model", recompute="full")
+    full = config.with_keys(model={"recompute": "full"})
     yield ((f'model.recompute = "full" and {words}', changed) for words, changed in _micro_batches(full))
     tp_size, pp_size = config.parallelism.tp_size, config.parallelism.pp_size
     larger_tp = [tp_size * 2**doublings for doublings in range(1, 4) if tp_size * 2**doublings <= MOST_TP]
@@ -88,26 +88,26 @@ def _shards(config: Config, beside: str = "") -> Changes:
     shards = get_args(Shard)
     for shard in shards[shards.index(config.parallelism.shard) + (not beside) :]:
         if shard != "states":
-            yield f'parallelism.shard = "{shard}"{beside}', _with(config, "parallelism", shard=shard)
+            yield f'parallelism.shard = "{shard}"{beside}', config.with_keys(parallelism={"shard": shard})
 
 
 def _recompute(config: Config) -> Changes:
     policies = ("none", "selective", "full")
     for policy in policies[policies.index(config.model.recompute) + 1 :]:
-        yield f'model.recompute = "{policy}"', _with(config, "model", recompute=policy)
+        yield f'model.recompute = "{policy}"', config.with_keys(model={"recompute": policy})
 
 
 def _micro_batches(config: Config) -> Changes:
     size = config.training.micro_batch_size
     for smaller in (size // 2**halvings for halvings in range(1, size.bit_length())):
-        yield f"training.micro_batch_size = {smaller}", _with(config, "training", micro_batch_size=smaller)
+        yield f"training.micro_batch_size = {smaller}", config.with_keys(training={"micro_batch_size": smaller})
 
 
 def _ranks(config: Config) -> Changes:
     section = config.parallelism
     more = 2 * (section.dp_size or 1)
     while more * section.tp_size * section.pp_size <= MOST_RANKS:
-        yield f"{more} data-parallel ranks", _with(config, "parallelism", dp_size=more)
+        yield f"{more} data-parallel ranks", config.with_keys(parallelism={"dp_size": more})
         more *= 2
 
 
@@ -120,14 +120,11 @@ def _meshes(config: Config, sizes: list[tuple[int, int]]) -> Changes:
             words = [f"tp_size = {tp_size}"] * (tp_size != before.tp_size)
             words += [f"pp_size = {pp_size}"] * (pp_size != before.pp_size)
             dp_size = world // (tp_size * pp_size)
-            changed = _with(config, "parallelism", dp_size=dp_size, tp_size=tp_size, pp_size=pp_size)
-            yield f"parallelism.{' and '.join(words)} on the same ranks", changed
+            sizes_of_mesh = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size}
+            yield f"parallelism.{' and '.join(words)} on the same ranks", config.with_keys(parallelism=sizes_of_mesh)
 
 
-def _can_be(config: Config, dp_size: int) -> bool:
-    world = dp_size * config.parallelism.tp_size * config.parallelism.pp_size
+def _can_be(config: Config) -> bool:
+    section = config.parallelism
+    world = (section.dp_size or 1) * section.tp_size * section.pp_size
     return not check_config(config) and not check_world_size(config, world)
-
-
-def _with(config: Config, section: str, **values: object) -> Config:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

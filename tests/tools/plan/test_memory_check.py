@@ -80,6 +80,5 @@ def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
 def test_what_ranks_of_a_mesh_hold_is_planned_without_them(run_ranks, layout: str, reduce_dtype: str) -> None:
     config = make_config(layout, dtype="bf16", accumulation=4, sequence_parallel="tp" in layout)
-    precision = config.precision.model_copy(update={"reduce_dtype": reduce_dtype})
-    for planned, held in run_ranks(_held_on_a_mesh, 4, config.model_copy(update={"precision": precision})):
+    for planned, held in run_ranks(_held_on_a_mesh, 4, config.with_keys(precision={"reduce_dtype": reduce_dtype})):
         assert planned == held

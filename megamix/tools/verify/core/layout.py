@@ -46,9 +46,7 @@ class Layout:
         settings: dict[str, object] = {key: self.size(axis) for axis, key in _AXES.items()}
         settings |= {"sequence_parallel": self.sequence_parallel} | ({"shard": self.shard} if self.shard else {})
         batch = config.training.micro_batch_size * self.size("dp") * accumulation
-        parallelism = config.parallelism.model_copy(update=settings)
-        training = config.training.model_copy(update={"global_batch_size": batch})
-        return config.model_copy(update={"parallelism": parallelism, "training": training})
+        return config.with_keys(parallelism=settings, training={"global_batch_size": batch})
 
 
 def parse_layout(name: str) -> Layout:
@@ -95,18 +93,17 @@ def without_dropout(config: Config) -> Config:
 
     Other units would drop out in one process, and bounds that allow for that would hide every mistake.
     """
-    return config.model_copy(update={"model": config.model.model_copy(update={"dropout": 0.0})})
+    return config.with_keys(model={"dropout": 0.0})
 
 
 def at_own_size(config: Config, overrides: Iterable[str]) -> Config:
     """Return the configuration with short sequences and small micro-batches, unless an override sets them."""
     given = {text.partition("=")[0].strip() for text in overrides}
-    model, training = config.model, config.training
     if "model.seq_len" not in given:
-        model = model.model_copy(update={"seq_len": min(SEQ_LEN, model.seq_len)})
+        config = config.with_keys(model={"seq_len": min(SEQ_LEN, config.model.seq_len)})
     if "training.micro_batch_size" not in given:
-        training = training.model_copy(update={"micro_batch_size": MICRO_BATCH_SIZE})
-    return config.model_copy(update={"model": model, "training": training})
+        config = config.with_keys(training={"micro_batch_size": MICRO_BATCH_SIZE})
+    return config
 
 
 def size_told(config: Config) -> str:

@@ -30,7 +30,7 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     """
     device = rank_device()
     if bisect:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
+        config = config.with_keys(model={"compile": False})
     runner = build_training(config, device)
     engine = runner.engine
     poison, used = Poison(engine), UsedValues()

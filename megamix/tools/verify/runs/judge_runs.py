@@ -236,7 +236,7 @@ def twice_problems(config: Config, layout: Layout, folder: Path, programs: Seque
     ]
     if not (problems := [*first_difference(*runs)]):
         return []
-    right = third.model_copy(update={"training": third.training.model_copy(update={"deterministic": False})})
+    right = third.with_keys(training={"deterministic": False})
     found = {name for rank in programs[1](undetermined, JobPart(right)) for name in rank}
     known = ", ".join(sorted(found)) or "none of the operations"
     return [*problems, f"not deterministic, by what torch knows: {known}"]

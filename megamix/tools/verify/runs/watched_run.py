@@ -95,7 +95,7 @@ def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder
         "metrics": silent | {"log_interval": 1, "tensorboard": False, "precision_interval": 0},
         "profiling": {"num_steps": 0},
     }
-    return here.model_copy(update={key: getattr(here, key).model_copy(update=new) for key, new in updates.items()})
+    return here.with_keys(**updates)
 
 
 def watch_job(part: JobPart) -> list[Seen]:

@@ -193,7 +193,7 @@ def test_packed_documents_pass_and_attention_that_crosses_them_is_caught(run_ran
 
 def test_a_schedule_that_is_late_is_named_with_the_update_whose_lr_it_is(run_ranks) -> None:
     config = make_config("dp1", loss_scale=4.0)
-    config = config.model_copy(update={"lr_schedule": config.lr_schedule.model_copy(update={"warmup_steps": 4})})
+    config = config.with_keys(lr_schedule={"warmup_steps": 4})
     assert _judge(config, run_ranks(observe_case, 1, config), OVERFLOW_AT).differences == []
     verdict = _judge(config, run_ranks(observe_bug, 1, config, "schedule_one_update_late"), None)
     first = verdict.differences[0]

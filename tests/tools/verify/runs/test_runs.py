@@ -130,7 +130,7 @@ def test_a_planted_bug_is_named(run_ranks, right: Straight, tmp_path: Path, bug:
     at, own = bug.at_resume, tmp_path / "run"
     shutil.copytree(right.folder / f"{bug.run}{at - 1}", own)
     config = right.configs[bug.run][at]
-    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"folder": str(own)})})
+    config = config.with_keys(checkpoint={"folder": str(own)})
     seen = watched_part(partial(run_ranks, _work, 2, bug.plant.__name__), JobPart(config, ENDS[at]))
     run = WatchedRun(bug.run, [*[config] * at, config], [*right.parts[bug.run][:at], seen])
     problems = [*problems_alone(run, right.order, right.planned)]
@@ -142,8 +142,7 @@ def test_a_planted_bug_is_named(run_ranks, right: Straight, tmp_path: Path, bug:
 def test_a_log_that_is_not_the_other_ones_is_named(right: Straight, tmp_path: Path) -> None:
     config = right.configs["straight"][0]
     shutil.copytree(right.folder / "straight0", tmp_path / "run")
-    section = config.checkpoint.model_copy(update={"folder": str(tmp_path / "run")})
-    config, log = config.model_copy(update={"checkpoint": section}), tmp_path / "run/metrics.jsonl"
+    config, log = config.with_keys(checkpoint={"folder": str(tmp_path / "run")}), tmp_path / "run/metrics.jsonl"
 
     def problems(rows: list[str]) -> list[str]:
         log.write_text("".join(rows))
@@ -158,8 +157,7 @@ def test_a_log_that_is_not_the_other_ones_is_named(right: Straight, tmp_path: Pa
 
 
 def _seed(seed: int, part: JobPart) -> JobPart:
-    training = part.config.training.model_copy(update={"seed": seed})
-    return replace(part, config=part.config.model_copy(update={"training": training}))
+    return replace(part, config=part.config.with_keys(training={"seed": seed}))
 
 
 @pytest.mark.parametrize(
