@@ -14,7 +14,7 @@ from megamix.supervise.console import drop_unwritten, say
 
 _ELSEWHERE = {
     "dcp": "megamix checkpoint export runs/mine --to dcp exported", "hf": "megamix export runs/mine --to hf hf/mine",
-}  # fmt: skip  # by what it is exported to
+}  # fmt: skip  # by export format
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,7 +67,7 @@ def print_lines(lines: Iterator[str]) -> bool:
         passed = passed and not isinstance(line, Failed)
         try:
             print(line, flush=True)
-        except BrokenPipeError:  # only of this print: another broken pipe, such as a worker's, is an error
+        except BrokenPipeError:  # around this print alone: any other broken pipe, such as a worker's, is an error
             drop_unwritten()
             return False
     return passed

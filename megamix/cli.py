@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
         # All ranks end early alike. Wrong input may be one rank's own, or be the RANK itself.
         tell = say_on_first_rank if isinstance(error, EndedEarlyError) else say_unless_first_did
         tell = say if getattr(error, "source", "") == "environment" else tell
-        if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # a user knows the job by its file
+        if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # name the file instead
             error = ConfigError(error.problems, str(arguments.config))
         tell(f"megamix {arguments.verb}: {error}", sys.stderr)
         return error.exit_status if isinstance(error, EndedEarlyError) else 2

@@ -28,7 +28,7 @@ _MALLOC = {
 # Variables that torch reads when it is loaded, under their present and former names, with a rank's values.
 _TORCH = {
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",  # less fragmentation on a GPU
-    ("TORCH_NCCL_HIGH_PRIORITY", ""): "1",  # sums get a GPU's units before the products of a backward beside them
+    ("TORCH_NCCL_HIGH_PRIORITY", ""): "1",  # sums have priority over the products of a backward
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",  # collectives that a failed rank reports
 }
 WORKSPACES = (":4096:8", ":16:8")  # values with which cuBLAS gives the same bits each time

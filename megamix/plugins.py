@@ -30,7 +30,7 @@ class Registry:
         """Start empty. `names`: the pattern that each name must match, so that TOML can spell it as a table."""
         self.kind, self.names = kind, names
         self.sections: dict[str, type[Section]] = {}
-        self.registered: dict[str, Any] = {}  # each a function that builds one, or a family
+        self.registered: dict[str, Any] = {}  # by name: a function that builds the object, or a family
         self.reserved: Container[str] = ()  # names with a meaning of megamix's own at that place
 
     def register(self, name: str, section: type[Section], thing: Any) -> None:
@@ -150,7 +150,7 @@ def import_plugins(names: Iterable[str]) -> None:
             raise PluginError(f"plugins: got {name!r}, which is no name of a module; write it as in Python's import")
         try:
             if os.getcwd() not in sys.path:
-                sys.path.append(os.getcwd())  # last, so that nothing there hides an installed module
+                sys.path.append(os.getcwd())  # last, so that no file of the working folder hides an installed module
             with redirect_stdout(sys.stderr):  # so that a command's own first line is the first of its output
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:

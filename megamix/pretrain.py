@@ -2,7 +2,7 @@
 
     python -m megamix.pretrain [torchrun's options] -- CONFIG [section.key=value ...] [--check [--memory SIZE]]
 
-The script has judged NNODES and NPROC_PER_NODE. Mistakes in the configuration are told before torch is imported,
+The script has judged NNODES and NPROC_PER_NODE. Mistakes in the configuration are reported before torch is imported,
 mistakes in files and numbers of ranks before any rank starts.
 """
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
 
 
 def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace) -> int:
-    tell: Callable[[str], None] = say if arguments.check else lambda line: None  # a rank that starts says it again
+    tell: Callable[[str], None] = say if arguments.check else lambda line: None  # the ranks print these lines
     say_phase("checking the job")
     config = command.job_of(arguments, tell)
     with signals_passed_on() as request:

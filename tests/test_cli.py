@@ -1,4 +1,4 @@
-"""The verbs: what they print, and what they say about wrong input, with no torch imported."""
+"""The verbs print what was asked for, and answer wrong input in one message, before torch is imported."""
 
 import argparse
 import errno

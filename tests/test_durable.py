@@ -1,5 +1,5 @@
-"""A link, a FIFO or a second name in a folder is replaced, never followed; what a run writes is whole, and its modes
-are by the umask.
+"""A link, a FIFO or a second name in a folder is replaced, never followed; a file that a run writes is whole, and its
+mode follows the umask.
 """
 
 from __future__ import annotations

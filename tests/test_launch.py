@@ -1,4 +1,6 @@
-"""The scripts: how many ranks start, with what settings, what is moved aside, whose compiled code is run."""
+"""The scripts start the right number of ranks with the right settings, move aside earlier results, and refuse a cache
+of compiled code of another user.
+"""
 
 import os
 import re

@@ -202,7 +202,7 @@ def _stage_problems(config: Config) -> Iterator[str]:
 
     A file in two corpora has two orders: the later corpus would read samples again that the earlier one has read.
     """
-    corpora: dict[str | int, tuple[str, _Names]] = {}  # by file: the first list that has it, and its corpus there
+    corpora: dict[str | int, tuple[str, _Names]] = {}  # by file: its first list, and its corpus in that list
     for field, sources in _lists(config):
         for entry, _ in () if field == "data.valid" else shares(sources):
             names = _names(entry)

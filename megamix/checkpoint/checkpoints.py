@@ -45,7 +45,7 @@ class Checkpoints:
         self._all_or_none = AllOrNone.apart(engine.topology.world, timeout_s)
         self._saver = Saver(self._folder, keep, self._all_or_none, lambda path: None, self._failed)
         self._error: Exception | None = None
-        self._goes_on = False  # True: the folder's earlier checkpoints are loaded, or older than this run
+        self._goes_on = False  # True: a save may follow the folder's checkpoints, which are loaded or older
         if self._all_or_none.first(self._folder.is_file):
             raise ValueError(f"folder: {self._folder} is a file; give a folder, there already or not")
         if self._all_or_none.first((self._folder / "checkpoints").is_dir):

@@ -36,7 +36,7 @@ def export_dcp(checkpoint: Checkpoint, output: Path) -> None:
     """
     with new_folder(output, "OUT:") as aside:
         try:
-            with warnings.catch_warnings(category=UserWarning, action="ignore"):  # it warns of a single process
+            with warnings.catch_warnings(category=UserWarning, action="ignore"):  # DCP warns of a single process
                 save({}, storage_writer=FileSystemWriter(aside), planner=_Planner(checkpoint), no_dist=True)
         except CheckpointException as error:  # a BaseException and no Exception: callers would miss it
             reasons = "; ".join(str(reason) for reason, _ in error.failures.values())

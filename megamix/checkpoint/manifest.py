@@ -104,7 +104,7 @@ def states_text(states: StateSet) -> str:
 class FileRecord(Record):
     """One file: its name in the checkpoint's folder, its size in bytes and its checksum."""
 
-    name: Annotated[str, Field(pattern=r"^rank_\d{5,9}\.safetensors$")]  # the pattern keeps it inside the folder
+    name: Annotated[str, Field(pattern=r"^rank_\d{5,9}\.safetensors$")]  # the pattern admits no path out of the folder
     size: Count
     crc32: Count
 

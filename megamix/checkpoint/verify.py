@@ -1,5 +1,5 @@
-"""The check of a checkpoint: it is good, or its problems are listed file by file. Nothing in it is executed, and
-nothing is believed unchecked.
+"""The check of a checkpoint: it is good, or its problems are listed file by file. No content is executed, and every
+value is checked before it is used.
 
 `BoxReader` reads the states of a good checkpoint box by box, so memory never holds a whole parameter.
 """
@@ -97,7 +97,7 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
                     stored[param, state].append(place)
         except (ValueError, OSError) as error:
             problems.append(str(error))
-    if not problems:  # a bad file is reported already, and its boxes would only be missing here
+    if not problems:  # a bad file is reported already; without it boxes would only be reported missing
         for (param, state), (shape, _) in wanted.items():
             if problem := tiling_problem([place.box for place in stored[param, state]], shape):
                 problems.append(f"{path}: {state} of {param}: {problem}")

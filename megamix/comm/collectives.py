@@ -248,7 +248,7 @@ class ShapesAlone(Collectives):
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         out = parts.new_empty(parts.shape[1])
-        if not parts.is_meta:  # as Gloo does; NCCL sums in its own buffers, and a GPU's tensors are planned on "meta"
+        if not parts.is_meta:  # as Gloo does; NCCL has buffers of its own, and a GPU's tensors are planned on "meta"
             sum_in_rank_order(torch.empty_like(parts), out)
         return out
 

@@ -28,8 +28,8 @@ class Transfer(NamedTuple):
     kind: str
     bucket: int
     launched_s: float
-    landed_s: float  # all of it had arrived
-    needed_s: float  # the step first waited for it
+    landed_s: float  # the whole transfer had arrived
+    needed_s: float  # the step first waited for the transfer
     waited_s: float  # nothing was computed; on Gloo including the sum of the parts
 
 

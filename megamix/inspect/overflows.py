@@ -16,8 +16,8 @@ from megamix.mixed_precision.step import Examination
 from megamix.supervise.console import format_scale
 from megamix.supervise.status import EndedEarlyError, State
 
-_MOST_IN_LINE = 2  # parameters in a line of the log; the first one says most
-_MOST_NAMES = 4  # parameters whose origin is told
+_MOST_IN_LINE = 2  # parameters in a line of the log
+_MOST_NAMES = 4  # parameters whose origin is reported
 _MOST_LINES = 12  # lines of a report
 
 

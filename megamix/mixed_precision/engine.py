@@ -222,7 +222,7 @@ class ShardedEngine:
         schedule. Their losses go through `progress.scaled`, their backward passes run inside `backward_pass`.
         """
         with self._taking(count, last=False):
-            self._moving_buffers.begin()  # a pipeline calls no forward of the whole module, which would begin them
+            self._moving_buffers.begin()  # a pipeline never runs the whole module's forward, whose hook calls begin()
             yield
 
     @contextmanager
@@ -403,7 +403,7 @@ class ShardedEngine:
             try:
                 yield
             finally:
-                if not self._kept_buckets:  # the writes inside are lost with the memory, so look now
+                if not self._kept_buckets:  # writes inside the block are lost with the memory, so compare now
                     self._unseen_writes.look(self.buckets)
 
     def full_weights(self) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ class CompiledUpdate:
         by_states = {group.states: _compile(gated_update(optimizer)) for group in groups}
         self._updates_ = [by_states[group.states] for group in groups]
         self._step: StepScalars | None = None
-        self._told: list[UpdateScalars] = []  # scalars of each group in this step
+        self._told: list[UpdateScalars] = []  # scalars of each optimizer group in this step
 
     def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
         if step is not self._step:

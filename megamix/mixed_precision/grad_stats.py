@@ -68,7 +68,7 @@ class GradStats:
     weight_sum: Tensor  # FP64 (): over ranks and micro-batches; 1 in place of 0 (then loss and gradients are 0)
     found_inf: Tensor  # bool (): some gradient is not finite
     stop_requested: Tensor  # FP64 (): the largest of all ranks' requests
-    lr: Tensor  # FP32 (): the first rank's, so that all parts of the model are updated with one
+    lr: Tensor  # FP32 (): learning rate of the first rank, used by all ranks
     recorded: Recorded  # this rank's values, and the number of all ranks' values
     unseen_writes: Tensor  # FP64 (ranks,): each rank's `UnseenWrites.found`
 

@@ -29,7 +29,7 @@ class Links:
     world: Collectives  # all ranks of the model
     tp: Collectives  # ranks that divide this rank's parameters
     pp: Collectives  # ranks that hold other layers
-    replicas: Collectives  # ranks that hold and own the same
+    replicas: Collectives  # ranks that own the same share
     owners: list[Collectives]  # one per axis of `ParamSpec.axis`, the data-parallel ranks first
 
     @staticmethod

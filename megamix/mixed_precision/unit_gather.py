@@ -274,7 +274,7 @@ class UnitGather:
         self._pass, self._kept = order, kept
         self._place = {unit: place for place, unit in enumerate(order)}
         self._at = -1
-        self._launched = sum(unit in self._live for unit in order)  # 1 in backward: kept by its forward
+        self._launched = sum(unit in self._live for unit in order)  # 1 in backward: the unit that the forward has kept
         for unit in order:
             unit.begun = False
             unit.inside = 0

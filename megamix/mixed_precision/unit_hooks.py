@@ -99,7 +99,7 @@ def on_gradient(gather: Gather, member: object, turn: int, given: Iterable[Tenso
     """
     for tensor in given:
         node: Any = tensor.grad_fn
-        if node is not None and _OnGradient not in node.metadata:  # else another member or an earlier forward gave it
+        if node is not None and _OnGradient not in node.metadata:  # otherwise an earlier forward has hooked it
             _tell(gather, member, turn, node)
 
 

@@ -106,7 +106,7 @@ def take_over(model: nn.Module, buckets: Sequence[Bucket], links: Links, dtype: 
         else:
             full = bucket.owners.gather(bucket.master.to(dtype)).view(-1)
         bucket.adopt(params, full)
-        del full  # frees it before the next bucket needs one
+        del full  # frees this buffer before the next bucket needs one
     frozen = [param for param in model.parameters() if not param.requires_grad or not param.numel()]
     for param in frozen:
         if param.is_floating_point():
@@ -165,7 +165,7 @@ def load_weights(
         if dtype.is_floating_point and name in weights:
             values, limit = weights[name].detach().float(), torch.finfo(dtype).max
             if name not in of_all_ranks:
-                values = values[~values.isinf()]  # frozen ones may have them, as a mask does
+                values = values[~values.isinf()]  # frozen parameters may hold inf, as a mask does
             largest = float(values.abs().max()) if values.numel() else 0.0
             if not largest <= limit:  # NaN is refused, too
                 raise ValueError(

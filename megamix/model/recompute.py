@@ -30,7 +30,7 @@ class _Again:
             self.still_to_ask = self.num_keepers
         view = self.tensor.as_strided(size, stride, offset)
         self.still_to_ask -= 1
-        if self.still_to_ask == 0:  # every keeper has its view, as query, key and value of one norm
+        if self.still_to_ask == 0:  # all views have been asked for, such as query, key and value of one norm
             self.tensor = None
         return view
 

@@ -1,8 +1,8 @@
 """The passes of a step's micro-batches through a pipeline's stages, by torch.distributed.pipelining's schedules.
 
-The schedule decides when this rank runs which stage on which micro-batch. The engine is told of each backward pass, and
-does the same as without a pipeline. The schedule scales no gradient (`scale_grads=False`): the last stage multiplies
-its loss by the loss scale, once, and the update averages.
+The schedule decides when this rank runs which stage on which micro-batch. The engine is notified of each backward pass,
+and does the same as without a pipeline. The schedule scales no gradient (`scale_grads=False`): the last stage
+multiplies its loss by the loss scale, once, and the update averages.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

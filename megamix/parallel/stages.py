@@ -29,10 +29,9 @@ def plan_stages(
 ) -> list[StagePlan]:
     """Divide the blocks into stages of neighbouring blocks, so that the costliest stage costs as little as possible.
 
-    The first stage also has the embedding: parameters, but no products. The last one has norm and head. No split has a
-    cheaper costliest stage. Among equal splits the one with the most even operations is taken, then the one with the
-    most even parameters, then the one with more blocks on later stages, which keep the activations of fewer
-    micro-batches.
+    The first stage also has the embedding: parameters, but no products. The last one has norm and head. Among splits
+    with equal cost of the costliest stage the one with the most even operations is taken, then the one with the most
+    even parameters, then the one with more blocks on later stages, which keep the activations of fewer micro-batches.
     Stages are dealt to the ranks in turn or, `v_shaped`, down the ranks and back up.
     Raises: ValueError if there are more stages than blocks.
     """
@@ -93,7 +92,7 @@ def keep_layers(model: Decoder, held: Collection[int]) -> None:
     first, last = 0 in held, num_layers - 1 in held
     tied = model.config.tie_embeddings and (first or last)
     for layer in set(range(num_layers)) - {*held}:
-        model.blocks[layer] = nn.Module()  # it has no parameters, and raises if it is called
+        model.blocks[layer] = nn.Module()  # an empty module has no parameters, and raises if it is called
     if not first:
         model.position_embedding = None
     for name, stays in (("embedding", first or tied), ("norm", last), ("head", last or tied)):

@@ -144,7 +144,7 @@ def divide_layers(model: Decoder, border: Border) -> None:
     if border.sequence:
         for module in (model, *model.blocks):
             if hasattr(module, "ops"):  # a block on another rank of the pipeline is an empty module
-                _swap(module, _PositionOps, border)  # the only operation that they call themselves is dropout
+                _swap(module, _PositionOps, border)  # dropout is the only operation that these modules call themselves
         if model.position_embedding is not None:
             model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
 

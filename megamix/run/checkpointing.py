@@ -41,7 +41,7 @@ class RunCheckpoints:
         self._under_way = _place(start.progress)
         self._error: Exception | None = None  # error of the last save
         self._start_s = 0.0
-        self._took_s = -math.inf  # seconds of the last good save; before one, no time is too short
+        self._took_s = -math.inf  # seconds of the last good save; -inf before one: a first save is always tried
 
     @property
     def written(self) -> int:

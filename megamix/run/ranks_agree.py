@@ -115,12 +115,12 @@ def _shared_data(config: Config, board: Board, rank: int) -> tuple[KnownData, st
 def _read_fingerprints(config: Config) -> dict[str, str]:
     try:
         return data_fingerprints(config)
-    except (OSError, ValueError) as error:  # the ranks that wait for this one must learn of it, too
+    except (OSError, ValueError) as error:  # the ranks that wait for this one must learn of the error, too
         return {_PROBLEM: str(error)}
 
 
 def _outcome(board: Board, size: int) -> tuple[list[str], str]:
-    """Return what all ranks are told: the differences, or why they cannot be known."""
+    """Return the answer for all ranks: the differences, or why they cannot be known."""
     if silent := board.missing([f"digest {rank}" for rank in range(size)]):
         to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
         return [], f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"

@@ -81,7 +81,7 @@ def _manifest_of(path: Path, config: Config, now: RunRecord) -> Manifest:
 def _other_code(manifest: Manifest, config: Config, now: RunRecord) -> bool:
     """Return whether the present code may refuse the checkpoint.
 
-    With plugins it always may: modules that a plugin imports may have changed.
+    With plugins the answer is always True, since modules that a plugin imports may have changed.
     """
     return manifest.run.code != now.code or bool(config.plugins)
 

@@ -40,14 +40,14 @@ class Position(NamedTuple):
     spans: int  # spans entered since the start: of two ranks that wait for each other, the one with fewer is behind
     doing: str
     attempt: int
-    written: int  # bytes of the save that it waits for, or drawn and loaded in a start: slow is not hung
+    written: int  # bytes written by the save that it waits for, or drawn and loaded in a start; growth is progress
 
 
 class Sign(NamedTuple):
     """A rank's last sign of life."""
 
     beat: _Count
-    idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # seconds since its main thread was last seen to move
+    idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # seconds since the last progress of its main thread
     spans: _Count
     doing: _Words
     attempt: _Count

@@ -29,10 +29,10 @@ State = Literal["running", "finished", "preempted", "failed", "gave_up"]
 
 # 75 is EX_TEMPFAIL of sysexits.h, "try again later"; 2 is taken by wrong input, which starts no run.
 EXIT_STATUS: dict[State, int] = {"finished": 0, "failed": 1, "gave_up": 3, "preempted": 75}  # "running" has none
-WRONG_INPUT: Literal[2] = 2  # a run that had begun may end with it, too; its state is then `failed`
+WRONG_INPUT: Literal[2] = 2  # a run that has begun may end with 2, too; its state is then `failed`
 
 
-NO_MEMORY: Literal[4] = 4  # the state is `failed` here, too
+NO_MEMORY: Literal[4] = 4  # with exit status 4 the state is `failed`
 
 
 class EndedEarlyError(Exception):

@@ -4,11 +4,11 @@ leave when the launcher died.
 A collective whose peer is dead or hung ends by the process group's time limit at best, with an error that does not name
 the peer. Here each rank has a thread that gives signs of life. A rank whose main thread has stood still for `timeout_s`
 looks which ranks are silent or, if none is, which are behind. All ranks end for that reason, and each writes its stacks
-to a file. As long as any rank moves, the others wait for it and no rank counts as hung. A rank that waits for its
-checkpoint moves with every chunk that the disk takes.
+to a file. As long as any rank makes progress, the others wait for it and no rank counts as hung. A rank that waits for
+its checkpoint makes progress with every chunk that the disk takes.
 
 There are two threads. One looks at this process and its launcher. The other talks through the store: its calls hang
-while the launcher that holds the store is stopped, and that must not hold up a run that moves or ends.
+while the launcher that holds the store is stopped, and that must not delay a run that makes progress or ends.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class Watchdog:
         self._tick_s = min(0.25, timeout_s / 12)  # time from one sign to the next
         self._window_s = timeout_s / 4  # time in which a living rank of another host gives a sign
         self._grace_s = min(_GRACE_S, self._window_s)
-        self._moved_s = time.monotonic()  # the time when the main thread was last seen to move
-        self._since_s = self._moved_s  # the time when any rank's was, as far as this rank knows
+        self._moved_s = time.monotonic()  # time of the last progress of the main thread
+        self._since_s = self._moved_s  # time of the last progress of any rank, as far as this rank knows
         self._rank = roll.rank if roll is not None else 0
         self._collectives = status.folder / f"collectives_rank{self._rank}.json"
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._talker = threading.Thread(target=self._talk, name="roll call", daemon=True)
         self._stopped_s: float | None = None  # the time since which ranks of a dead launcher are stopped
-        self._ended = ""  # the line about stopped ranks that were ended
+        self._ended = ""  # line about stopped ranks that this rank has ended
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> Watchdog:
@@ -120,7 +120,7 @@ class Watchdog:
             # is set.
             self._talker.join(self._grace_s)
         try:
-            alike = error is None or isinstance(error, EndedEarlyError | ConfigError)  # all ranks ended so
+            alike = error is None or isinstance(error, EndedEarlyError | ConfigError)  # the same on all ranks
             if not alike and isinstance(error, Exception) and self._roll is not None:
                 with contextlib.suppress(OSError):
                     traceback.print_exception(error, file=self._stacks or sys.stderr)
@@ -197,7 +197,7 @@ class Watchdog:
         if suspicion.age_s() <= self._window_s or self._stood_s() <= self._timeout_s:
             return suspicion
         missing, idle_s = suspicion.missing(), suspicion.idle_s()
-        if not missing and idle_s < self._timeout_s:  # the other ranks wait for one that moves
+        if not missing and idle_s < self._timeout_s:  # some rank makes progress, and the others wait for it
             self._since_s = time.monotonic() - idle_s
             self._arm()
             return None
@@ -283,7 +283,7 @@ class Watchdog:
             _end_missing(reason, roll)
             if roll.rank == _speaker(reason, roll):
                 self._status.write("failed", reason.text, reason.exit_status)
-            if reason.exit_status in _OF_ONE_RANK and roll.rank == 0:  # as the command line prints it
+            if reason.exit_status in _OF_ONE_RANK and roll.rank == 0:  # in the command line's form
                 say(f"megamix train: {reason.text}", sys.stderr)
             drop_unwritten()
             tell_collectives(self._collectives)
@@ -307,7 +307,7 @@ class _Suspicion:
         return time.monotonic() - self._since_s
 
     def idle_s(self) -> float:
-        """Return the seconds since any rank's main thread last moved."""
+        """Return the seconds since the last progress of any rank's main thread."""
         return min((sign.idle_s for sign in self._roll.signs().values()), default=0.0)
 
     def missing_here(self) -> list[int]:

@@ -65,7 +65,7 @@ class Job:
     def __post_init__(self) -> None:
         self.status = RunStatus(Path(self.config.checkpoint.folder), self.config.training.steps, self._applied)
 
-    @cached_property  # made at the first line, for a progress bar counts time from when it is made
+    @cached_property  # built at the first line, since a progress bar counts time from its construction
     def console(self) -> Console:
         return Console(self.config.training.steps, speaks=self.topology.world.rank == 0)
 
@@ -148,7 +148,7 @@ def join(config: Config, stack: ExitStack) -> Job:
         meet_ranks(device, limit_s)
     except NotMetError as error:
         rank = int(os.environ["RANK"])
-        if 0 in error.late and {*range(rank)} <= {*error.late}:  # otherwise the first rank says it
+        if 0 in error.late and {*range(rank)} <= {*error.late}:  # otherwise the first rank reports it
             say(f"megamix train: {error}", sys.stderr)
         raise NoAnswerError(str(error)) from None
     stack.push(_leave_ranks)

@@ -1,6 +1,6 @@
-"""`megamix.Checkpoints`: what a program saves it gets back, and what it would not is refused on all ranks before a byte
-is written; a save that fails is raised, of one beside training by the next call; a folder without checkpoints is a
-beginning, one with damaged ones alone is not, nor one whose newer checkpoint was not loaded.
+"""`megamix.Checkpoints`: a program gets back the progress that it saves, and progress that JSON would change is refused
+on all ranks before a byte is written; a failed save raises, one beside training by the next call; a folder without
+checkpoints begins a run, one with damaged ones alone is not, nor one whose newer checkpoint was not loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`megamix checkpoint export --to dcp`: what torch loads is the state that was saved, whatever ranks had saved it."""
+"""`megamix checkpoint export --to dcp`: torch loads the state that was saved, whatever ranks had saved it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A process killed at any call of a save that touches the disk, on either rank, at once or beside training, with whole
-parameters kept or not, leaves the newest complete checkpoint, and the next save what is left over of none.
+parameters kept or not, leaves the newest complete checkpoint, and the next save removes what is left of the killed one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Whatever cut a parameter, boxes cover it once or the fault is named, in near-linear time; what no load would read
-for its size is not saved.
+"""Whatever cut a parameter, boxes cover it once or the fault is named, in near-linear time; a file that is too large
+for a load to read is not saved.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A key that is not read is refused, or dropped and told, over any layers; what is shown lists none and loads equal;
-every command of the pages goes.
+"""A key that is not read is refused, or dropped and reported, over any layers; the shown configuration lists none and
+loads equal; every command of the pages goes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A one-node job listens on loopback alone, also where the machine's name is another address; what another user writes
-into its store is not run, and is by plain torchrun.
+"""A one-node job listens on loopback alone, also where the machine's name is another address; a pickle that another
+user writes into its store is not run, whereas plain torchrun runs it.
 """
 
 from __future__ import annotations

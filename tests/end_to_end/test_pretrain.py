@@ -56,7 +56,7 @@ def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
         overrides += ["model.num_layers=2", "model.seq_len=64"]
     result = _call("launch/quickstart.sh", *overrides, "optimizer.compile=false", NPROC_PER_NODE="2")
     assert result.returncode == 0, result.stderr
-    # Whoever waits for the first step is told for what, in order, by the launcher and one rank; the log is as it was.
+    # Until the first step the launcher and one rank print the phases of the start, in order; the log is as it was.
     phases = [line for line in result.stderr.splitlines() if line.startswith("megamix train: ")]
     assert phases == [
         "megamix train: checking the job",

@@ -1,6 +1,6 @@
 """Whole jobs on simulated GPUs: 50 steady steps make the host wait for the device in the readout alone, and each of
-twelve planted waits is told; a run that a signal ends goes on to the bits of one that none ended, and can be planned,
-evaluated and exported; a rank that hangs is named; one that saves and profiles keeps to its own GPU.
+twelve planted waits is reported; a run that a signal ends resumes to the bits of an uninterrupted one, and can be
+planned, evaluated and exported; a rank that hangs is named; one that saves and profiles keeps to its own GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`megamix evaluate`: each token counts once, whatever the windows; `--harness` without its package is told."""
+"""`megamix evaluate`: each token counts once, whatever the windows; `--harness` without its package is an error that
+says how to install it.
+"""
 
 from __future__ import annotations
 

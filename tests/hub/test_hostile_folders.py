@@ -1,5 +1,6 @@
-"""A Hugging Face folder that lies, in sizes, headers, index, links or kinds of values, is refused in one line by key,
-value and what the tensors say, before anything is built; a weight that is not finite is told by tensor and place.
+"""A Hugging Face folder that contradicts itself, in sizes, headers, index, links or kinds of values, is refused in one
+line by key, value and what the tensors say, before anything is built; a weight that is not finite is reported by tensor
+and place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`generate`, `evaluate` and `export` tell in a line what is wrong with a sealed manifest that no run has written."""
+"""`generate`, `evaluate` and `export` report in a line the fault of a sealed manifest that no run has written."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Ranks that were started with other data, settings, meshes, versions or sources all end with 2, by key, values and
-ranks; what may differ is not held against them; a silent rank and junk in the store are told.
+ranks; settings that may differ are not compared; a silent rank and junk in the store are reported.
 """
 
 from __future__ import annotations

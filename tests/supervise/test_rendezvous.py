@@ -1,5 +1,5 @@
 """Ranks of one machine meet in a store that only it reaches: the launcher's choice, torchrun by hand; ranks of
-`verify` and of tests on loopback. Of many machines a port in use is told at once, a name without
+`verify` and of tests on loopback. On many machines a port in use is reported at once, a name without
 an address after 20 s.
 """
 

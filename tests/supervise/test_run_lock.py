@@ -1,4 +1,4 @@
-"""One job in a run folder: the second is refused by name, and what a dead one left is taken over."""
+"""One job in a run folder: the second is refused by name, and the lock of a dead one is taken over."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A token file that is cut, overwritten or extended while it is read is told by every way to read, and ends all ranks
-with 2 before a step has used it; one replaced between its fingerprint and its opening, on one rank or all, is not
+"""A token file that is cut, overwritten or extended while it is read is detected by every way to read, and ends all
+ranks with 2 before a step has used it; one replaced between its fingerprint and its opening, on one rank or all, is not
 trained on.
 """
 

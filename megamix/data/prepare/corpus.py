@@ -34,7 +34,7 @@ class CorpusFile:
     path: str  # path by which it is opened
     name: str  # path from the folder in which it was found, with "/" on every system; decides whether it validates
     kind: str  # text, jsonl, json (not by lines), parquet, arrow, an ending that a plugin reads, or _PASSED_OVER
-    drawn_by_name: bool = True  # a text file's name decides its part; False: files share the name, so the text does
+    drawn_by_name: bool = True  # the name decides train or valid; False: files share the name, so the text decides
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class PieceReport:
     num_empty: int = 0
     bad_records: list[dict[str, str | int]] = field(default_factory=list)
     least_draw: int | None = None  # least draw among the documents in train
-    drew_least: list[list[int]] = field(default_factory=list)  # number and bytes of the documents with it, all equal
+    drew_least: list[list[int]] = field(default_factory=list)  # number and bytes of the documents with the least draw
     checksums: list[int] = field(default_factory=list)  # CRC-32 of each token file
 
 

@@ -70,7 +70,7 @@ class Prepared:
     """The result in the output directory."""
 
     output_dir: Path
-    reused: bool  # True: it was there before, from the same request
+    reused: bool  # True: an earlier prepare of the same request has left the result
     manifest: dict[str, Any]
 
     def summary(self) -> str:
@@ -153,7 +153,7 @@ def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, resul
     split = Split(request.valid_fraction, longest=request.valid_fraction * plan.num_bytes / 2)
     num_workers = min(request.num_workers or num_cores(), len(plan.pieces))
     make = partial(make_tokenizer, request.tokenizer, plan, request.text_key, split, unfinished / "tokenizer")
-    path = call_apart(unfinished, make) if num_workers > 1 else make()  # its memory is freed before the workers start
+    path = call_apart(unfinished, make) if num_workers > 1 else make()  # frees the trainer's memory
     tokenizer = open_tokenizer(path, request.tokenizer.end_token)
     job = EncodingJob(
         folder=unfinished / "pieces",

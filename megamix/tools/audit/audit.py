@@ -78,6 +78,6 @@ def _settle_compute(facts: Iterable[ParamFacts], watch: Watch, compiled: bool) -
         if seen := watch.computed[one.name]:
             one.dtypes["compute"] = "/".join(sorted(map(dtype_name, seen)))
         elif compiled and one.dtypes["compute"] == NOWHERE:
-            one.dtypes["compute"] = f"{UNKNOWN} torch.compile runs it unseen"
+            one.dtypes["compute"] = f"{UNKNOWN} the operations inside torch.compile are not observed"
             if one.trains:
-                one.dtypes["gradient"] = f"{UNKNOWN} torch.compile ends it with casts unseen"
+                one.dtypes["gradient"] = f"{UNKNOWN} the casts inside torch.compile are not observed"

@@ -19,7 +19,7 @@ from megamix.tools.verify.core.tape import plain_name
 # Columns in the order in which a step meets them. `sum`: over micro-batches and ranks. `master`: the tensor that the
 # optimizer updates.
 COLUMNS = ("storage", "compute", "gradient", "wire", "sum", "master", "moments", "checkpoint")
-NOWHERE, UNKNOWN = "-", "?"  # marks; the unknown is never guessed, and its reason follows the mark
+NOWHERE, UNKNOWN = "-", "?"  # marks of no dtype and of an unknown one; the reason follows the second mark
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 HALVES = ("fp16", "bf16")

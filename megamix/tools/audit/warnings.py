@@ -20,7 +20,7 @@ _TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("warnings.toml")
 MOST_LOST = 0.5
 MOST_ZEROED = 0.05
 MOST_STUCK = 0.25  # share of a half moment's elements
-LEAST_HEADROOM = 2.0  # powers of two: a loss that is four times larger takes as many
+LEAST_HEADROOM = 2.0  # powers of two; a loss that grows fourfold uses them up
 MOST_MOVED = 0.1  # rms of an update over rms of its weight
 MOST_ERROR = 2.0**-4  # error of a sum of n terms: n times the rounding of one
 

@@ -33,9 +33,9 @@ _Weak: Any = StorageWeakRef  # torch has no types for it
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Watch over all operations while it is entered.
 
-    Every operation runs as it is; compiled code runs compiled, unseen. The watch notes in which dtypes the parameters
-    given to `follow` are computed with, what becomes of their gradients, which dtypes ranks sum, and what a GradScaler
-    finds.
+    Every operation runs as it is. Compiled code runs compiled, and its operations are not observed. The watch notes in
+    which dtypes the parameters given to `follow` are computed with, what becomes of their gradients, which dtypes ranks
+    sum, and what a GradScaler finds.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ def run(what: str, rounds: int, output: Path, *, as_json: bool = False) -> None:
 
 def report(benches: list[Callable[[], Result]], output: Path, *, as_json: bool = False) -> None:
     for bench in benches:
-        machine = describe_machine()  # described before the bench, so that its load is that of others
+        machine = describe_machine()  # described before the bench, so that the load is that of other programs
         result = bench()
         line = result.json_line(machine)
         append_line(output, line)

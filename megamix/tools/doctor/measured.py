@@ -47,7 +47,7 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
     def graph(limit_s: float) -> list[Finding]:
         try:
             return shares("CUDA graph", alone, ranks.captured_off)(limit_s)
-        except RankFailure as failure:  # no job captures its steps, so the machine is fit without
+        except RankFailure as failure:  # no job captures its steps, so a failure does not make the machine unfit
             return [found("CUDA graph", str(failure).strip().splitlines()[-1], True)]
 
     def verified(limit_s: float) -> list[Finding]:

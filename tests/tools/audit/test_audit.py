@@ -473,6 +473,6 @@ def test_compiled_code_runs_compiled_and_its_cells_say_so() -> None:
     calls = len(ran)
     report = loop.audited(1)
     assert len(ran) == 2 * calls
-    assert "compute ? torch.compile runs it unseen (6 row(s))" in str(report)
-    assert "gradient ? torch.compile ends it with casts unseen (6 row(s))" in str(report)
+    assert "compute ? the operations inside torch.compile are not observed (6 row(s))" in str(report)
+    assert "gradient ? the casts inside torch.compile are not observed (6 row(s))" in str(report)
     assert not report.harms

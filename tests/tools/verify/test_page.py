@@ -1,6 +1,6 @@
 """Every command of docs/verify.md runs and prints the text below it, and its script passes.
-A trainer without accessible gradients is judged by its updates, one whose optimizer is none of torch's is told so, and
-an overflow is never within a bound.
+A trainer without accessible gradients is judged by its updates, one whose optimizer is not torch's is refused with that
+reason, and an overflow is never within a bound.
 """
 
 from __future__ import annotations

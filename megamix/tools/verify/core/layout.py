@@ -1,6 +1,6 @@
 """Names of layouts, the settings they mean, and the size at which they are verified.
 
-Imports no torch, so that a wrong name is told at once.
+Imports no torch, so that a wrong name is reported at once.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def explain_clipping(right: RightStep, name: str, found: Tensor, bound: float) -
         coefficients = (right.clip / (norms + 1e-6)).clamp(max=1.0)
         near = len(norms) and float((found - coefficients[_owner(right, name)] * whole).abs().max()) <= bound
         return "clipped on each rank by the norm of its own shards" if near else ""
-    if factor >= 1.001:  # clipping makes nothing larger, and it hides how large the gradient was before
+    if factor >= 1.001:  # clipping never enlarges a gradient, and hides how large it was before
         norm = norm_of(right.whole)
         texts = [text for times, text in right.meanings() if times > factor]
         if abs(factor * norm / right.clip - 1) > 1e-3:

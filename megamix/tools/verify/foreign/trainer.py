@@ -153,7 +153,7 @@ def check_trainer(trainer: ForeignTrainer) -> None:
             kind = "nothing" if isinstance(made[0], Sequence) else type(made[0]).__name__
             raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned {kind}, must be a list of micro-batches")
         batches = [moved([*one], cpu) for one in made]
-        for needed in ("setup", "step"):  # yours run on the ranks only; an inherited one says what is missing
+        for needed in ("setup", "step"):  # run on the ranks only; an inherited one raises and says what is missing
             if getattr(type(trainer), needed) is getattr(ForeignTrainer, needed):
                 getattr(trainer, needed)(models[0])
         optimizers_of(trainer.optimizer(models[0]), f"{who}.optimizer(model)")

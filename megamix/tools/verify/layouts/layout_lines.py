@@ -25,7 +25,7 @@ DEADLINE_S = 1800.0
 
 
 def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False) -> Iterator[str]:
-    """Yield the lines to print, as they become known. The beginning of each layout is told on stderr."""
+    """Yield the lines to print, as they become known. The beginning of each layout is reported on stderr."""
     yield size_told(config)
     yield row("layout", "attempts", "skipped", *COLUMNS, "")
     pools: dict[int, RankPool] = {}

@@ -137,7 +137,7 @@ class _WatchedTrainer(Trainer):
         self._poison.active = update in self._to_overflow
         self._to_overflow.discard(update)
         if update == self._part.until and not self._poison.active:
-            self.engine.stop_request.fill_(signal.SIGTERM)  # this step carries it to the others
+            self.engine.stop_request.fill_(signal.SIGTERM)  # this step sends the request to the other ranks
 
     def _note(self, attempt: Attempt, result: StepResult) -> None:
         super()._note(attempt, result)

@@ -385,7 +385,7 @@ class LowPrecisionGather(ByHand):
 
 @bug("several", "gradient", "", "another forward on rank 0 alone", ranks=2)
 class OneRankEvaluates(ByHand):
-    """Rank 0 evaluates, alone, and its model stays in that mode. The loss that is told is all ranks' mean."""
+    """Rank 0 evaluates, alone, and its model stays in that mode. The reported loss is all ranks' mean."""
 
     batch_norm = True
 
