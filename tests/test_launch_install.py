@@ -1,4 +1,4 @@
-"""The scripts: which Python they take, what they install when, and what they never touch."""
+"""The scripts choose the right Python, install only when needed, and leave everything else alone."""
 
 import shutil
 import subprocess

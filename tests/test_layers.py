@@ -1,4 +1,4 @@
-"""The architecture: imports go from a higher layer to a lower one, no torch in `config`, nothing that unpickles."""
+"""Imports go from a higher layer to a lower one, no torch in `config`, nothing that unpickles."""
 
 import ast
 import re

@@ -1,5 +1,5 @@
-"""A flat range of a block is a few boxes, by brute force: every element once, in order, under any block, range and
-number of dims.
+"""A flat range of a block is cut into a few boxes, which hold every element once and in order, for any block, range and
+number of dims: compared with brute force.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Saves beside training: each is the state of its own instant, one at a time, and all ranks learn the same outcome."""
+"""A save beside training holds the state of one instant; saves run one at a time, and all ranks learn the same
+outcome.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Packed documents: where each begins, what is predicted, every token once an epoch; parts of a split are disjoint."""
+"""Packed rows say where each document begins and which tokens are targets, and use every token once an epoch; parts of
+a split are disjoint.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""`megamix prepare`: whole or not there, the same bytes each time, and each document in exactly one part."""
+"""The output of `megamix prepare` is whole or missing, has the same bytes each time, and has each document in exactly
+one part.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,6 @@
-"""An axis from outside: replicas over dp train as one process that adds in the same order, bit for bit, and resume."""
+"""With an axis that a program adds, replicas over dp train as one process that adds in the same order, bit for bit, and
+resume.
+"""
 
 from pathlib import Path
 

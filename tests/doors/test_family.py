@@ -1,4 +1,4 @@
-"""A family from outside, of two kinds of blocks: trained on dp2, tp2, pp2, resumed, exported, planned and verified."""
+"""A plugin's family of two kinds of blocks is trained on dp2, tp2 and pp2, resumed, exported, planned and verified."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A loss-scale rule, a source, a reader, a metric and a tracker from outside: a job with all of them on two ranks,
-stopped and started again, ends bitwise as one that ran through, logs included; a tracker that fails ends nothing.
+"""A job with a plugin's loss-scale rule, source, reader, metric and tracker on two ranks, stopped and started again,
+ends bitwise as an uninterrupted one, logs included; a tracker that fails ends no run.
 """
 
 from __future__ import annotations

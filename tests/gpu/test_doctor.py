@@ -1,5 +1,5 @@
-"""`megamix doctor` on a machine with two simulated GPUs has a verdict on each part and ends with 0: right are sums,
-layouts, norms and steps that make the host wait for nothing; slow is what an H100 does faster than a CPU
+"""`megamix doctor` on a machine with two simulated GPUs has a verdict on each part and ends with 0: sums, layouts,
+norms and steps without host waits are right, and work that an H100 does faster than a CPU is slow
 """
 
 from __future__ import annotations

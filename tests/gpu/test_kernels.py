@@ -1,4 +1,4 @@
-"""The kernels that an H100 would run, compiled without a GPU: one for a run's update, of the bytes and accesses that
+"""The kernels for an H100 are compiled without a GPU: one for a run's update, of the bytes and accesses that
 the design says, without spills or FP64, one graph for all lengths; and Triton's interpreter gets from them what the
 plain functions give.
 """

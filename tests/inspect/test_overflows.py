@@ -1,4 +1,4 @@
-"""The words on an overflow: a non-finite loss, a non-finite gradient and one too large to square are told apart."""
+"""The report on an overflow distinguishes a non-finite loss, a non-finite gradient and one too large to square."""
 
 import math
 

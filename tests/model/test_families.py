@@ -1,4 +1,6 @@
-"""GPT-2, Llama 2 and 3, Qwen 2.5 and 3 are settings of the one transformer: the logits of transformers within 1e-5."""
+"""GPT-2, Llama 2 and 3, Qwen 2.5 and 3 are settings of the one transformer, whose logits are those of the library
+transformers within 1e-5.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The model: every variant, causality, initial values, one graph for all blocks."""
+"""Every variant of the model computes its equations, is causal, has the right initial values, and has one compiled
+graph for all blocks.
+"""
 
 import functools
 import math

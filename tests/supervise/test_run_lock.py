@@ -1,4 +1,6 @@
-"""One job in a run folder: the second is refused by name, and the lock of a dead one is taken over."""
+"""A run folder has one job at a time: a second one is refused, with the holder's name, and the lock of a dead one is
+taken over.
+"""
 
 from __future__ import annotations
 
