@@ -68,12 +68,19 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments.
 
-    Overrides may stand behind a flag as well, where argparse takes no positional arguments.
+    Overrides may stand behind a flag as well, where argparse takes no positional arguments. What follows `--` is
+    another program's command.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    argv = [*(sys.argv[1:] if argv is None else argv)]
+    end = argv.index("--") if "--" in argv else len(argv)
+    argv, command = argv[:end], argv[end + 1 :]
     arguments, rest = _parser(argv).parse_known_args(argv)
     if takes_overrides := hasattr(arguments, "overrides"):
         rest = arguments.overrides = [*arguments.overrides, *rest]
+    if command and not hasattr(arguments, "command"):
+        arguments.parser.error(f"{arguments.verb} runs no command, got -- {' '.join(command)}")
+    if command:
+        arguments.command = command
     unknown = [text for text in rest if not takes_overrides or "=" not in text or text.startswith("-")]
     if unknown:
         meant = override_meant(unknown) if takes_overrides else None

@@ -7,5 +7,8 @@ holders    tensors that the optimizer updates for each parameter, and the dtypes
 report     rows by pattern, and the page
 warnings   facts that do harm, and their remedies
 audit      the conductor: `megamix.audit`
+script     audit of any command, from outside
+in_script  its part in each process of the script
+start      folder on the script's path, by which its Pythons tell of their updates
 command    the verb
 """

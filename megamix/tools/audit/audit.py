@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.tools.audit.facts import NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, gather_facts
 from megamix.tools.audit.holders import find_truths, fully_sharded, innermost, is_compiled, wires_told
@@ -38,15 +39,11 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) ->
     if not isinstance(model, nn.Module):
         raise TypeError(f"audit: got a model of type {type(model).__name__}; write megamix.audit(model, optimizer)")
     facts = describe(model)
-    with ExitStack() as stack:
-        stack.callback(watch.release)
-        if isinstance(optimizer, ShardedEngine):
-            stack.enter_context(engine_updates(optimizer, {one.name: one for one in facts.values()}, watch))
-        else:
-            stack.enter_context(wires_told(model, facts, watch.reduced))
-            stack.enter_context(optimizer_updates(innermost(optimizer), find_truths(optimizer, facts), watch))
-        watch.handles += _follow(model, facts, watch)
-        stack.enter_context(watch)
+    if isinstance(optimizer, ShardedEngine):
+        updates = engine_updates(optimizer, {one.name: one for one in facts.values()}, watch)
+    else:
+        updates = torch_updates(model, [optimizer], facts, watch)
+    with updates, watched(model, facts, watch):
         yield report
     finite = all(one.largest.get("gradient", 0.0) < torch.inf for one in facts.values())
     if not watch.steps and finite and not watch.overflowed:
@@ -54,8 +51,31 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) ->
             "audit: no step was made inside the block: call optimizer.step() there, or scaler.step(optimizer) with a "
             "GradScaler, after the backward of its last micro-batch; give audit the optimizer that is stepped"
         )
+    report.fill(gather_facts(facts.values()), watch.loss_scale, Topology.current().world.size, skipped=not watch.steps)
+
+
+@contextmanager
+def torch_updates(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], facts: Mapping[nn.Parameter, ParamFacts],
+    watch: Watch,
+) -> Iterator[None]:  # fmt: skip
+    """Count the changes that each optimizer's step makes in the block, and note what the model's wrappers tell."""
+    with ExitStack() as stack:
+        stack.enter_context(wires_told(model, facts, watch.reduced))
+        for optimizer in optimizers:
+            stack.enter_context(optimizer_updates(innermost(optimizer), find_truths(optimizer, facts), watch))
+        yield
+
+
+@contextmanager
+def watched(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: Watch) -> Iterator[None]:
+    """Watch every operation of the block, then note the dtypes that each parameter was computed with."""
+    with ExitStack() as stack:
+        stack.callback(watch.release)
+        watch.handles += _follow(model, facts, watch)
+        stack.enter_context(watch)
+        yield
     _settle_compute(facts.values(), watch, any(map(is_compiled, model.modules())))
-    report.fill(gather_facts(facts.values()), watch.loss_scale, skipped=not watch.steps)
 
 
 def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: Watch) -> Iterator[RemovableHandle]:

@@ -1,4 +1,4 @@
-"""The verb `audit`: the first updates of a job on synthetic text, the last of them audited, and its page.
+"""The verb `audit`: the first updates of a job on synthetic text, or of any script, the last of them audited; the page.
 
 Imports no torch before the configuration is read, so that a mistake in it shows at once.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from megamix.arguments import Failed, Parser, add_config, check_plugins, lines_told
 from megamix.config import Config, ConfigError, load_config
+from megamix.supervise.console import say
 from megamix.tools.verify.core.layout import Layout, at_own_size, size_told
 
 if TYPE_CHECKING:
@@ -20,21 +23,46 @@ if TYPE_CHECKING:
 
 
 def audit_arguments(parser: Parser) -> None:
-    parser.example = "megamix audit job.toml"
-    add_config(parser, "TOML file; its token files are not read")
+    parser.example = "megamix audit job.toml, or megamix audit -- python train.py"
+    add_config(parser, "TOML file; its token files are not read", nargs="?")
+    parser.set_defaults(command=[])
     parser.add_argument("--updates", metavar="N", type=int, default=3, help="updates; the last one is audited (3)")
     parser.add_argument("--json", action="store_true", help="every share and dtype in full")
 
 
 @lines_told
 def run_audit(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield the page, on the first rank only.
+    """Yield the page, on the first rank only."""
+    updates, least = arguments.updates, 2 if arguments.command else 1
+    if updates < least:
+        raise ConfigError([f"--updates: got {updates}, must be at least {least}; write --updates 3"], "flags")
+    if (arguments.config is None) != bool(arguments.command):
+        arguments.parser.error("it takes either CONFIG or -- COMMAND")
+    yield from _of_script(arguments) if arguments.command else _of_job(arguments)
+
+
+def _of_script(arguments: argparse.Namespace) -> Iterator[str]:
+    from megamix.tools.audit.script import audit_script  # imports torch
+
+    command, updates = arguments.command, arguments.updates
+    say(f"megamix audit: runs {shlex.join(command)} up to its update {updates}, which is audited", sys.stderr)
+    seen = audit_script(command, updates, quiet=arguments.json)
+    yield _page(arguments, seen.report, f"update {updates} of {shlex.join(command)} on {seen.ranks} rank(s)")
+    if seen.unseen:
+        say(f"megamix audit: {seen.unseen} tensor(s) that an optimizer moves are in no module: not judged", sys.stderr)
+
+
+def _page(arguments: argparse.Namespace, report: AuditReport, head: str) -> str:
+    page = report.to_json() if arguments.json else f"{head}\n{report}"
+    return Failed(page) if report.harms else page
+
+
+def _of_job(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the page of a job.
 
     The ranks are those that torchrun started; without torchrun, as many as divide the model are started here.
     """
     config, updates = load_config(arguments.config, arguments.overrides), arguments.updates
-    if updates < 1:
-        raise ConfigError([f"--updates: got {updates}, must be at least 1; write --updates 3"], "flags")
     check_plugins(arguments, config)
     config = at_own_size(config, arguments.overrides)
     section, started = config.parallelism, int(os.environ.get("WORLD_SIZE", "1"))
@@ -54,9 +82,7 @@ def run_audit(arguments: argparse.Namespace) -> Iterator[str]:
         with RankPool(ranks) as pool:
             report = pool.call(audit_job, config, updates)[0]
     if os.environ.get("RANK", "0") == "0":
-        head = f"update {updates} on {ranks} rank(s), synthetic text, {size_told(config)}"
-        page = report.to_json() if arguments.json else f"{head}\n{report}"
-        yield Failed(page) if report.harms else page
+        yield _page(arguments, report, f"update {updates} on {ranks} rank(s), synthetic text, {size_told(config)}")
 
 
 def audit_job(config: Config, updates: int) -> AuditReport:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,8 +131,13 @@ def gather_facts(facts: Iterable[ParamFacts]) -> dict[str, ParamFacts]:
     """Return the facts of all ranks, put together by name. Every rank must call it."""
     device = rank_device()
     collectives = make_collectives(Topology.current().world, device)
+    return join_facts(gather_json(collectives, [asdict(one) for one in facts], device))
+
+
+def join_facts(by_rank: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, ParamFacts]:
+    """Return the facts that each rank tells, as `asdict` gives them, put together by name."""
     whole: dict[str, ParamFacts] = {}
-    for told in gather_json(collectives, [asdict(one) for one in facts], device):
+    for told in by_rank:
         for one in (ParamFacts(**entries) for entries in told):
             there = whole.setdefault(one.name, replace(one, counts={}, largest={}))
             there.dtypes = {name: joined(there.dtypes[name], cell) for name, cell in one.dtypes.items()}

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from megamix.comm.topology import Topology
 from megamix.tools.audit.facts import COLUMNS, NOWHERE, UNKNOWN, ParamFacts
 from megamix.tools.audit.warnings import AuditWarning, warnings_of
 
@@ -68,11 +67,10 @@ class AuditReport:
             raise RuntimeError(_TOO_EARLY)
         return any(one.harms for one in self.warnings)
 
-    def fill(self, facts: Mapping[str, ParamFacts], loss_scale: float | None, *, skipped: bool) -> None:
+    def fill(self, facts: Mapping[str, ParamFacts], loss_scale: float | None, ranks: int, *, skipped: bool) -> None:
         """Take the facts of all ranks on one step."""
         self.rows, self.loss_scale = make_rows(facts.values()), None if loss_scale == 1 else loss_scale
-        ranks, scaled = Topology.current().world.size, self.loss_scale is not None
-        self.warnings = warnings_of(facts, self.rows, ranks, scaled, skipped)
+        self.warnings = warnings_of(facts, self.rows, ranks, self.loss_scale is not None, skipped)
 
     def lines(self) -> Iterator[str]:
         """Yield the page, at most 120 characters wide but for names and warnings."""

@@ -78,9 +78,23 @@ def optimizer_updates(
     """
     under_way: dict[Tensor, Update] = {}
 
-    @torch.no_grad()
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         under_way.clear()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            copy()
+            return None
+
+        def then_copy() -> Any:  # the gradients are there once the closure has run; a line search runs it again
+            loss = closure()
+            if not under_way:
+                copy()
+            return loss
+
+        return (optimizer, then_copy), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    @torch.no_grad()
+    def copy() -> None:
         # A GradScaler leaves its scale and its finding to a fused update.
         scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         watch.loss_scale = watch.loss_scale if scale is None else float(scale)

@@ -1,0 +1,138 @@
+"""Audit of one update from inside a script that knows nothing of it, in each of its processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megamix.tools.audit.audit import torch_updates, watched
+from megamix.tools.audit.facts import ParamFacts, describe
+from megamix.tools.audit.holders import innermost
+from megamix.tools.audit.watch import Watch
+
+WAIT_S = 60.0  # for ranks whose update takes longer
+MOST_SKIPPED = 40  # attempts in a row that overflow
+
+Kind = TypeVar("Kind")
+
+
+class ScriptAudit:
+    """Watches everything between two updates of the optimizer that steps first, and ends the process behind the second.
+
+    Optimizers that take turns are all watched. An attempt that overflows is watched anew.
+    """
+
+    def __init__(self, updates: int, folder: str, tell: Callable[..., None]):
+        """`updates`: number of the update to watch, at least 2. `tell`: writes this process's note into `folder`."""
+        self._updates, self._folder, self._tell = updates, Path(folder), tell
+        self._leader: torch.optim.Optimizer | None = None
+        self._made = self._skipped = 0
+        self._stepped: list[torch.optim.Optimizer] = []  # since the watch began
+        self._watch: Watch | None = None
+        self._stack = ExitStack()
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of an update. Raises: ValueError that says why the script cannot be audited."""
+        if innermost(optimizer) is not optimizer:  # a wrapper, whose inner one has told it already
+            return
+        self._leader = self._leader or optimizer
+        self._stepped.append(optimizer)
+        if optimizer is not self._leader:
+            return
+        if self._watch is None:
+            self._made += 1
+            if self._made == self._updates - 1:
+                self._begin()
+        elif self._watch.overflowed:
+            self._skipped += 1
+            if self._skipped > MOST_SKIPPED:
+                raise ValueError(f"{self._skipped} attempts in a row overflowed; audit it later: --updates 100")
+            self._stack.close()
+            self._begin()
+        else:
+            self._stack.close()
+            self._end(self._watch)
+
+    def _begin(self) -> None:
+        self._optimizers = [one for one in _living(torch.optim.Optimizer) if innermost(one) is one]
+        roots = trained_roots(self._optimizers)
+        if not roots:
+            raise ValueError(
+                "no nn.Module holds what the optimizer moves, so no name of it is known; put with megamix.audit(model, "
+                "optimizer) around a step of it: docs/verify.md"
+            )
+        model = roots[0] if len(roots) == 1 else _together(roots)
+        self._facts, self._watch, self._stepped = describe(model), Watch(), []
+        self._stack.enter_context(torch_updates(model, self._optimizers, self._facts, self._watch))
+        self._stack.enter_context(watched(model, self._facts, self._watch))
+
+    def _end(self, watch: Watch) -> None:
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        judged = [*self._judged()]
+        held = {param for optimizer in self._stepped for group in optimizer.param_groups for param in group["params"]}
+        unseen = len(held) - sum("held" in one.counts for one in judged)
+        facts = [asdict(one) for one in judged]
+        self._tell("facts", facts=facts, world=world, loss_scale=watch.loss_scale, unseen=unseen)
+        end = time.monotonic() + WAIT_S
+        while len([*self._folder.glob("*.facts")]) < world and time.monotonic() < end:
+            time.sleep(0.05)
+        # The script's own way out would save checkpoints, or call this an error.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _judged(self) -> Iterator[ParamFacts]:
+        """Yield the facts that are whole: without parameters whose optimizer has made no step meanwhile."""
+        moved, waiting = set[torch.Tensor](), set[torch.Tensor]()
+        for optimizer in self._optimizers:
+            params = {param for group in optimizer.param_groups for param in group["params"]}
+            (moved if optimizer in self._stepped else waiting).update(params)
+        for param, one in self._facts.items():
+            if param in moved or param not in waiting:
+                one.counts.pop("unsaved", None)  # the script may save copies of masters by itself
+                yield one
+
+
+def trained_roots(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Module]:
+    """Return the outermost modules that hold what these optimizers move, or what has a gradient: an optimizer may hold
+    copies. Of modules that hold the same, as one and its compiled form do, the first one is taken.
+    """
+    held = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+
+    def trained(module: nn.Module) -> set[nn.Parameter]:
+        return {param for param in module.parameters() if param in held or param.grad is not None}
+
+    modules = [*_living(nn.Module)]
+    inner = {inside for module in modules for inside in module.children()}
+    by_root = {module: found for module in modules if module not in inner and (found := trained(module))}
+    roots, covered = list[nn.Module](), set[nn.Parameter]()
+    for root, found in sorted(by_root.items(), key=lambda one: -len(one[1])):
+        if not found <= covered:
+            roots.append(root)
+            covered |= found
+    return roots
+
+
+def _living(kind: type[Kind]) -> Iterator[Kind]:
+    """Yield every living object of a class. By type: an object asked for its class may import what it stands for."""
+    return (found for found in gc.get_objects() if issubclass(type(found), kind))
+
+
+def _together(roots: Sequence[nn.Module]) -> nn.Module:
+    """Return a module in which each root has the name of its class, and a number if there are others of it."""
+    kinds, named = [type(root).__name__ for root in roots], dict[str, nn.Module]()
+    for kind, root in zip(kinds, roots, strict=True):
+        number = sum(name.startswith(kind) for name in named)
+        named[f"{kind}{number}" if kinds.count(kind) > 1 else kind] = root
+    return nn.ModuleDict(named)

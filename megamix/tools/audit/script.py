@@ -1,0 +1,114 @@
+"""Audit of any script: run its command, have each of its processes watch one update, and put the facts together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from megamix.tools.audit.facts import join_facts
+from megamix.tools.audit.report import AuditReport
+
+POLL_S = 0.1
+LEAVE_S = 10.0  # for the command, once its processes are over, and then for its answer to SIGTERM
+_START = Path(__file__).with_name("start")
+
+Note = Mapping[str, Any]
+
+
+class ScriptReport(NamedTuple):
+    """Result of a script's audit."""
+
+    report: AuditReport
+    ranks: int
+    unseen: int  # tensors that its optimizers move and no module holds
+
+
+def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -> ScriptReport:
+    """Return the report on update number `updates` of the script that a command starts.
+
+    The command is ended behind that update. `quiet`: its output goes to stderr. Raises: OSError if it does not start;
+    ValueError that says why nothing was seen.
+    """
+    with TemporaryDirectory(prefix="megamix-audit-") as folder:
+        paths = [str(_START), *filter(None, [os.environ.get("PYTHONPATH")])]
+        added = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "MEGAMIX_AUDIT_FOLDER": folder,
+            "MEGAMIX_AUDIT_PATH": str(Path(__file__).parents[3]),
+            "MEGAMIX_AUDIT_UPDATES": str(updates),
+        }
+        # A session of its own, so that all its processes can be ended together.
+        child = subprocess.Popen(
+            command, env=os.environ | added, stdout=sys.stderr if quiet else None, start_new_session=True
+        )
+        try:
+            notes = _wait(child, Path(folder), updates)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(LEAVE_S)
+        finally:
+            _end(child)
+    report = AuditReport()
+    report.fill(join_facts(note["facts"] for note in notes), notes[0]["loss_scale"], len(notes), skipped=False)
+    return ScriptReport(report, len(notes), max(note["unseen"] for note in notes))
+
+
+def _wait(child: subprocess.Popen[bytes], folder: Path, updates: int) -> list[Note]:
+    """Return the notes of all ranks. Raises: ValueError if they do not come, or one is a refusal."""
+    while True:
+        status = child.poll()  # before the notes are read: what ends has written its own
+        if refusals := _notes(folder, "refusal"):
+            raise ValueError(f"the script cannot be audited: {refusals[0]['text']}")
+        told = _notes(folder, "facts")
+        if told and len(told) >= told[0]["world"]:
+            return told
+        if told and status is not None:
+            world = told[0]["world"]
+            raise ValueError(f"{len(told)} of {world} ranks were seen; start all of them here, by one command")
+        if status is not None:
+            raise ValueError(_why_not(_notes(folder, "end"), status, updates))
+        time.sleep(POLL_S)
+
+
+def _notes(folder: Path, kind: str) -> list[Note]:
+    return [json.loads(path.read_text()) for path in folder.glob(f"*.{kind}")]
+
+
+def _why_not(ends: Sequence[Note], status: int, updates: int) -> str:
+    """Say why a command has ended without an audit."""
+    if status:
+        return f"the command ended with status {status} before its update {updates}; its own message is above"
+    if not ends:
+        return (
+            "no Python of this command has imported torch with the audit's PYTHONPATH, which python -I or another "
+            "environment leaves out; write megamix audit -- python SCRIPT"
+        )
+    made = max(note["made"] for note in ends)
+    if not made and any(note["engine"] for note in ends):
+        return "it trains by megamix's own engine; put with megamix.audit(model, engine) around a step of it"
+    if not made:
+        return (
+            "no torch.optim.Optimizer made an update: one that is written by hand, or is no subclass of it, cannot be "
+            "seen from outside; docs/verify.md says how a loop is judged by its results"
+        )
+    return f"it made {made} update(s); write --updates {max(made, 2)}, or give it more to do"
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the command and what it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if child.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(LEAVE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # what it has started and left

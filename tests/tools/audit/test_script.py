@@ -1,0 +1,128 @@
+"""`megamix audit -- COMMAND` sees one update of a script that knows nothing of it, as `megamix.audit` would, and ends
+the script; where it cannot see, it says why.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import megamix
+from megamix.cli import main
+from megamix.tools.audit.script import audit_script
+from tests.tools.audit.scripts import LR, loss_of, model
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def script(name: str) -> list[str]:
+    return [sys.executable, "-m", "tests.tools.audit.scripts", name]
+
+
+def test_it_tells_what_an_audit_in_the_loop_tells(capfd: pytest.CaptureFixture[str]) -> None:
+    module = model().bfloat16()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(module, step).backward()
+        optimizer.step()
+    with megamix.audit(module, optimizer) as report:
+        optimizer.zero_grad()
+        loss_of(module, 2).backward()
+        optimizer.step()
+    assert main(["audit", "--", *script("half")]) == 1
+    head, *page = capfd.readouterr().out.splitlines()
+    assert head.startswith("update 3 of ")
+    assert page == str(report).splitlines()
+
+
+def test_an_attempt_that_overflows_is_watched_anew_on_all_ranks() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
+    seen = audit_script([*launcher, *script("overflowing")[2:]], 3)
+    assert (seen.ranks, seen.report.loss_scale, seen.report.warnings) == (2, 2.0**10, [])
+    wires = {row.dtypes["wire"] for row in seen.report.rows}
+    assert wires == {"fp32"}
+
+
+def test_gradients_that_come_with_the_closure_are_seen() -> None:
+    report = audit_script(script("by_closure"), 2).report
+    assert report.warnings == []
+    assert {row.dtypes["gradient"] for row in report.rows} == {"fp32"}
+
+
+def test_optimizers_take_turns_and_the_one_that_waits_is_not_judged() -> None:
+    seen = audit_script(script("in_turns"), 3)
+    assert [row.name for row in seen.report.rows] == [
+        "Sequential0.0.weight",
+        "Sequential0.1.weight",
+        "Sequential0.1.bias",
+    ]
+    assert (seen.report.warnings, seen.unseen) == ([], 1)
+    both = audit_script(script("in_turns"), 9).report
+    (wrong,) = (one for one in both.warnings if one.harms)
+    assert "no FP32 master" in str(wrong)
+    assert wrong.where.startswith("Sequential1.")
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (script("twice"), r"it made 2 update\(s\); write --updates 2"),
+        (script("by_hand"), "no torch.optim.Optimizer made an update"),
+        (script("loose_tensor"), "no nn.Module holds what the optimizer moves"),
+        ([sys.executable, "-c", "pass"], "no Python of this command has imported torch"),
+        ([sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3 before its update 3"),
+    ],
+)
+def test_where_it_cannot_see_it_says_why(command: list[str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        audit_script(command, 3)
+
+
+def test_a_script_that_trains_by_the_engine_is_told_of_the_audit_for_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    text = """
+        import torch, megamix
+        engine = megamix.ShardedEngine(torch.nn.Linear(2, 1), megamix.NAG(lr=0.1), compile_update=False)
+        engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+    """
+    program.write_text(textwrap.dedent(text))
+    with pytest.raises(ValueError, match=r"put with megamix.audit\(model, engine\) around a step"):
+        audit_script([sys.executable, str(program)], 2)
+
+
+def test_another_sitecustomize_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.told = 5\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match="ended with status 5"):
+        audit_script([sys.executable, "-c", "raise SystemExit(told)"], 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["audit"], "it takes either CONFIG or -- COMMAND"),
+        (["audit", "job.toml", "--", "python"], "it takes either CONFIG or -- COMMAND"),
+        (["audit", "--updates", "1", "--", "python"], "--updates: got 1, must be at least 2"),
+        (["audit", "--", "no-such-program"], "No such file"),
+        (["plan", "job.toml", "--", "python", "x.py"], "plan runs no command, got -- python x.py"),
+    ],
+)
+def test_a_wrong_command_line_is_one_message(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = int(str(error.code))
+    assert (status, why in capsys.readouterr().err) == (2, True)
