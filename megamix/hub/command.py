@@ -104,7 +104,7 @@ def evaluate_arguments(parser: Parser) -> None:
     parser.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
     parser.add_argument("--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)")
     parser.add_argument("--seq-len", metavar="N", type=int, help="tokens in a window (the model's seq_len)")
-    parser.add_argument("--stride", metavar="N", type=int, help="tokens between windows (those in a window)")
+    parser.add_argument("--stride", metavar="N", type=int, help="tokens from one window's start to the next (a window)")
     parser.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval-harness instead, with commas between")

@@ -118,8 +118,8 @@ class StepProgress:
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
-        """Keep everybody else from continuing the step inside the block. Raises: RuntimeError if a call is under way
-        already.
+        """Keep other threads, and calls from hooks, from continuing the step inside the block. Raises: RuntimeError if
+        a call is under way already.
         """
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(

@@ -1,5 +1,5 @@
-"""Persistent buffers of a module are saved once and loaded on every rank, in their own dtypes, on any layout; one that
-a checkpoint has not stays as it is.
+"""Persistent buffers of a module are saved once and loaded on every rank, in their own dtypes, on any layout; a buffer
+that a checkpoint lacks keeps its value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A prepare killed at any instant and run again, by any workers, ends with the bytes of one that was not."""
+"""A prepare killed at any instant and run again, by any workers, ends with the bytes of an uninterrupted one."""
 
 import fcntl
 import gzip

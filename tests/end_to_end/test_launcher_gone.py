@@ -1,5 +1,5 @@
-"""A closed terminal, nohup, a launcher that is stopped, or dead while a rank is stopped: the run ends or goes on as it
-should.
+"""A run saves and ends, or goes on, when its terminal is closed, under nohup, when its launcher is stopped, and when
+its launcher is dead while a rank is stopped.
 """
 
 from __future__ import annotations

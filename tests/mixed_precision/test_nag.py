@@ -1,5 +1,5 @@
 """Each form of NAG, with both weight decays and without momentum, is its library's rule within FP32 rounding; the forms
-differ as the page says.
+differ as docs/numerics.md says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A log line's rates and shares are those of the interval, validation left out; the bar only on a terminal."""
+"""A log line's rates and shares are those of the interval, validation left out; the progress bar appears only on a
+terminal.
+"""
 
 from __future__ import annotations
 
