@@ -50,10 +50,9 @@ def state_set(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> StateS
 
 def state_sets(engine: ShardedEngine) -> list[tuple[Entry, StateSet]]:
     """Return everything that the whole model has to save: every parameter, then every buffer, each with its states."""
-    params = [
-        (entry, state_set(engine.optimizer, entry.name, entry.full_shape)) for entry in engine.plan.entries.params
-    ]
-    return [*params, *((entry, {BUFFER: DTYPE_NAMES[entry.dtype]}) for entry in engine.plan.entries.buffers)]
+    entries, optimizer = engine.plan.entries, engine.optimizer
+    params = [(entry, state_set(optimizer, entry.name, entry.full_shape)) for entry in entries.params]
+    return [*params, *((entry, {BUFFER: DTYPE_NAMES[entry.dtype]}) for entry in entries.buffers)]
 
 
 def parts_of_range(param: str, state: str, block: Box, start: int, flat: Tensor) -> Iterator[Part]:

@@ -181,9 +181,8 @@ class Blend:
             periods, places = np.divmod(samples[here] - self._starts[stage], len(order))
             source = order[places]
             sources[here] = source
-            numbers[here] = (
-                self._given[stage, source] + periods * self._weights[stage, source] + self._ranks[stage][places]
-            )
+            before = self._given[stage, source] + periods * self._weights[stage, source]
+            numbers[here] = before + self._ranks[stage][places]
         return sources, numbers
 
 

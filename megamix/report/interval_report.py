@@ -217,9 +217,7 @@ def count_layers(examination: Examination, max_abs: Tensor, loss_scale: float) -
     two bins.
     Shapes: max_abs FP64 (params,), of the gradient with the scale in it.
     """
-    counted, zeros, updates = (
-        tensor.cpu() for tensor in (examination.exponents, examination.zeros, examination.updates)
-    )
+    counted, zeros, updates = examination.exponents.cpu(), examination.zeros.cpu(), examination.updates.cpu()
     nonzero = counted[:, :-1].clone()  # without the bin of inf and NaN
     nonzero[:, 0] -= zeros
     scaled = torch.arange(nonzero.shape[1]) - EXPONENT_BIAS

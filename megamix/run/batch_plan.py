@@ -106,8 +106,9 @@ def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
         raise ValueError(f"attempts is {state.attempts}, but {state.applied} were applied and {skipped} overflowed")
     if (state.last_applied_scale is None) != (state.applied == 0):
         raise ValueError(f"last_applied_scale is {state.last_applied_scale} after update {state.applied}")
-    if state.last_applied_scale is not None and not _is_used_scale(state.last_applied_scale):
-        raise ValueError(f"last_applied_scale is {state.last_applied_scale}, no power of two that backward uses")
+    scale = state.last_applied_scale
+    if scale is not None and not (SMALLEST_USED <= scale <= LARGEST and math.frexp(scale)[0] == 0.5):
+        raise ValueError(f"last_applied_scale is {scale}, no power of two that backward uses")
     ranges = [part for item in state.waiting for part in item.batch.samples]
     waiting = num_samples(tuple(ranges))
     # Every update took at least one sample of its own, and no attempt took more than a batch.
@@ -131,10 +132,6 @@ def _check_waiting(state: PlanState, skipped: int) -> None:
             raise ValueError(f"waiting: a batch is due in {item.due_in} attempts, after {state.attempts}")
     if (tries := sum(item.tries for item in state.waiting)) > skipped:
         raise ValueError(f"waiting: {tries} tries in vain, but {skipped} attempts overflowed")
-
-
-def _is_used_scale(scale: float) -> bool:
-    return SMALLEST_USED <= scale <= LARGEST and math.frexp(scale)[0] == 0.5
 
 
 class BatchPlan:

@@ -206,11 +206,9 @@ def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
     model = {key.removeprefix("model."): value for key, value in keys.items() if key.startswith("model.")}
     section = section_of(model)
     config = section.model_validate({name: model[name] for name in section.model_fields if name in model})
-    meant = family_of(config).effective(config)
+    meant = {f"model.{name}": value for name, value in family_of(config).effective(config).items()}
     split = keys.get("data.split")
-    return keys | {f"model.{name}": value for name, value in meant.items()} | {
-        "data.split": split and split[0] / sum(split)
-    }  # fmt: skip
+    return {**keys, **meant, "data.split": split and split[0] / sum(split)}
 
 
 def _told(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
