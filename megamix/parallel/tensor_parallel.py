@@ -10,6 +10,7 @@ microseconds. `parallelize_module` also needs connected ranks, and `plan` has no
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def divide_layers(model: Decoder, border: Border) -> None:
     model.norm.register_forward_hook(lambda _, args, out: border.enter(out))
     # A head's loss, which has no dim, is the same on every rank already.
     model.head.register_forward_hook(lambda _, args, out: border.join_columns(out) if out.dim() else out)
-    model.slopes = VocabularySlopes(border.tp)
+    model.slopes = partial(vocabulary_slopes, border.tp)
     model.register_forward_pre_hook(lambda _, args: border.begin(_num_positions(*args)))
     if border.sequence:
         for module in (model, *model.blocks):
@@ -160,33 +161,25 @@ def _swap(module: nn.Module, ops: type[Any], border: Border) -> None:
     module.ops = ops(**vars(module.ops), border=border)
 
 
-class VocabularySlopes:
-    """The counterpart of `megamix.model.cross_entropy.slopes` on ranks with some columns each. The log-likelihoods
-    cover all columns and are the same on every rank; the slopes are those of the rank's own columns. `tp`: the ranks,
-    each with an equal part of the columns, in order.
+def vocabulary_slopes(tp: Collectives, logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
+    """Do what `megamix.model.cross_entropy.slopes` does, on ranks with some columns each: return the log-likelihoods of
+    the targets, which cover all columns and are the same on every rank, and write the slopes of the rank's own columns
+    into `slope`. `tp`: the ranks, each with an equal part of the columns, in order.
 
     Three FP32 numbers of each row travel: the rank's largest logit, the sum of exponentials relative to it, and the
     target's logit, which is 0 on all ranks but the one that has it.
+    Shapes: logits FP32 (rows, columns), targets INT64 (rows,), slope as logits -> FP32 (rows,).
     """
-
-    def __init__(self, tp: Collectives):
-        self._tp = tp
-
-    def __call__(self, logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
-        """Return the log-likelihoods of the targets, and write the slopes into `slope`.
-
-        Shapes: logits FP32 (rows, columns), targets INT64 (rows,), slope as logits -> FP32 (rows,).
-        """
-        column = (targets - self._tp.axis.rank * logits.shape[1]).unsqueeze(1)
-        here = (column >= 0) & (column < logits.shape[1])
-        column = column.where(here, 0)
-        peak = logits.amax(1, keepdim=True)
-        own = torch.cat([peak, (logits - peak).exp_().sum(1, keepdim=True), logits.gather(1, column).where(here, 0)], 1)
-        peaks, sums, target_logits = self._tp.gather(own.view(-1)).view(self._tp.axis.size, *own.shape).unbind(2)
-        highest = peaks.amax(0)
-        logsumexp = (sums * (peaks - highest).exp()).sum(0).log().add_(highest)
-        counts = targets != IGNORE
-        share = (logits - logsumexp.unsqueeze(1)).exp_()
-        share.scatter_add_(1, column, -here.to(share.dtype))
-        slope.copy_(share.mul_(counts.unsqueeze(1) * SLOPE_SCALE))
-        return (target_logits.sum(0) - logsumexp).where(counts, 0)
+    column = (targets - tp.axis.rank * logits.shape[1]).unsqueeze(1)
+    here = (column >= 0) & (column < logits.shape[1])
+    column = column.where(here, 0)
+    peak = logits.amax(1, keepdim=True)
+    own = torch.cat([peak, (logits - peak).exp_().sum(1, keepdim=True), logits.gather(1, column).where(here, 0)], 1)
+    peaks, sums, target_logits = tp.gather(own.view(-1)).view(tp.axis.size, *own.shape).unbind(2)
+    highest = peaks.amax(0)
+    logsumexp = (sums * (peaks - highest).exp()).sum(0).log().add_(highest)
+    counts = targets != IGNORE
+    share = (logits - logsumexp.unsqueeze(1)).exp_()
+    share.scatter_add_(1, column, -here.to(share.dtype))
+    slope.copy_(share.mul_(counts.unsqueeze(1) * SLOPE_SCALE))
+    return (target_logits.sum(0) - logsumexp).where(counts, 0)
