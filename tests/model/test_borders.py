@@ -1,5 +1,5 @@
-"""Packed documents told by their borders, as on a GPU in half: attention and its gradients are those of the mask within
-one rounding, whatever the packing; one graph serves all; recompute changes no bit; what takes no borders has a mask
+"""Packed documents are given by borders, as on a GPU in half: attention and its gradients are those of the mask within
+one rounding, whatever the packing; one graph serves all; recompute changes no bit; attention without borders has a mask
 """
 
 from __future__ import annotations

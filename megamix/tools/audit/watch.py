@@ -105,7 +105,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
             storage = local(out).untyped_storage()
             self._sources[storage._cdata] = (_Weak(storage), (args[0].dtype, flushed(local(args[0]), out.dtype)))
         elif not func.is_view and name not in _NOT_COMPUTED and (self.inside_forward or torch.is_grad_enabled()):
-            for tensor in map(local, tensors_in(args)):  # skipped: an update, or an average of the weights
+            for tensor in map(local, tensors_in(args)):  # computes with them; else it updates or averages
                 param = self._name_of(tensor)
                 if param is not None and name in _COPIES:
                     self._place(param, local(out))
