@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from megamix.durable import written_aside
-from megamix.report.metrics import TAGS, TRANSFERS, LayerPrecision, is_overflow, precision_tag
+from megamix.report.metrics import TAGS, TRANSFERS, is_overflow, precision_tag
 from megamix.run.run_folder import METRICS
 
 _DPI = 120
@@ -214,7 +214,7 @@ class RunHistory:
     loss_scale: Series  # empty in a run without one
     overflows: Series  # loss scale of each overflow
     transfers: list[dict[str, Any]]  # rows of a profiled attempt, by bucket; empty if none was profiled
-    precision: dict[str, HeatMap]  # by the names of LayerPrecision's numbers; empty if no step was examined
+    precision: dict[str, HeatMap]  # by the names in _MAPS; empty if no step was examined
 
 
 def read_history(folder: Path) -> RunHistory:
@@ -271,16 +271,13 @@ def _transfers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _precision(rows: Sequence[dict[str, Any]]) -> dict[str, HeatMap]:
     if not rows:
         return {}
-    names = [field.name for field in fields(LayerPrecision) if field.name != "exponents"]
     layers = [tag.removeprefix(_ZERO_SHARES) for tag in rows[0] if tag.startswith(_ZERO_SHARES)]
     steps = [row["step"] for row in rows]
     return {
-        name: HeatMap(
-            layers, steps, [[_number(row.get(precision_tag(name, layer))) for row in rows] for layer in layers]
-        )
-        for name in names
+        name: HeatMap(layers, steps, [_numbers(rows, precision_tag(name, layer)) for layer in layers]) for name in _MAPS
     }
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+def _numbers(rows: Sequence[dict[str, Any]], tag: str) -> list[float]:
+    """Return a tag's values, NaN for null."""
+    return [math.nan if row.get(tag) is None else row[tag] for row in rows]
