@@ -1,6 +1,5 @@
 """Sources of samples: one small interface, implemented by token files, by mixtures and by a made-up Markov chain."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -151,14 +150,13 @@ class MarkovSource:
     """A Markov chain: tokens without a corpus, equal on every machine.
 
     Every token has `branching` successors, all equally likely. A model that has learned the chain reaches a loss of
-    `entropy` = ln(branching) nats, and no model goes below. A model that knows nothing starts at ln(vocab_size). `seed`
-    decides the samples. The chain is the same for every seed, so samples of another seed can validate.
+    ln(branching) nats, its entropy, and no model goes below. A model that knows nothing starts at ln(vocab_size).
+    `seed` decides the samples. The chain is the same for every seed, so samples of another seed can validate.
     """
 
     def __init__(self, *, vocab_size: int, seq_len: int, branching: int, seed: int) -> None:
         assert 1 <= branching <= vocab_size, (branching, vocab_size)
         self.seq_len = seq_len
-        self.entropy = math.log(branching)  # nats per target
         self._vocab_size = vocab_size
         self._branching = branching
         self._seed = np.uint64(seed)
