@@ -91,6 +91,7 @@ class Turn(NamedTuple):
 
     seconds: float  # seconds of a step
     optimizer_ms: float  # ms of a step's `optimize`
+    optimizer_cpu_s: float  # its processor time, over all threads
     busy: float  # cores that the rank kept busy, its communication threads included
     details_ms: dict[str, float]  # parts of a step
     max_rss_bytes: int  # the process's peak of resident memory so far
@@ -112,7 +113,7 @@ class TrainRank:
         self._side, self._work = side, work
         self._rank = dist.get_rank() if dist.is_initialized() and not work.shared else 0
         self._step = 0
-        self._optimizer_s = 0.0
+        self._optimizer_s = self._optimizer_cpu_s = 0.0
         self._engine: Engine | None = None
 
     def turn(self) -> Turn:
@@ -121,7 +122,7 @@ class TrainRank:
         for _ in range(self._side.warm_up_steps):
             self._train_step(engine)
         engine.details_ms()
-        self._optimizer_s = 0.0
+        self._optimizer_s = self._optimizer_cpu_s = 0.0
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(self._side.steps):
             self._train_step(engine)
@@ -131,7 +132,14 @@ class TrainRank:
         # the machine with the next side.
         engine.finish()
         steps = self._side.steps
-        return Turn(seconds / steps, 1e3 * self._optimizer_s / steps, cpu_s / seconds, details, max_rss_bytes())
+        return Turn(
+            seconds=seconds / steps,
+            optimizer_ms=1e3 * self._optimizer_s / steps,
+            optimizer_cpu_s=self._optimizer_cpu_s / steps,
+            busy=cpu_s / seconds,
+            details_ms=details,
+            max_rss_bytes=max_rss_bytes(),
+        )
 
     def losses(self, steps: int) -> list[float]:
         """Take steps and return this rank's loss of each."""
@@ -160,9 +168,10 @@ class TrainRank:
         shape = (self._work.micro_batches * self._work.micro_batch_size, model.seq_len + 1)
         samples = torch.randint(model.vocab_size, shape, generator=generator).to(self._work.device)
         loss = engine.forward_backward(samples[:, :-1], samples[:, 1:])
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         engine.optimize()
         self._optimizer_s += time.perf_counter() - start_s
+        self._optimizer_cpu_s += time.process_time() - start_cpu_s
         self._step += 1
         return loss.item()
 

@@ -6,7 +6,6 @@ backward is compared with code written by hand, each on a model in a process of 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,9 +27,9 @@ from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.update_slice import Kernel, StepScalars
 from megamix.model.family import parameter_count
 from megamix.model.transformer import Transformer
-from megamix.tools.bench.ranks import Settings, rotated, seconds_of, start_ranks
+from megamix.tools.bench.ranks import Settings, Side, rotated, seconds_of, start_ranks, take_turns
 from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, show, spread
-from megamix.tools.bench.sides import ByHand, Engine, Ours, Work
+from megamix.tools.bench.sides import ByHand, Ours, Work
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
 ADAMW = AdamW(lr=1e-4)
@@ -141,28 +140,6 @@ class UpdateRank:
         return casts
 
 
-class AfterRank:
-    """Rank that takes steps over the same tokens, and times the work after backward."""
-
-    def __init__(self, build: Callable[[Work], Engine], work: Work):
-        self._side = build(work)
-        model = work.model
-        generator = torch.Generator().manual_seed(0)
-        self._tokens = torch.randint(model.vocab_size, (1, model.seq_len + 1), generator=generator)
-
-    def cpu_s(self, steps: int) -> float:
-        """Return the processor time of one step's work after backward, as the mean of `steps` after an untimed one."""
-        self._after_backward()
-        return sum(self._after_backward() for _ in range(steps)) / steps
-
-    def _after_backward(self) -> float:
-        self._side.forward_backward(self._tokens[:, :-1], self._tokens[:, 1:])
-        start_s = time.process_time()
-        self._side.optimize()
-        self._side.finish()
-        return time.process_time() - start_s
-
-
 Seconds = dict[str, list[float]]  # variant -> seconds of a call, round by round
 
 
@@ -171,15 +148,10 @@ def after_backward(rounds: int, sizes: Mapping[str, ModelConfig], calls: int) ->
     measured: dict[str, Seconds] = {}
     for size, model in sizes.items():
         progress(f"update: all after backward, {size} parameters")
-        work = Work(model=model, compile_update=False)
-        seconds: Seconds = {AFTER: [], BY_HAND: []}
-        with ExitStack() as stack:
-            ways = {AFTER: partial(AfterRank, Ours, work), BY_HAND: partial(AfterRank, ByHand, work)}
-            ranks = {way: stack.enter_context(start_ranks(way, actor)) for way, actor in ways.items()}
-            for number in range(rounds):
-                for way in rotated([*ranks], number):
-                    seconds[way] += ranks[way].call(AfterRank.cpu_s, calls)
-        measured[size] = seconds
+        work = Work(model=model, micro_batch_size=1, compile_update=False)
+        sides = [Side(AFTER, Ours, steps=calls), Side(BY_HAND, ByHand, steps=calls)]
+        turns = take_turns(sides, Settings(work=work, rounds=rounds, ranks=1))
+        measured[size] = {way: [turn.optimizer_cpu_s for (turn,) in of_way] for way, of_way in turns.items()}
     return measured
 
 

@@ -54,7 +54,7 @@ def _figures(goals: list[Goal]) -> list[tuple[str, float, bool]]:
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    rounds = [[Turn(0.5, 3.0, 0.5, {"update": 1.0}, 7), Turn(0.25, 4.0, 1.0, {"update": 2.0}, 6)]]
+    rounds = [[Turn(0.5, 3.0, 0.0, 0.5, {"update": 1.0}, 7), Turn(0.25, 4.0, 0.0, 1.0, {"update": 2.0}, 6)]]
     settings = replace(TINY, ranks=2)
     measured = train_bench._measured(rounds, 8, settings)
     # 2 ranks x 2 sequences x 16 tokens in half a second

@@ -48,7 +48,7 @@ def test_all_sides_of_a_layout_agree_on_the_losses(name: str, run_ranks) -> None
 
 def test_ranks_that_share_a_model_count_its_tokens_once() -> None:
     settings = Settings(work=SMALL["pp2"], rounds=1, ranks=2)
-    measured = _measured([[Turn(0.5, 3.0, 0.5, {}, 7), Turn(0.25, 4.0, 1.0, {}, 7)]], 8, settings)
+    measured = _measured([[Turn(0.5, 3.0, 0.0, 0.5, {}, 7), Turn(0.25, 4.0, 0.0, 1.0, {}, 7)]], 8, settings)
     assert measured.tokens_per_s == [256.0]  # 4 micro-batches x 2 sequences x 16 tokens in half a second
 
 

@@ -81,6 +81,7 @@ def test_a_turn_times_its_steps_after_the_warm_up(run_ranks) -> None:
     assert (ours_steps, alone_steps) == (3, 2)
     assert {"update", "exposed_reduce_scatter"} <= set(ours.details_ms)
     assert 0 < ours.details_ms["update"] < ours.optimizer_ms < 1e3 * ours.seconds
+    assert 0 < ours.optimizer_cpu_s < ours.busy * ours.seconds
     assert 0.1 < alone.busy < 2
     assert alone.details_ms == {}
     assert alone.optimizer_ms < 1e3 * alone.seconds
