@@ -172,6 +172,12 @@ class RankPool:
         time.sleep(0.2)  # a signal handler writes the stacks, which takes a moment
 
 
+def pool_for(world_size: int, **settings: Any) -> RankPool:
+    """Return a pool on GPUs if this machine has one for each rank, else on its CPU. `settings`: others of RankPool."""
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+    return RankPool(world_size, on_gpus=on_gpus, **settings)
+
+
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: bool, new_interpreter: bool) -> None:
     """Answer calls until there are no more, or the parent is gone."""
     parent = multiprocessing.parent_process()

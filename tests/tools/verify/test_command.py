@@ -83,7 +83,7 @@ def test_a_rank_that_fails_is_told_and_exit_status_1(
         raise RankFailure("rank 1: ValueError: no such thing")
 
     monkeypatch.setattr(layout_lines, "verify_layout", fails)
-    monkeypatch.setattr(layout_lines, "RankPool", lambda *_, **__: mock.Mock())
+    monkeypatch.setattr(layout_lines, "pool_for", lambda *_, **__: mock.Mock())
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2,dp1"]) == 1
     said = capsys.readouterr()
     first, second = said.err.splitlines()
@@ -108,7 +108,7 @@ def test_who_is_asked_to_end_ends_the_ranks_first(monkeypatch: pytest.MonkeyPatc
     before = signal.getsignal(signal.SIGTERM)
     pool = mock.Mock()
     monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: signal.raise_signal(signal.SIGTERM))
-    monkeypatch.setattr(layout_lines, "RankPool", lambda *_, **__: pool)
+    monkeypatch.setattr(layout_lines, "pool_for", lambda *_, **__: pool)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without a handler, this goes on and fails
     try:
         with pytest.raises(SystemExit) as ended:

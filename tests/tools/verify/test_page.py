@@ -89,7 +89,7 @@ def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
         return judge_trainer(load_trainer(whole, ranks=world), run_ranks(watch_trainer, world, whole, steps, bisect))
 
     monkeypatch.setattr(trainer_lines, "verify_trainer", by_these_ranks)
-    monkeypatch.setattr(run_lines, "RankPool", Pool)
+    monkeypatch.setattr(run_lines, "pool_for", Pool)
     monkeypatch.setattr(Pool, "run", staticmethod(run_ranks), raising=False)
     said = {}
     for line, below in re.findall(r"^```\nmegamix ([^\n]*)\n```\n(?:\n```\n(.*?)^```$)?", PAGE, re.M | re.S):

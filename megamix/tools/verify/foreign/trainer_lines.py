@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from megamix.arguments import Failed
 from megamix.supervise.console import say
-from megamix.tools.ranks import RankFailure, RankPool
+from megamix.tools.ranks import RankFailure, pool_for
 from megamix.tools.verify.core.table import COLUMNS, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
@@ -34,8 +32,8 @@ def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = 
     yield "numbers are the largest error as a share of its bound (docs/verify.md); 1 is too much"
 
 
-def verify_trainer(where: str, world: int, steps: int, bisect: bool = False, deadline_s: float = DEADLINE_S) -> Verdict:
+def verify_trainer(where: str, world: int, steps: int, bisect: bool = False) -> Verdict:
     """Run FILE.py:CLASS on `world` ranks and judge it."""
-    with RankPool(world, on_gpus=torch.cuda.is_available() and torch.cuda.device_count() >= world) as pool:
-        ranks = pool.call(watch_trainer, where, steps, bisect, deadline_s=deadline_s)
+    with pool_for(world, deadline_s=DEADLINE_S) as pool:
+        ranks = pool.call(watch_trainer, where, steps, bisect)
     return judge_trainer(load_trainer(where, ranks=world), ranks)

@@ -11,7 +11,7 @@ import torch
 from megamix.arguments import Failed
 from megamix.config import Config
 from megamix.supervise.console import say
-from megamix.tools.ranks import RankFailure, RankPool
+from megamix.tools.ranks import RankFailure, RankPool, pool_for
 from megamix.tools.verify.core.layout import Layout, size_told, without_dropout
 from megamix.tools.verify.core.table import COLUMNS, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
@@ -37,9 +37,8 @@ def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False
             rest = f"about {(time.monotonic() - begin_s) / done * left:.0f} s left" if done else ATTEMPTS
             what = f"{layout.name} on {layout.world_size} rank(s), {number + 1} of {len(layouts)}"
             say(f"megamix verify: {what}; {rest}", sys.stderr)
-            on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= layout.world_size
             # One pool of a size serves all layouts of that size.
-            pool = pools.setdefault(layout.world_size, RankPool(layout.world_size, on_gpus=on_gpus))
+            pool = pools.setdefault(layout.world_size, pool_for(layout.world_size))
             try:
                 yield from result_lines(layout.name, verify_layout(config, layout, pool, bisect), bisect)
             except RankFailure as failure:

@@ -13,7 +13,7 @@ import torch
 from megamix.arguments import Failed
 from megamix.config import Config
 from megamix.supervise.console import say
-from megamix.tools.ranks import RankFailure, RankPool
+from megamix.tools.ranks import RankFailure, RankPool, pool_for
 from megamix.tools.verify.core.layout import Layout, size_told
 from megamix.tools.verify.runs.judge_runs import run_results, twice_problems
 from megamix.tools.verify.runs.watched_run import BORDERS, STEPS
@@ -63,8 +63,7 @@ def _folder(stack: ExitStack) -> Path:
 
 
 def _pool(stack: ExitStack, size: int, environment: Mapping[str, str] | None = None) -> RankPool:
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
-    return stack.enter_context(RankPool(size, on_gpus=on_gpus, environment=environment, deadline_s=DEADLINE_S))
+    return stack.enter_context(pool_for(size, environment=environment, deadline_s=DEADLINE_S))
 
 
 def _first(problems: Sequence[str]) -> Iterator[str]:

@@ -205,7 +205,7 @@ def test_the_command_names_what_differs_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     problems = [f"problem {number}" for number in range(10)]
-    monkeypatch.setattr(run_lines, "RankPool", Pool)
+    monkeypatch.setattr(run_lines, "pool_for", Pool)
     monkeypatch.setattr(run_lines, "twice_problems", lambda *_: problems)
     assert main(["verify", CONFIG, *SMALL, "--twice", "--layouts", "dp1"]) == 1
     told = capsys.readouterr().out.splitlines()
