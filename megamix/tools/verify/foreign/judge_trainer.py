@@ -152,8 +152,8 @@ class _Judge:
             # Noise over all elements at once: the noise of one number, such as the norm, may be zero by chance.
             noise = norm_of({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)
             off, bound, kind = self._loss(seen, right, exact, native, noise)
-            right_loss = "a wrong backward or reduction: the loss is right" if bound else ""
-            hint = kind if off > bound or not right_loss else lambda: right_loss
+            is_right = bound > 0 and not off > bound  # without a report the bound is 0
+            hint = (lambda: "a wrong backward or reduction: the loss is right") if is_right else kind
             slack = 2 * noise + 64 * U32  # relative: norms differ by no more than the norm of the difference
             clip = self.trainer.clip_grad
             right = replace(right, coefficient=min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
@@ -207,9 +207,8 @@ class _Judge:
             text += "; if a GradScaler skipped it, set self.scaler to it in setup"
         if number and not any(before.updates):
             text += "; or gradients, not set to zero behind the last one, which was skipped, keep its overflow"
-        verdict.note(
-            number, "skipped step", "one process, which has no overflow", float(finite(native.grads)), 0.0, text
-        )
+        wrong = float(finite(native.grads))
+        verdict.note(number, "skipped step", "one process, which has no overflow", wrong, 0.0, text)
         for name, weight in before.weights.items():
             verdict.equal(number, "weight after a skipped step", name, after.weights[name], weight)
         for key, state in before.states.items():
@@ -229,12 +228,13 @@ class _Judge:
         they are clipped.
         """
         coefficient, clip = right.coefficient, self.trainer.clip_grad
-        roundings = sum(len(mine) for mine in right.by_rank) + 1
+        roundings, scaled = sum(map(len, right.by_rank)) + 1, after.loss_scale / max(right.flat[1])
         bounds = {}
         for name, want in exact.grads.items():
             sums = after.dtypes[name][1] if name in after.dtypes else torch.float32
             rounded = max(float((native.grads[name] - want).abs().max()), noise * float(want.abs().max()))
-            divisor = after.loss_scale / max(max(mine) for mine in right.shares) if _halves(right, name) else None
+            in_fp16 = right.loss_scale != 1 or right.weights[name].dtype == torch.float16
+            divisor = scaled if in_fp16 else None
             bound = gradient_bound(rounded, exact.magnitudes[name], roundings, UNIT[sums], divisor) * coefficient
             bounds[name] = bound + slack * coefficient * float(want.abs().max()) * bool(clip)
         if not after.gradients and type(self.trainer).gradients is not ForeignTrainer.gradients:
@@ -262,7 +262,3 @@ class _Judge:
 
 
 _DRIFT = "a rank that draws, reduces or updates by itself"
-
-
-def _halves(right: RightStep, name: str) -> bool:
-    return right.loss_scale != 1 or right.weights[name].dtype == torch.float16
