@@ -54,7 +54,7 @@ def test_the_way_to_the_first_collective_is_short_and_is_the_one_that_is_written
     config = tiny_job(tmp_path, training={"steps": 2, "eval_interval": 0})
     (tmp_path / "job.toml").write_text(config_to_toml(config))
     page = (PACKAGE.parent / "docs/design.md").read_text()
-    (listed,) = re.findall(r"^From `megamix train` .+?\.$", page, flags=re.MULTILINE | re.DOTALL)
+    (listed,) = re.findall(r"^Nine calls lead from `megamix train` .+?\.$", page, flags=re.MULTILINE | re.DOTALL)
     places = re.findall(r"((?:`\w+`(?: and )?)+)\s\(`(megamix/\S+)`\)", listed)
     written = [(place, name) for names, place in places for name in re.findall(r"`(\w+)`", names)]
     for calls in run_ranks(_calls, 2, config):
