@@ -20,10 +20,10 @@ from megamix.comm.collectives import make_collectives
 from megamix.config import Config
 from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
+from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
-from megamix.tools.verify.layouts.observe import batches
+from megamix.tools.verify.layouts.observe import take_step
 from tests.conftest import FULL
 from tests.parallel.layouts import Owned, are_equal, assemble, contents, states, with_one_inf
 from tests.tools.verify.jobs import make_config
@@ -47,9 +47,7 @@ def _config(layout: str) -> Config:
 
 def _step(config: Config, runner: MicroBatchRunner, number: int) -> tuple[float, bool]:
     """Return (loss, whether the step was skipped)."""
-    loaded = batches(config, number, runner.engine.topology.dp.rank)
-    runner.forward_backward(MicroBatch(batch.to(rank_device())) for batch in loaded)
-    result = runner.engine.step()
+    result = take_step(config, runner, number)
     return float(result.loss), bool(result.found_inf)
 
 

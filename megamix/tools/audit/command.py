@@ -89,20 +89,16 @@ def audit_job(config: Config, updates: int) -> AuditReport:
     """Return the report on update number `updates`. Every rank must call it."""
     from megamix.builders.objects import build_training
     from megamix.comm.topology import local_device
-    from megamix.parallel.micro_batch_runner import MicroBatch
     from megamix.tools.audit.audit import audit
     from megamix.tools.audit.report import AuditReport
-    from megamix.tools.verify.layouts.observe import MOST_SKIPPED, batches
+    from megamix.tools.verify.layouts.observe import MOST_SKIPPED, take_step
 
-    device, report = local_device(), AuditReport()
-    runner = build_training(config, device)
+    runner, report = build_training(config, local_device()), AuditReport()
     engine = runner.engine
     for attempt in range(updates + MOST_SKIPPED):
         is_last = int(engine.applied_updates) == updates - 1
         with audit(engine.module, engine) if is_last else nullcontext(report) as report:
-            loaded = batches(config, attempt, engine.topology.data.rank)
-            runner.forward_backward(MicroBatch(batch.to(device)) for batch in loaded)
-            engine.step()
+            take_step(config, runner, attempt)
         if int(engine.applied_updates) == updates:
             break
     return report

@@ -13,7 +13,8 @@ from megamix.config import Config
 from megamix.data.loader import Batch, BatchLoader
 from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.source import MarkovSource, Numbers, Rows
-from megamix.parallel.micro_batch_runner import MicroBatch
+from megamix.mixed_precision.step import StepResult
+from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
 from megamix.tools.verify.core.tape import recorded
 
@@ -28,10 +29,9 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     one rank's gradient is made infinite. `bisect`: record the tensors through each module; no module is compiled then.
     Every rank of the layout that `config` names must call it.
     """
-    device = rank_device()
     if bisect:
         config = config.with_keys(model={"compile": False})
-    runner = build_training(config, device)
+    runner = build_training(config, rank_device())
     engine = runner.engine
     poison, used = Poison(engine), UsedValues()
     specs = [slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots]
@@ -39,12 +39,18 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     run = [observed(engine, None, used)]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
-        loaded = batches(config, attempt, engine.topology.data.rank)
         with engine.observe(used), recorded(engine.module, wanted=bisect, but=divided) as tape:
-            runner.forward_backward(MicroBatch(batch.to(device)) for batch in loaded)
-            result = engine.step()
+            result = take_step(config, runner, attempt)
         run.append(observed(engine, result, used, tape))
     return run
+
+
+def take_step(config: Config, runner: MicroBatchRunner, attempt: int) -> StepResult:
+    """Take one step of this rank's `batches`. Every rank must call it."""
+    engine = runner.engine
+    loaded = batches(config, attempt, engine.topology.data.rank)
+    runner.forward_backward(MicroBatch(batch.to(engine.device)) for batch in loaded)
+    return engine.step()
 
 
 def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[Batch]:
