@@ -139,6 +139,14 @@ def test_nothing_is_within_a_bound_that_is_not_finite() -> None:
     assert len(verdict.differences) == 1
 
 
+def test_a_loss_that_is_not_finite_on_one_rank_alone_names_the_rank() -> None:
+    native, exact = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double()
+    reference = Reference(native, exact, lambda *_: torch.ones(()), lambda *_: torch.ones(()))
+    step = RightStep(reference, {}, [[0, 1], [2, 3]], [[0.25] * 2] * 2)
+    told = step.rank_apart([[1.0, 1.0], [1.0, math.nan]], [1.0] * 4, 0.1)
+    assert told.startswith("another forward on rank 1 alone")
+
+
 def test_what_is_not_finite_after_an_update_is_never_within_a_bound() -> None:
     verdict, weight = Verdict(), torch.ones(4)
     became = {"master": torch.tensor([1.0, 1.0, torch.nan, 1.0])}

@@ -116,14 +116,11 @@ class RightStep:
         own = [[next(left) for _ in mine] for mine in self.by_rank]
         if [*map(len, losses)] != [*map(len, own)]:
             return ""
-        off = [
-            max(abs(one - other) for one, other in zip(*both, strict=True)) for both in zip(losses, own, strict=True)
-        ]
-        wrong = [rank for rank, error in enumerate(off) if not error <= bound]
-        alone = 0 < len(wrong) < len(own)
-        return (
-            f"another forward on rank {', '.join(map(str, wrong))} alone: losses elsewhere are right" if alone else ""
-        )
+        wrong = [rank for rank, both in enumerate(zip(losses, own, strict=True))
+                 if not all(abs(one - other) <= bound for one, other in zip(*both, strict=True))]  # fmt: skip
+        if not 0 < len(wrong) < len(own):
+            return ""
+        return f"another forward on rank {', '.join(map(str, wrong))} alone: losses elsewhere are right"
 
     def explain_loss(self, told: Sequence[float], losses: Sequence[float], bound: float) -> str:
         """Say which kind of mistake the loss looks like. `told`: by each rank. `losses`: FP64, of each micro-batch."""
