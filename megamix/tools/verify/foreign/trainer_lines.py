@@ -29,7 +29,7 @@ def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = 
             yield from result_lines(str(world), verify_trainer(where, world, steps, bisect), bisect)
         except RankFailure as failure:
             yield Failed(f"{world:<13} fails\n{failure}")
-    yield "numbers are the largest error as a share of its bound (docs/verify.md); 1 is too much"
+    yield "numbers are the largest error as a share of its bound (docs/verify_reference.md); 1 is too much"
 
 
 def verify_trainer(where: str, world: int, steps: int, bisect: bool = False) -> Verdict:

@@ -1,4 +1,4 @@
-"""The table of docs/verify.md: `python -m tests.tools.verify.catalogue` runs every entry and writes it."""
+"""The table of docs/verify_reference.md: `python -m tests.tools.verify.catalogue` runs every entry and writes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tools.verify.catalogue.bugs import BUGS, Bug
 from tests.tools.verify.catalogue.run import verdicts
 from tests.tools.verify.runs.run_bugs import RUN_BUGS
 
-PAGE = Path(__file__).parents[4] / "docs" / "verify.md"
+PAGE = Path(__file__).parents[4] / "docs" / "verify_reference.md"
 HEADER = "| bug | met in | ranks | step | what `verify` says first |\n|---|---|---|---|---|\n"
 
 RUNS_HEADER = "| bug in a run | met in | step | what `verify --runs` says |\n|---|---|---|---|\n"

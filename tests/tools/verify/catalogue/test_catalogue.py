@@ -1,5 +1,5 @@
 """Bugs that users of known systems met are named by `verify`: at the right place, of the right kind, at the right step,
-as the table in docs/verify.md has them.
+as the table in docs/verify_reference.md has them.
 """
 
 from __future__ import annotations
