@@ -60,7 +60,8 @@ def with_console(page: str, parts: tuple[tuple[int, int], ...]) -> str:
 
 def draw(folder: Path) -> None:
     """Write what `megamix plot` draws, smaller."""
-    from megamix.report.plot import compared, figures, read_history
+    from megamix.report.history import read_history
+    from megamix.report.plot import compared, figures
 
     runs = {run.name: read_history(run) for run in RUNS}
     drawn = figures(RUNS[0].name, runs[RUNS[0].name]) | {"compared": compared(runs)}

@@ -21,7 +21,7 @@ from megamix import AdamW
 from megamix.config import Config, load_config
 from megamix.model.family import parameter_count
 from megamix.plugins import OPTIMIZERS
-from megamix.report.plot import read_history
+from megamix.report.history import read_history
 from megamix.train.job import run_job
 
 SETTINGS = (

@@ -25,7 +25,7 @@ import study
 from megamix import Muon
 from megamix.config import load_config
 from megamix.plugins import OPTIMIZERS
-from megamix.report.plot import read_history
+from megamix.report.history import read_history
 from megamix.train.job import run_job
 
 KEPT = study.FIGURES / "optimizers.json"

@@ -18,7 +18,7 @@ import study
 from megamix.config import Config, load_config
 from megamix.inspect.overflows import GaveUpError
 from megamix.model.family import parameter_count
-from megamix.report.plot import RunHistory, read_history
+from megamix.report.history import RunHistory, read_history
 from megamix.run.batch_plan import Fate
 from megamix.train.job import run_job
 

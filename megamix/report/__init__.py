@@ -5,6 +5,8 @@ log_file         log file whose disk errors never end the run
 metrics          a line on the console, in metrics.jsonl and in TensorBoard
 trackers         wandb and trackers of plugins
 profiling        traces of the steps that are profiled
+history          values of a run's metrics.jsonl, by step
 plot             curves as pictures
+page             page of a run to show to others
 command          the verb `plot`
 """

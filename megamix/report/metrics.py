@@ -83,7 +83,7 @@ class StepMetrics:
 
 
 # This table alone maps names in the code to tags in metrics.jsonl and TensorBoard.
-TAGS = {"valid_loss": "valid/loss", "tokens": "train/tokens", "time": "time/unix_s"}
+TAGS = {"valid_loss": "valid/loss", "tokens": "train/tokens", "time": "time/unix_s", "resumed": "run/resumed"}
 TAGS |= {known.name: str(known.metadata["tag"]) for known in fields(StepMetrics)}
 
 
@@ -145,9 +145,10 @@ class MetricsWriter:
     ) -> None:
         """Open the files.
 
-        `applied`: updates that the run has behind it. Lines in the file stay. TensorBoard's events after `applied` are
-        purged and written again from the lines that stayed. `config`: the effective configuration, for TensorBoard
-        only; trackers have it. `tokens`: returns the tokens of all updates so far, which every row holds.
+        `applied`: updates that the run has behind it. Lines in the file stay, and one more says that the run goes on
+        from there. TensorBoard's events after `applied` are purged and written again from the lines that stayed.
+        `config`: the effective configuration, for TensorBoard only; trackers have it. `tokens`: returns the tokens of
+        all updates so far, which every row holds.
         Raises: ValueError if TensorBoard is asked for and not installed.
         """
         self._trackers, self._tokens = trackers, tokens
@@ -155,6 +156,8 @@ class MetricsWriter:
         self._metrics, self._set_aside = (LogFile(partial(Path, folder, name)) for name in (METRICS, SET_ASIDE))
         if self._events is not None and self._metrics.path.exists():
             self._tell_again(self._events, applied)
+        if applied:
+            self.append(applied, {TAGS["resumed"]: 1})
         if self._events is not None and config:
             self._events.text(applied, "config", _as_code(config))
 

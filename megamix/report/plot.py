@@ -5,24 +5,21 @@ They show curves, loss scale, use of FP16's range and communication, or the curv
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from megamix.durable import written_aside
-from megamix.report.metrics import TAGS, TRANSFERS, is_overflow, precision_tag
-from megamix.run.run_folder import METRICS
+from megamix.durable import write_text, written_aside
+from megamix.report.history import HeatMap, RunHistory, Series, read_history
+from megamix.report.metrics import TRANSFERS
+from megamix.report.page import PAGE, run_page
 
 _DPI = 120
 _MOST_TICKS = 10
-_ZERO_SHARES = precision_tag("zero_share", "")  # tag of LayerPrecision's first number; a layer's name follows
 
 _FEW_COLUMNS = 5
 
@@ -53,13 +50,16 @@ def plot(folders: Sequence[Path]) -> Iterator[str]:
     folders = once
     runs = dict(zip(_names(folders), map(read_history, folders), strict=True))
     (name, history), *others = runs.items()
-    drawn = {"compared": compared(runs)} if others else figures(name, history)
+    drawn, pictures = {"compared": compared(runs)} if others else figures(name, history), list[Path]()
     for file_name, figure in drawn.items():
         path = folders[0] / f"{file_name}.png"
         with written_aside(path) as file:
             figure.savefig(file, dpi=_DPI, format="png")  # a bare Figure draws with Agg, which needs no screen
+        pictures.append(path)
         yield f"{path}"
     if not others:
+        write_text(folders[0] / PAGE, run_page(folders[0], history, pictures))
+        yield f"{folders[0] / PAGE}"
         yield from _left_out(history)
 
 
@@ -79,10 +79,11 @@ def _left_out(history: RunHistory) -> Iterator[str]:
         yield "no loss_scale.png: this run has no loss scale"
     steps = history.loss.steps[-1] if history.loss.steps else 0
     fitting = f"metrics.precision_interval = {max(1, steps // _FEW_COLUMNS)}"
-    if not history.precision:
-        yield f"no heat maps: none of the {steps} steps was examined; with {fitting} a run as short as this has some"
-    elif (columns := len(history.precision["headroom"].steps)) < _FEW_COLUMNS:
-        yield f"heat maps of {columns} examined step(s) of {steps}; {fitting} gives a run as short as this one more"
+    columns = history.examined_steps
+    if columns < 2:
+        yield f"no heat maps: {columns} of {steps} steps examined; with {fitting} a run as short as this has some"
+    elif columns < _FEW_COLUMNS:
+        yield f"heat maps of {columns} examined steps of {steps}; {fitting} gives a run as short as this one more"
 
 
 def figures(name: str, history: RunHistory) -> dict[str, Figure]:
@@ -93,7 +94,7 @@ def figures(name: str, history: RunHistory) -> dict[str, Figure]:
     if history.transfers:
         drawn["communication"] = _communication(name, history.transfers)
     for number, (title, unit, factor) in _MAPS.items():
-        if number in history.precision:
+        if history.examined_steps > 1:
             drawn[number] = _heat_map(history.precision[number], f"{name}: {title}", unit, factor)
     return drawn
 
@@ -105,14 +106,18 @@ def compared(runs: Mapping[str, RunHistory]) -> Figure:
     panels = figure.subplots(2, 2, sharex=True)
     for axes, (curve, (title, unit)) in zip(panels.flat, _CURVES.items(), strict=True):
         for number, (name, history) in enumerate(runs.items()):
-            series: Series = getattr(history, curve)
-            axes.plot(series.steps, series.values, color=f"C{number}", label=name if len(runs) > 1 else "training")
-            if curve == "loss":
-                valid, label = history.valid_loss, "validation" if number == 0 else None
-                axes.plot(valid.steps, valid.values, "o", color=f"C{number}", markeredgecolor="black", label=label)
+            colour, series = f"C{number}", getattr(history, curve)
+            axes.plot(series.steps, series.values, color=colour, label=name if len(runs) > 1 else "training")
+            valid = history.valid_loss
+            if curve == "loss" and valid.steps:
+                axes.plot(valid.steps, valid.values, "o", color=colour, markeredgecolor="black", label="validation")
+            for step in history.resumed.steps:
+                axes.axvline(step, color=colour, linestyle=":", label="resumed")
         axes.set(title=title, ylabel=unit)
         axes.grid(alpha=0.3)
-    panels[0, 0].legend()
+    lines, labels = panels[0, 0].get_legend_handles_labels()
+    once = dict(zip(reversed(labels), reversed(lines), strict=True))  # the first line of each kind
+    panels[0, 0].legend([once[label] for label in dict.fromkeys(labels)], [*dict.fromkeys(labels)])
     panels[1, 1].set_ylim(bottom=0)  # from zero, so that noise looks like noise
     for axes in panels[1]:
         axes.set_xlabel("step")
@@ -183,101 +188,3 @@ def _heat_map(heat_map: HeatMap, title: str, unit: str, factor: float) -> Figure
     axes.set(title=title, xlabel="examined step")
     figure.colorbar(mesh, label=unit)
     return figure
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """Values by step; rows with null are left out."""
-
-    steps: list[int]
-    values: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class HeatMap:
-    """One of LayerPrecision's numbers by layer and examined step."""
-
-    layers: list[str]  # in the order of the model
-    steps: list[int]
-    values: list[list[float]]  # by layer, then step; NaN for null
-
-
-@dataclass(frozen=True, slots=True)
-class RunHistory:
-    """Values of a run that can be drawn."""
-
-    loss: Series
-    valid_loss: Series
-    lr: Series
-    grad_norm: Series
-    tokens_per_s: Series
-    loss_scale: Series  # empty in a run without one
-    overflows: Series  # loss scale of each overflow
-    transfers: list[dict[str, Any]]  # rows of a profiled attempt, by bucket; empty if none was profiled
-    precision: dict[str, HeatMap]  # by the names in _MAPS; empty if no step was examined
-
-
-def read_history(folder: Path) -> RunHistory:
-    """Return the history in FOLDER/metrics.jsonl; a last line that is still being written is left out.
-
-    Raises: ValueError naming the file that is missing or the line that is damaged.
-    """
-    file = folder / METRICS
-    if not file.is_file():
-        raise ValueError(f"RUN: {folder} has no metrics.jsonl; give the folder of a run")
-    rows = list(_rows(file))
-    if not rows:
-        raise ValueError(f"RUN: {file} holds no complete line yet; wait for the run's first step")
-    # Even without a loss scale, an overflow's row has a scale of 1; a log line's scale is null then.
-    unscaled = any(TAGS["loss"] in row and row.get(TAGS["loss_scale"]) is None for row in rows)
-    return RunHistory(
-        **{name: _series(rows, TAGS[name]) for name in ("loss", "valid_loss", "lr", "grad_norm", "tokens_per_s")},
-        loss_scale=Series([], []) if unscaled else _series(rows, TAGS["loss_scale"]),
-        overflows=_series([row for row in rows if is_overflow(row)], TAGS["loss_scale"]),
-        transfers=_transfers(rows),
-        precision=_precision([row for row in rows if any(tag.startswith(_ZERO_SHARES) for tag in row)]),
-    )
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line, parse_int=float)  # as floats: a number too large for one is inf, which int() refuses
-            yield {**row, "step": int(row["step"])}
-        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                return
-            raise ValueError(
-                f"RUN: line {number} of {file} is damaged, no object with a step; delete that line"
-            ) from error
-
-
-def _series(rows: Sequence[dict[str, Any]], tag: str) -> Series:
-    points = [(row["step"], row[tag]) for row in rows if row.get(tag) is not None]
-    return Series([step for step, _ in points], [value for _, value in points])
-
-
-def _transfers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the last profiled attempt but one, if there are two, else of the only one.
-
-    The last one's gathers have no forward beside them.
-    """
-    attempt = TRANSFERS + "attempt"
-    attempts = sorted({row[attempt] for row in rows if attempt in row})
-    return [row for row in rows if row.get(attempt) in attempts[-2:][:1]]
-
-
-def _precision(rows: Sequence[dict[str, Any]]) -> dict[str, HeatMap]:
-    if not rows:
-        return {}
-    layers = [tag.removeprefix(_ZERO_SHARES) for tag in rows[0] if tag.startswith(_ZERO_SHARES)]
-    steps = [row["step"] for row in rows]
-    return {
-        name: HeatMap(layers, steps, [_numbers(rows, precision_tag(name, layer)) for layer in layers]) for name in _MAPS
-    }
-
-
-def _numbers(rows: Sequence[dict[str, Any]], tag: str) -> list[float]:
-    """Return a tag's values, NaN for null."""
-    return [math.nan if row.get(tag) is None else row[tag] for row in rows]

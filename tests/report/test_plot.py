@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 
 from megamix.cli import main
 from megamix.config import load_config
+from megamix.report.history import HeatMap, Series, read_history
 from megamix.report.metrics import LayerPrecision, MetricsWriter
-from megamix.report.plot import HeatMap, Series, figures, read_history
+from megamix.report.plot import figures
 
 DRAWN = ["unscaled_below_share", "headroom", "hidden_update_share"]
 
@@ -116,6 +117,35 @@ def test_what_is_drawn_is_what_was_read(run: Path) -> None:
         assert [label.get_text() for label in axes.get_xticklabels()] == ["10", "20"]
 
 
+def test_a_step_from_which_the_run_went_on_is_a_line_in_each_panel(run: Path) -> None:
+    with MetricsWriter(run, tensorboard=False, applied=30) as writer:
+        writer.write(40, {"loss": 4.0, "loss_scale": 2.0**22, "skipped_steps": 2})
+    for axes in figures("mine", read_history(run))["loss"].axes:
+        (line,) = (line for line in axes.lines if line.get_linestyle() == ":")
+        assert [*line.get_xdata()] == [30, 30]
+    assert _legend(run) == ["training", "validation", "resumed"]
+
+
+def _legend(folder: Path) -> list[str]:
+    axes = figures("mine", read_history(folder))["loss"].axes[0]
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_the_legend_names_only_what_is_there(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(10, {"loss": 7.0})
+    assert _legend(tmp_path) == ["training"]
+
+
+def test_a_heat_map_of_one_column_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(10, {"loss": 7.0})
+        writer.write_precision(10, {"embedding": layer(0.01)})
+    assert main(["plot", str(tmp_path)]) == 0
+    assert "no heat maps: 1 of 10 steps examined" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["loss.png"]
+
+
 def test_communication_is_drawn_of_a_profiled_attempt_whose_gathers_are_beside_the_next(run: Path) -> None:
     assert "communication" not in figures("mine", read_history(run))
     kinds = ("reduce_scatter", "all_gather")
@@ -145,15 +175,33 @@ def test_the_command_leaves_pngs_in_the_run_s_folder(run: Path, capsys: pytest.C
     assert main(["plot", str(run)]) == 0
     *written, hint = capsys.readouterr().out.splitlines()
     assert hint == (
-        "heat maps of 2 examined step(s) of 30; metrics.precision_interval = 6 gives a run as short as this one more"
+        "heat maps of 2 examined steps of 30; metrics.precision_interval = 6 gives a run as short as this one more"
     )
     assert [*map(Path, written)] == [
-        run / f"{name}.png"
-        for name in ("loss", "loss_scale", "unscaled_below_share", "headroom", "hidden_update_share")
+        *(run / f"{name}.png" for name in ("loss", "loss_scale", *DRAWN)),
+        run / "page.html",
     ]
     assert _png_size(run / "loss.png") == (1320, 780)
     assert _png_size(run / "loss_scale.png") == (1080, 540)
     assert _png_size(run / "headroom.png") == (1080, 300)
+
+
+def test_the_page_holds_all_that_one_would_show(run: Path) -> None:
+    (run / "config.toml").write_text('[model]\nnum_layers = 4\n[data]\ntrain = "<mine>"\n')
+    (run / "sample.txt").write_text("if a < b:")
+    (run / "status.json").write_text('{"state": "finished", "update": 30, "steps": 30, "time": "2026-11-26"}')
+    assert main(["plot", str(run)]) == 0
+    page = (run / "page.html").read_text()
+    assert page.count('src="data:image/png;base64,iVBOR') == 5
+    for part in (
+        "if a &lt; b:",
+        "&lt;mine&gt;",
+        "num_layers 4",
+        "5.500 nats a token at step 30",
+        "finished after update",
+    ):
+        assert part in page
+    assert not re.search(r'(src|href)="(?!data:)', page)  # it can be sent as it is
 
 
 def test_several_runs_are_drawn_in_one_picture(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
@@ -197,10 +245,11 @@ def test_a_run_without_scale_and_examined_steps_is_drawn_as_far_as_it_goes(tmp_p
         writer.write(3, {"loss_scale": 1.0, "skipped_steps": 1})  # an overflow in BF16
         writer.write(10, {"loss": 7.0, "loss_scale": None, "skipped_steps": 1})
     assert main(["plot", str(tmp_path)]) == 0
-    loss, scale, maps = capsys.readouterr().out.splitlines()
+    loss, page, scale, maps = capsys.readouterr().out.splitlines()
     assert loss == str(tmp_path / "loss.png")
+    assert page == str(tmp_path / "page.html")
     assert scale == "no loss_scale.png: this run has no loss scale"
-    assert maps.startswith("no heat maps: none of the 10 steps was examined; with metrics.precision_interval = 2 a run")
+    assert maps.startswith("no heat maps: 0 of 10 steps examined; with metrics.precision_interval = 2 a run")
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["loss.png"]
 
 

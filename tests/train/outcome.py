@@ -25,7 +25,9 @@ def end_of(folder: Path) -> dict[str, Any]:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    """Return the rows of a run, but for those that only say that it went on."""
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "run/resumed" not in row]
     return [{key: value for key, value in row.items() if key == "step" or key.startswith(TIMELESS)} for row in rows]
 
 

@@ -25,8 +25,9 @@ from megamix.cli import main
 from megamix.config import ConfigError, RopeScaling, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.report.history import read_history
 from megamix.report.metrics import TAGS, is_overflow
-from megamix.report.plot import figures, read_history
+from megamix.report.plot import figures
 from megamix.supervise.liveness import Position
 from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataError
 from megamix.train import job, joined
@@ -118,7 +119,7 @@ def test_a_job_logs_the_first_step_every_interval_and_the_last(finished) -> None
     assert losses[1] == pytest.approx(math.log(280), abs=0.3)
     assert losses[20] < losses[1] - 0.5
     last = [row for row in _rows(finished) if "train/loss" in row][-1]
-    assert last.keys() == {"step", *TAGS.values()} - {TAGS["valid_loss"]}
+    assert last.keys() == {"step", *TAGS.values()} - {TAGS["valid_loss"], TAGS["resumed"]}
     shares = [
         last[TAGS[f"{name}_share"]] for name in ("data", "forward_backward", "reduce_scatter", "update", "all_gather")
     ]
