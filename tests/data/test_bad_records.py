@@ -12,9 +12,10 @@ import pytest
 
 from megamix.data.prepare import records
 from megamix.data.prepare.corpus import input_corpus
-from megamix.data.prepare.pieces import PieceReport, Split, documents_of
+from megamix.data.prepare.pieces import PieceReport, documents_of
 from megamix.data.prepare.plan import make_plan
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
+from megamix.data.prepare.split import Split
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
 GOOD = b'{"text": "good"}\n'

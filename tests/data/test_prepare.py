@@ -5,6 +5,8 @@ one part.
 import hashlib
 import json
 import os
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,10 +15,10 @@ import pytest
 
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import tokenizer_choice
-from megamix.data.prepare.corpus import input_corpus
-from megamix.data.prepare.pieces import Split
-from megamix.data.prepare.plan import make_plan
+from megamix.data.prepare.corpus import input_corpus, named_corpus
+from megamix.data.prepare.plan import PlannedFile, make_plan
 from megamix.data.prepare.prepare_corpus import Prepared, Request, prepare_corpus
+from megamix.data.prepare.split import Split, split_of
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
 from megamix.data.tokenizer import Tokenizer
@@ -201,25 +203,63 @@ def test_a_file_in_place_of_the_output_is_refused(text_dir: Path, tmp_path: Path
         prepare(text_dir, tmp_path / "out")
 
 
-def test_which_documents_validate_depends_on_their_paths_alone(text_dir: Path, tmp_path: Path) -> None:
-    prepare(text_dir, tmp_path / "a")
-    valid_before = documents(tmp_path / "a" / "valid", Tokenizer.load(tmp_path / "a" / "tokenizer.json"))
-    (text_dir / "new.txt").write_text("a new document " * 50)
-    prepare(text_dir, tmp_path / "b")
-    valid_after = documents(tmp_path / "b" / "valid", Tokenizer.load(tmp_path / "b" / "tokenizer.json"))
-    assert [text for text in valid_after if not text.startswith("a new")] == valid_before
+def test_a_new_document_moves_no_more_than_one_of_its_folder(text_dir: Path, tmp_path: Path) -> None:
+    for folder in ("a", "b", "c"):
+        (text_dir / folder).mkdir()
+        for number in range(40):
+            (text_dir / folder / f"{number}.txt").write_text("word " * 50)
+    before = split_of(make_plan(input_corpus([str(text_dir)])).files, 0.25).held_out
+    (text_dir / "a" / "new.txt").write_text("word " * 50)
+    after = split_of(make_plan(input_corpus([str(text_dir)])).files, 0.25).held_out
+    assert len(before) == len(after) == 40
+    assert len(before - after) <= 1
+    assert before - after <= {name for name in before if name.startswith("a/")}
 
 
-def test_a_document_longer_than_half_of_validation_stays_in_training(text_dir: Path, tmp_path: Path) -> None:
-    prepare(text_dir, tmp_path / "a")
-    chosen = documents(tmp_path / "a" / "valid", Tokenizer.load(tmp_path / "a" / "tokenizer.json"))[0]
-    path = next(path for path in text_dir.iterdir() if path.read_text() == chosen)
-    for times, validates in ((4, True), (12, False)):  # a quarter of 40 documents validates
-        path.write_text(chosen * times)
-        prepare(text_dir, tmp_path / f"{times}")
-        valid = documents(tmp_path / f"{times}" / "valid", Tokenizer.load(tmp_path / f"{times}" / "tokenizer.json"))
-        assert valid
-        assert (chosen * times in valid) == validates
+def test_every_folder_and_every_length_validates_by_its_share(tmp_path: Path) -> None:
+    """Draws without strata give some folders twice their share, and a small corpus's validation is of another kind."""
+    for folder, count in (("code", 120), ("prose", 40), ("tables", 40)):
+        (tmp_path / folder).mkdir()
+        for number in range(count):
+            (tmp_path / folder / f"{number:03}.txt").write_text("words " * (10 if number % 2 else 100))
+    files = make_plan(input_corpus([str(tmp_path)])).files
+    sizes = {planned.file.name: planned.num_bytes for planned in files}
+    held_out = split_of(files, 0.1).held_out
+    found = Counter((name.partition("/")[0], sizes[name]) for name in held_out)
+    assert found == {
+        ("code", 60): 6, ("code", 600): 6, ("prose", 60): 2, ("prose", 600): 2, ("tables", 60): 2, ("tables", 600): 2,
+    }  # fmt: skip
+
+
+def test_small_folders_have_their_share_together(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / f"{number:02}").mkdir()
+        (tmp_path / f"{number:02}" / "only.txt").write_text("words")
+    assert len(split_of(make_plan(input_corpus([str(tmp_path)])).files, 0.05).held_out) == 3
+
+
+def test_the_standard_library_s_character_tables_are_no_more_of_validation_than_of_the_text() -> None:
+    files = make_plan(named_corpus("stdlib")).files
+    split = split_of(files, 0.05)
+    held_out = [planned for planned in files if planned.file.name in split.held_out]
+    eligible = [planned for planned in files if planned.num_bytes <= split.longest]
+
+    def share_of_tables(part: Sequence[PlannedFile]) -> float:
+        tables = sum(planned.num_bytes for planned in part if planned.file.name.startswith("encodings/"))
+        return tables / sum(planned.num_bytes for planned in part)
+
+    assert share_of_tables(held_out) == pytest.approx(share_of_tables(eligible), abs=0.05)
+
+
+def test_a_document_longer_than_half_of_validation_stays_in_training(text_dir: Path) -> None:
+    long = [path for path in text_dir.iterdir() if path.name < "04"]
+    text = long[0].read_text()
+    for times, validating in ((4, 1), (12, 0)):  # a quarter of 40 documents validates
+        for path in long:
+            path.write_text(text * times)
+        held_out = split_of(make_plan(input_corpus([str(text_dir)])).files, 0.25).held_out
+        assert len(held_out) == 9 + validating
+        assert len(held_out & {path.name for path in long}) == validating
 
 
 def test_where_no_document_validates_the_one_with_the_lowest_draw_moves_there_from_any_piece(

@@ -1,20 +1,17 @@
 """The encoding of a corpus's pieces, each on its own, and their joining in order to the files that training reads."""
 
 import functools
-import hashlib
 import json
-import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
-from megamix.data.prepare.corpus import CorpusFile
 from megamix.data.prepare.plan import CorpusPiece, grouped, read_piece
 from megamix.data.prepare.records import BadRecord
+from megamix.data.prepare.split import DocumentInPart, Split
 from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
 from megamix.data.tokenizer import open_tokenizer
@@ -26,34 +23,6 @@ _BLOCK = 2**22
 _BATCH_CHARACTERS = 2**20  # characters of a batch: few enough to hold in memory with their token ids
 _MORE_CHARACTERS = 2**12  # counted for each document: 256 of them, short or empty, keep an encoder's threads busy
 Moved = dict[int, list[list[int]]]  # by piece, documents that move from train to valid: number and bytes
-
-
-class DocumentInPart(NamedTuple):
-    part: str
-    draw: int
-    text: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The rule that decides which documents validate. It hashes the name of a text file, or the text of a record. If
-    several text files share a name, it hashes their text.
-
-    Adding a document moves no other one, unless files come to share their name. Equal records are never on both sides.
-    A document longer than `longest` bytes stays in training: in the standard library one file of English prose made up
-    two thirds of validation.
-    """
-
-    valid_fraction: float
-    longest: float
-
-    def place(self, file: CorpusFile, text: str) -> DocumentInPart:
-        content = text.encode()
-        name = os.fsencode(file.name) if file.kind == "text" and file.drawn_by_name else content
-        draw = int.from_bytes(hashlib.sha256(name).digest()[:8])
-        valid = draw / 2**64 < self.valid_fraction and len(content) <= self.longest
-        return DocumentInPart("valid" if valid else "train", draw, text, len(content))
 
 
 @dataclass(frozen=True, slots=True)

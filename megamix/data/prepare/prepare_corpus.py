@@ -19,9 +19,10 @@ from typing import Any
 
 from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.prepare.corpus import Corpus, counted, first_few
-from megamix.data.prepare.pieces import EncodingJob, PieceReport, Split, merge_pieces
+from megamix.data.prepare.pieces import EncodingJob, PieceReport, merge_pieces
 from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan
 from megamix.data.prepare.records import Blocks
+from megamix.data.prepare.split import split_of
 from megamix.data.prepare.tokenizer_choice import TRAIN, TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
@@ -29,7 +30,7 @@ from megamix.durable import folder_aside, open_own, remove_asides, write_text
 from megamix.machine import num_cores
 
 BAD_RECORDS_NAME = "bad_records.jsonl"
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,7 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
 
 def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, result: Path) -> dict[str, Any]:
     """Write everything but the manifest to the result's folder. Return the manifest's facts about it."""
-    split = Split(request.valid_fraction, longest=request.valid_fraction * plan.num_bytes / 2)
+    split = split_of(plan.files, request.valid_fraction)
     num_workers = min(request.num_workers or num_cores(), len(plan.pieces))
     make = partial(make_tokenizer, request.tokenizer, plan, request.text_key, split, unfinished / "tokenizer")
     path = call_apart(unfinished, make) if num_workers > 1 else make()  # frees the trainer's memory

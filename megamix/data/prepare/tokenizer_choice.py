@@ -6,9 +6,10 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from megamix.data.prepare.pieces import DocumentInPart, PieceReport, Split, documents_of
+from megamix.data.prepare.pieces import PieceReport, documents_of
 from megamix.data.prepare.plan import CorpusPiece, Plan, read_piece
 from megamix.data.prepare.records import Document
+from megamix.data.prepare.split import DocumentInPart, Split
 from megamix.data.steady_file import file_fingerprint
 from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer, save_tokenizer
