@@ -66,6 +66,15 @@ def test_the_tags_of_an_examined_step_are_those_that_are_written() -> None:
     assert named == [field.name for field in dataclasses.fields(LayerPrecision)]
 
 
+def test_every_stage_of_a_step_is_a_file() -> None:
+    table = _text("design.md").partition("### The stages and their files")[2].partition("\n### ")[0]
+    cells = re.findall(r"^\| [^|]+ \| ((?:`\w+`(?:, )?)+) \|", table, flags=re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert len(named) >= 10
+    room = ROOT / "megamix/mixed_precision"
+    assert [name for name in named if not (room / f"{name}.py").is_file()] == []
+
+
 ROOMS = sorted(path.parent for path in (ROOT / "megamix").glob("*/**/__init__.py"))
 
 
