@@ -1,4 +1,6 @@
-"""The page and the schema name every key, and the page's example says what the program says."""
+"""The page and the schema name every key, and the page's example says what the program says; guides name keys and
+metrics that are there.
+"""
 
 import json
 import re
@@ -19,6 +21,7 @@ from megamix.config.sections import SECTIONS, WandbConfig
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
+from megamix.report.metrics import TAGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 TABLES = {
@@ -59,6 +62,17 @@ def test_the_table_of_other_libraries_names_keys_that_are_there() -> None:
     assert len(named) >= 30
     there = {f"{heading.strip('[]')}.{key}" for heading, table in TABLES.items() for key in table.model_fields}
     assert [key for key in named if key not in there] == []
+
+
+@pytest.mark.parametrize("page", ["symptoms.md", "how_to.md"])
+def test_a_guide_names_keys_and_metrics_that_are_there(page: str) -> None:
+    text = (PAGE.parent / page).read_text(encoding="utf-8")
+    keys = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.(?!jsonl)[\w.]+)\b", text)
+    tags = re.findall(rf"`((?:{'|'.join({tag.partition('/')[0] for tag in TAGS.values()})})/\w+)`", text)
+    assert len(keys) >= 10
+    there = {f"{heading.strip('[]')}.{key}" for heading, table in TABLES.items() for key in table.model_fields}
+    rules = {f"precision.loss_scale.{key}" for section in LOSS_SCALES.sections.values() for key in section.model_fields}
+    assert [name for name in (*keys, *tags) if name not in there | rules | {*TAGS.values()}] == []
 
 
 @pytest.mark.parametrize("heading", TABLES)
