@@ -2,15 +2,21 @@
 these functions when it is imported. No torch here.
 """
 
+import ast
 import importlib
+import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Container, Iterable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from itertools import pairwise
+from textwrap import dedent
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
 
 
 class Section(BaseModel):
@@ -18,9 +24,31 @@ class Section(BaseModel):
     float. The text under a field is its description.
     """
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        table = handler(schema)
+        entries = handler.resolve_ref_schema(table).get("properties", {})
+        for key in entries.keys() & texts(cls).keys():
+            entries[key].setdefault("description", texts(cls)[key])
+        return table
+
+
+@cache
+def texts(section: type[Section]) -> dict[str, str]:
+    """Return the text under each field of a section, in it or in a class that it inherits.
+
+    Pydantic could read them, but would whenever a section is defined, which takes twice as long as all else about it.
+    """
+    found: dict[str, str] = {}
+    for kind in reversed([kind for kind in section.__mro__ if kind not in Section.__mro__]):
+        with suppress(OSError, SyntaxError, TypeError):  # a class that is made has no source
+            for pair in pairwise(ast.iter_child_nodes(ast.parse(dedent(inspect.getsource(kind))).body[0])):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[key] = inspect.cleandoc(text)
+    return found
 
 
 class Registry:

@@ -18,6 +18,7 @@ LAYER = {
     "machine": 0,
     "names": 0,
     "schedules": 0,
+    "settings": 0,
     "tools": 0,  # an empty `__init__.py`; each tool is a room
     "config": 1,
     "comm": 1,
@@ -264,10 +265,12 @@ def test_planted_circle_is_found(tmp_path: Path, line: str) -> None:
     assert circle(module_imports(tmp_path)) == ["data.a", "data.b", "data.c"]
 
 
-def test_config_and_cli_load_no_torch_and_no_numpy() -> None:
-    heavy = {"torch", "numpy", "safetensors", "tokenizers"}
+def test_config_and_cli_load_no_torch_and_no_numpy_and_settings_no_pydantic_either() -> None:
     light = [*(PACKAGE / "config").glob("*.py"), *(PACKAGE / name for name in ("cli.py", "__main__.py"))]
-    for path in [*light, *PACKAGE.rglob("command.py")]:
+    settings = [*(PACKAGE / "settings").glob("*.py")]
+    for path in [*light, *settings, *PACKAGE.rglob("command.py")]:
+        heavy = {"torch", "numpy", "safetensors", "tokenizers"}
+        heavy |= {"pydantic", "pydantic_core"} if path in settings else set()
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

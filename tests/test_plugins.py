@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import Field, create_model
 
 from megamix import AdamW
 from megamix.builders.objects import build_optimizer
@@ -544,3 +545,34 @@ def test_a_missing_key_without_an_example_is_told_by_its_description() -> None:
     register_optimizer("needs", Needs, AdamW)
     (problem,) = problems_of(changed(optimizer={"name": "needs"}))
     assert problem == "optimizer.needs.beta: missing; write beta: Decay rate of the momentum."
+
+
+def test_the_text_under_a_key_is_its_description_wherever_its_class_stands() -> None:
+    class Base(Section):
+        low: float = 0.0
+        """Smallest value;
+        none lies below."""
+        told: float = Field(0.0, description="By pydantic.")
+        """By the text."""
+
+    class Derived(Base):
+        high: float = 1.0
+        """Largest value."""
+        bare: float = 1.0
+
+        def half(self) -> float:
+            high: float = self.high / 2
+            """No key's."""
+            low: float = abs(high)
+            print(low)
+            return low
+
+    found = Derived.model_json_schema()["properties"]
+    assert {key: entry.get("description") for key, entry in found.items()} == {
+        "low": "Smallest value;\nnone lies below.", "told": "By pydantic.", "high": "Largest value.", "bare": None,
+    }  # fmt: skip
+    made = create_model("Made", __base__=Derived, own=(int, 0))
+    assert made.model_json_schema()["properties"]["high"]["description"] == "Largest value."
+    scope = {"Section": Section}
+    exec("class Typed(Section):\n    key: int = 0\n    '''Lost, for there is no source.'''", scope)
+    assert "description" not in scope["Typed"].model_json_schema()["properties"]["key"]

@@ -61,7 +61,7 @@ def test_names_are_found_in_a_zip(wheel: Path) -> None:
 def test_names_are_found_without_sources(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     # All that the program imports.
-    for room in ("", "comm", "mixed_precision"):
+    for room in ("", "comm", "mixed_precision", "settings"):
         compileall.compile_dir(tmp_path / "megamix" / room, maxlevels=0, quiet=1, legacy=True, optimize=2)
     for source in tmp_path.rglob("*.py"):
         source.unlink()

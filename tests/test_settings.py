@@ -1,13 +1,20 @@
-"""Each setting of the library and of jobs has one default in both, or is in a table with the reason."""
+"""Each setting of the library and of jobs is declared once for both, with the same limits, or is in a table with the
+reason.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import ValidationError
 
 from megamix import (
     NAG,
@@ -31,7 +38,8 @@ from megamix.builders.objects import DTYPES
 from megamix.config import Config
 from megamix.config.choices import section_at
 from megamix.config.sections import SECTIONS
-from megamix.plugins import LOSS_SCALES, OPTIMIZERS, Section
+from megamix.plugins import LOSS_SCALES, OPTIMIZERS, Section, texts
+from megamix.settings.limits import check
 
 Keys = dict[str, Any]
 _MISSING = object()
@@ -58,6 +66,30 @@ BY_TABLE = "a job has a table instead"
 DTYPE = "a job names the format, a program gives torch's dtype; the default is the same"
 LIMIT = "a limit that is not there: in TOML a key that is left out, in a program a number"
 OF_A_RUN = "only a run has it: a program has a loop of its own"
+FLOOR = "a program may write 0 for no floor, and FP32's largest power of two for no ceiling"
+BY_POSITION = "one of a few among arguments that a program gives by position: inherited ones would come first"
+FUNCTION = "an argument of a function or of a class with work to do, which declares no settings"
+# Settings that both sides declare, with the same default, and why.
+TWICE = {
+    "optimizer.lr": "a program may give one per update, a job the peak of its schedule",
+    "optimizer.groups": "a program gives a tuple of objects, a job a list of tables",
+    "optimizer.groups.pattern": "a job's may not be empty, and its message needs an example",
+    "optimizer.muon.matrix": "a program gives any sequence",
+    "optimizer.muon.adamw": "a program gives any sequence",
+    "lr_schedule.warmup_steps": FUNCTION,
+    "lr_schedule.decay_steps": FUNCTION,
+    "precision.reduce_dtype": BY_POSITION,
+    "precision.loss_scale.dynamic.min_scale": FLOOR,
+    "precision.loss_scale.dynamic.max_scale": FLOOR,
+    "precision.loss_scale.headroom.min_scale": FLOOR,
+    "precision.loss_scale.headroom.max_scale": FLOOR,
+    "precision.loss_scale.megatron.min_scale": FLOOR,
+    "precision.loss_scale.deepspeed.min_scale": FLOOR,
+    "precision.loss_scale.torch.init_scale": "its class derives from one with another default, and takes the job's",
+    **{f"parallelism.{key}": BY_POSITION for key in ("shard", "accumulate", "bucket_size", "overlap")},
+    "checkpoint.folder": FUNCTION,
+    "checkpoint.keep": FUNCTION,
+}
 # Settings of one side alone, or with another default, and why.
 DIFFERS = {
     "optimizer.name": "the class says it in a program",
@@ -144,16 +176,114 @@ def of_job(name: str, section: type[Section]) -> Keys:
     return {key: inspect.Parameter.empty if field.is_required() else field.default for key, field in fields.items()}
 
 
-def test_every_setting_has_one_default_or_differs_for_a_reason() -> None:
+def declaration(kind: object, key: str) -> type | None:
+    """Return the class among the shared ones that declares a setting of a class; None: it has its own declaration."""
+    owner = next((base for base in getattr(kind, "__mro__", ()) if key in vars(base).get("__annotations__", {})), None)
+    return owner if owner is not None and owner.__module__.startswith("megamix.settings.") else None
+
+
+def declared_once() -> dict[str, type]:
+    """Return the settings that a program and a job have from one class, and that class."""
+    found = {}
+    for name, section in job_tables().items():
+        for key, kind in ((key, kind) for key in section.model_fields for kind in LIBRARY.get(name, ())):
+            if (owner := declaration(kind, key)) is not None and declaration(section, key) is owner:
+                found[f"{name}.{key}"] = owner
+    return found
+
+
+ONCE = declared_once()
+
+
+def test_every_setting_is_declared_once_or_in_a_table_with_the_reason() -> None:
     tables = job_tables()
     assert tables.keys() == LIBRARY.keys() | OF_JOBS
-    differ, shared = set(), set()
+    alike, differ = set(), set()
     for name in LIBRARY:
         ours, theirs = of_library(name), of_job(name, tables[name])
         for key in ours.keys() | theirs.keys():
-            (shared if key in theirs and ours.get(key, _MISSING) == theirs[key] else differ).add(f"{name}.{key}")
+            (alike if key in theirs and ours.get(key, _MISSING) == theirs[key] else differ).add(f"{name}.{key}")
     assert sorted(differ) == sorted(DIFFERS)
-    assert len(shared) >= 45
+    assert sorted(alike - ONCE.keys()) == sorted(TWICE)
+    assert ONCE.keys() <= alike
+    assert len(ONCE) >= 30
+
+
+# Values of every kind, at the limits that settings have, and beyond them.
+VALUES: tuple[object, ...] = (
+    -1, 0, 1, 2, 5, 100, 101, True, False, None, "", "1e-3", "gradient", "velocity", "original", "match_rms_adamw", (),
+    -1.0, 0.0, 1e-50, 2.0**-127, 2.0**-126, 0.3, 0.5, 0.999, 1.0, 1.5, 2.0, 4.0, 2.0**126, 2.0**127, math.inf, math.nan,
+    (0.9,), (0.9, 0.95), (0.9, 1.0), (0.9, -0.1), (0.9, "0.95"), (0.9, True), "ab", [0.0, 0.5], (1, 0.5),
+    (1.0, 2.0, 3.0), (1.0, 2.0, math.nan), (1, 2, 3), (1.0, 2.0, 3.0, 4.0),
+)  # fmt: skip
+# Settings that a program gives beside one: what it must give, and a range for any first scale.
+OTHERS: dict[str, Keys] = {
+    "optimizer.groups": {"pattern": "*"},
+    **{f"optimizer.{name}": {"lr": 1.0} for name in OPTIMIZERS.sections},
+    **{
+        f"precision.loss_scale.{name}": {"min_scale": 2.0**-126, "max_scale": 2.0**126} for name in LOSS_SCALES.sections
+    },
+}
+
+
+def taken_by_program(name: str, kind: Callable[..., object], setting: Keys) -> bool:
+    with suppress(TypeError, ValueError):
+        kind(**OTHERS[name], **setting)
+        return True
+    return False
+
+
+def taken_by_job(section: type[Section], setting: Keys) -> bool:
+    with suppress(ValidationError):
+        section.model_validate({"pattern": "*", **setting} if "pattern" in section.model_fields else setting)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("setting", ONCE)
+def test_a_program_and_a_job_take_the_same_values(setting: str) -> None:
+    name, _, key = setting.rpartition(".")
+    ((kind,), section) = LIBRARY[name], job_tables()[name]
+    taken = [value for value in VALUES if taken_by_program(name, kind, {key: value})]
+    assert [value for value in VALUES if taken_by_job(section, {key: value})] == taken
+    assert 0 < len(taken) < len(VALUES)
+
+
+CHOSEN_OR_SEVERAL = ("betas", "ns_coefficients", "momentum_form", "adjust_lr")  # the others are a number, or a truth
+
+
+@pytest.mark.parametrize("setting", ONCE)
+def test_a_refusal_names_the_setting_the_value_and_what_to_do(setting: str) -> None:
+    name, _, key = setting.rpartition(".")
+    with pytest.raises(
+        ValueError if key in CHOSEN_OR_SEVERAL else TypeError,
+        match=rf"^{key} of .* must be .*, got '1e-3'; leave it out",
+    ):
+        LIBRARY[name][0](**OTHERS[name], **{key: "1e-3"})
+
+
+@pytest.mark.parametrize("setting", ONCE)
+def test_the_text_under_a_setting_is_a_job_s(setting: str) -> None:
+    name, _, key = setting.rpartition(".")
+    assert len(texts(job_tables()[name])[key]) > 10
+
+
+@pytest.mark.parametrize("wrong", [{"betas": (0.9, 1.0)}, {"weight_decay": math.nan}, {"eps": 0.0}])
+def test_a_class_that_declares_a_setting_anew_keeps_its_limits(wrong: Keys) -> None:
+    kinds = [("betas", tuple[float, float], (0.8, 0.9)), ("weight_decay", "float", 0.3), ("eps", float, 1e-6)]
+    own = dataclasses.make_dataclass("Own", kinds, bases=(AdamW,), frozen=True, kw_only=True)
+    (key,) = wrong
+    usual = re.escape(str(getattr(own(lr=1.0), key)))
+    with pytest.raises(ValueError, match=rf"^{key} of Own must be .*; leave it out for {usual}$"):
+        own(lr=1.0, **wrong)
+
+
+def test_annotations_of_others_are_not_looked_at() -> None:
+    kinds = {"size": Annotated[float, "in metres"], "pair": Annotated[tuple[float, float], "two"], "half": "Half"}
+    own = dataclasses.make_dataclass("Own", kinds.items())
+    check(own(1e9, None, None))
+    with pytest.raises(TypeError, match="size of Own must be a number, got 'x'$"):
+        check(own("x", None, None))
 
 
 @pytest.mark.parametrize("key", [key for key, reason in DIFFERS.items() if reason == DTYPE])

@@ -288,7 +288,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda _: Precision(loss_scale=1024), "precision.loss_scale must be None or a LossScale, got 1024; pass"  # type: ignore[arg-type]
     ),
     "one beta": (
-        lambda _: AdamW(lr=1e-3, betas=(0.9,)), "betas must lie in [0, 1) and be two, got (0.9,); use (0.9, 0.95)"  # type: ignore[arg-type]
+        lambda _: AdamW(lr=1e-3, betas=(0.9,)), "betas of AdamW must be 2 numbers, got (0.9,); leave it out for (0.9"  # type: ignore[arg-type]
     ),
     "checkpoints in a file": (
         lambda place: Checkpoints(fp16_engine(), place / "file"), "/file is a file; give a folder, there already or not"

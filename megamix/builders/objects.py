@@ -45,13 +45,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 OPTIMIZERS.registered |= {"adamw": AdamW, "nag": NAG, "muon": Muon}
 LOSS_SCALES.registered |= {
-    "dynamic": DynamicLossScale,
-    "headroom": HeadroomLossScale,
-    "torch": TorchLossScale,
-    "megatron": MegatronLossScale,
-    "deepspeed": DeepSpeedLossScale,
-    "static": StaticLossScale,
-}
+    "dynamic": DynamicLossScale, "headroom": HeadroomLossScale, "torch": TorchLossScale,
+    "megatron": MegatronLossScale, "deepspeed": DeepSpeedLossScale, "static": StaticLossScale,
+}  # fmt: skip
 
 
 def build_loss_scale(section: PrecisionConfig) -> LossScale | None:

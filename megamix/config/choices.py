@@ -67,10 +67,7 @@ class ExtendedTable:
         return core_schema.with_info_plain_validator_function(self._validate)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Tree:
-        tables = [handler(section.__pydantic_core_schema__) for section in self.sections().values()]
-        for table in tables:
-            table.pop("required", None)  # a file may leave to its base what it does not change
-        return tables[0] if len(tables) == 1 else {"anyOf": tables}
+        return handler(core_schema.union_schema([kind.__pydantic_core_schema__ for kind in self.sections().values()]))
 
 
 class ChosenTable(ExtendedTable):
@@ -108,8 +105,7 @@ def _made(
         name: (kind | None, Field(None, description=kind.__doc__)) if optional else (kind, left_out(kind.__doc__))
         for name, kind in tables
     }
-    found = {"use_attribute_docstrings": False}  # pydantic would look for it in the files of all callers
-    return create_model(bases[0].__name__, __base__=bases, __doc__=bases[0].__doc__, __cls_kwargs__=found, **fields)
+    return create_model(bases[0].__name__, __base__=bases, __doc__=bases[0].__doc__, **fields)
 
 
 def section_at(section: type[Section] | None, path: Sequence[int | str], table: Any) -> type[Section] | None:
@@ -131,7 +127,7 @@ def _section_in(parts: Sequence[Any], table: object, beside: Mapping[str, Any]) 
             return part.section(table, beside)
         if isinstance(part, type) and issubclass(part, Section):
             return part
-        # What annotates a class stands behind it, and says more.
+        # Notes on a class stand behind it, and say more.
         if found := _section_in(get_args(part)[::-1], table, beside):
             return found
     return None

@@ -28,17 +28,17 @@ from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, pars
 from megamix.config.unread import Unread, drop_other_choices, drop_unread, is_set, with_defaults, without_defaults
 from megamix.plugins import MODULE, PluginError, import_plugins, require_plugins
 
-MOST_BYTES = 256 * 1024  # of a file and its bases: over two thousand token files, and tomllib needs a second for them
+MOST_BYTES = 256 * 1024  # in a file and its bases: over two thousand token files, and tomllib needs a second for them
 MOST_FILES = 32  # from a file down to its last base
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
 _WRITER_S = 3.0  # until which somebody must have opened a named pipe for writing
-# How an effective configuration lists keys that are not set, of which there is always one: data.split or data.valid.
+# Keys that are not set, as an effective configuration lists them. There is always one: data.split or data.valid.
 _NOT_SET = re.compile(r"^# \w+: not set$", re.MULTILINE)
-_OF_A_RUN = ("metrics.jsonl", "checkpoints", "status.json")  # what lies beside the config.toml of a run
+_OF_A_RUN = ("metrics.jsonl", "checkpoints", "status.json")  # files beside the config.toml of a run
 
 
 class Layer(NamedTuple):
-    """What one file or override says."""
+    """Holds the keys of one file or override."""
 
     name: str
     tree: dict[str, Any]
@@ -134,7 +134,7 @@ def _without_saved_defaults(layer: Layer) -> Layer:
 def _merged(layers: Sequence[Layer]) -> Tree:
     tree: Tree = {}
     for layer in layers:
-        # Where a section is no table, that is a mistake which must not vanish under one.
+        # A section that is no table is a mistake which must not vanish under one.
         wrong = {name for name in SECTIONS if not isinstance(tree.get(name, {}), dict)}
         tree = _over(tree, {name: keys for name, keys in layer.tree.items() if name not in wrong})
     return tree
@@ -155,7 +155,7 @@ def _is_refused(item: Unread, origin: int, layers: Sequence[Layer]) -> bool:
 
 
 def _import_plugins(layers: Sequence[Layer]) -> str:
-    """What is wrong with them, if something is. A run's folder imports nothing: others may have written to it."""
+    """Import them; return what is wrong, or an empty text. A run's folder imports nothing: others may write to it."""
     names = next((layer.tree["plugins"] for layer in reversed(layers) if "plugins" in layer.tree), None)
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         return ""  # or no list of names, which is told as any wrong value
@@ -208,7 +208,7 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
     """
     layers: list[Layer] = []
     room = MOST_BYTES
-    places: dict[tuple[int, int], Path] = {}  # by what the system calls the file, whatever links lead to it
+    places: dict[tuple[int, int], Path] = {}  # by the system's name of the file, whatever links lead to it
     while True:
         files = [one_line(str(file)) for file in (*places.values(), path)]
         what = f"base: got {files[-1]}, named by {files[-2]}" if places else f"config: got {files[-1]}"
@@ -264,7 +264,7 @@ def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, 
 
 
 def _bytes(path: Path, most: int) -> bytes:
-    """What a file or pipe holds, up to so many bytes."""
+    """Read a file or pipe, up to so many bytes."""
     # Opening a named pipe waits for its writer, and would wait for ever.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:

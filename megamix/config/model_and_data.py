@@ -15,25 +15,13 @@ from pydantic_core.core_schema import ValidationInfo
 
 from megamix.config.choices import ChosenTable, ExtendedTable, OneOf
 from megamix.plugins import FAMILIES, SOURCES, Section
+from megamix.settings.limits import Share
 
 FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
 # Samples after which a blend repeats: its order is worked out for so many when a run starts, in under a second.
 MOST_SAMPLES = 1_000_000
 
-
-def power_of_two(value: float) -> float:
-    # Multiplying by a power of two moves the exponent alone. Any other scale would round every gradient once on the
-    # way in and once on the way out, and the unscaled step would no longer equal the plain one. The scale and its
-    # inverse must both be normal FP32 numbers, hence the range.
-    mantissa, exponent = math.frexp(value)
-    if mantissa != 0.5 or not -126 <= exponent - 1 <= 126:
-        raise ValueError("must be a power of two from 2**-126 to 2**126")
-    return value
-
-
 Text = Annotated[str, Field(min_length=1)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-PowerOfTwo = Annotated[PositiveFloat, AfterValidator(power_of_two)]
 
 
 def _above_low(value: float, info: ValidationInfo) -> float:
@@ -44,7 +32,7 @@ def _above_low(value: float, info: ValidationInfo) -> float:
 
 
 class RopeScaling(Section):
-    """How rotary wavelengths are stretched, so that a model reads longer sequences than in its first training."""
+    """Stretches rotary wavelengths, so that a model reads longer sequences than in its first training."""
 
     model_config = ConfigDict(validate_default=True)  # high_freq_factor's may be too small for a low_freq_factor
 
@@ -61,14 +49,14 @@ class RopeScaling(Section):
 
 
 class FamilyConfig(Section):
-    """What is trained."""
+    """Holds the key of every model: its family."""
 
     family: Annotated[str, OneOf(FAMILIES)] = "transformer"
     """The kind of model; it decides which other keys exist."""
 
 
 class DecoderConfig(FamilyConfig):
-    """What every family reads; a plugin's section begins with these keys."""
+    """Holds the keys that every family reads; a plugin's section begins with these keys."""
 
     vocab_size: Annotated[PositiveInt, Field(examples=[2048])]
     """Rows of the embedding table; at least the number of tokens the tokenizer knows."""
@@ -86,8 +74,8 @@ class DecoderConfig(FamilyConfig):
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What backward recomputes instead of keeping it: nothing, the outputs of norms and activation function, or whole
-    blocks. The gradients are the same."""
+    """Values that backward recomputes instead of keeping them: none, the outputs of norms and activation function, or
+    whole blocks. The gradients are the same."""
     compile: bool = False
     """Whether each block runs through torch.compile."""
 
@@ -109,11 +97,11 @@ class ModelConfig(DecoderConfig):
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square (rmsnorm) or variance (layernorm) before its root."""
     position: Literal["rotary", "learned"] = "rotary"
-    """How the model encodes a token's position: rotated queries and keys, or an added table of seq_len rows."""
+    """Code of a token's position: rotated queries and keys, or an added table of seq_len rows."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary wavelengths; only with position = "rotary"."""
     rope_scaling: Annotated[RopeScaling | None, Field(examples=[{"rule": "llama3", "factor": 8.0}])] = None
-    """How rotary wavelengths are stretched. Not set: they are not."""
+    """Rule by which rotary wavelengths are stretched. Not set: they are not."""
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
     """The feed-forward part's nonlinearity; gelu is the exact one, gelu_tanh the approximation of GPT-2."""
     bias: bool = False
@@ -228,7 +216,7 @@ class DataStage(Section):
     from_sample: Annotated[PositiveInt, Field(examples=[100000])]
     """Number of its first sample: the number of sequences that the run reads before it."""
     train: Sources
-    """As data.train."""
+    """Sources, as in data.train."""
 
 
 def _check_stages(stages: tuple[DataStage, ...]) -> tuple[DataStage, ...]:

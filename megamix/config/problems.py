@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words: one line a problem, each with field, value and fix."""
+"""Problems of a configuration, in words: one line a problem, each with field, value and fix."""
 
 import difflib
 import math
@@ -13,9 +13,9 @@ from megamix.config.choices import OneOf, section_at
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import parse_value, value_text
 from megamix.config.unread import Unread, setting
-from megamix.plugins import Section
+from megamix.plugins import Section, texts
 
-_MOST_LINES = 100  # of one configuration: more would fill a screen, and the near name of each takes a while to find
+_MOST_LINES = 100  # for one configuration: more would fill a screen, and the near name of each takes a while to find
 
 # Words for the kinds of error that pydantic can find in these sections, filled in from the error's context.
 _WRONG = {
@@ -31,10 +31,11 @@ _WRONG = {
     "greater_than": "must be greater than {gt:g}",
     "greater_than_equal": "must be at least {ge:g}",
     "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
     "value_error": "{error}",
 }
 
-# What other tools and languages call it.
+# Names in other tools and languages.
 _CALLED = {"float16": "fp16", "half": "fp16", "float32": "fp32", "sgd": "nag", "yes": True, "no": False}
 _SGD = ", and momentum = 0 under [optimizer.nag] for plain SGD"
 
@@ -67,7 +68,7 @@ def explain(errors: Sequence[ErrorDetails], tree: Mapping[str, Any]) -> list[str
         follows = item["type"] == "missing" and any(loc[: len(guess)] == guess for guess in meant)
         if item["type"] != "extra_forbidden" and not follows:
             lines.append(_explain_value(item, tree))
-    lines = [*dict.fromkeys(lines)]  # of an empty list each item is missing
+    lines = [*dict.fromkeys(lines)]  # an empty list lacks each of its items
     return [*lines, f"and {rest} more like these"] if rest else lines
 
 
@@ -153,15 +154,15 @@ def override_meant(arguments: Sequence[str]) -> str | None:
 def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
     loc, value, kind = error["loc"], error["input"], error["type"]
     # An item of a list is judged with its list, a key inside a table of the list by itself.
-    key, field = next(
-        (str(loc[end]), fields[str(loc[end])])
+    key, field, text = next(
+        (str(loc[end]), section.model_fields[str(loc[end])], texts(section).get(str(loc[end]), ""))
         for end in reversed(range(len(loc)))
-        if loc[end] in (fields := _fields(loc[:end], tree))
+        if (section := section_at(Config, loc[:end], tree)) and loc[end] in section.model_fields
     )
     if kind == "missing" and isinstance(loc[-1], int):  # pydantic names the item that a short list lacks
-        wrong, loc = f"got {short(value)}, must have {_items(field)}", loc[:-1]
+        wrong, loc = f"got {short(value)}, must have {_items(field, text)}", loc[:-1]
     elif kind == "too_long":
-        wrong = f"got {short(value)}, must have {_items(field)}"
+        wrong = f"got {short(value)}, must have {_items(field, text)}"
     elif kind == "missing":
         wrong = "missing"
     else:
@@ -169,20 +170,19 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
         wrong = f"got {short(value)}, {template.format(**error.get('ctx', {}))}"
     is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
     if not is_section and (kind != "model_type" or loc[-1] != key):  # the latter: of a section that may be left out
-        fix = _fix(key, field, value)
+        fix = _fix(key, field, field.description or text, value)
     else:
         fix = "correct its keys" if kind == "value_error" else f"write [{_path(loc)}] and its keys below it"
     return f"{_path(loc)}: {wrong}; {fix}"
 
 
-def _items(field: FieldInfo) -> str:
-    """How many a list of fixed length has, and what they are."""
+def _items(field: FieldInfo, text: str) -> str:
+    """Count the items of a list of fixed length, and say by the field's text what they are."""
     kind = next(kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is tuple)
-    what, _, _ = (field.description or "").partition(". ")
-    return f"{len(get_args(kind))} items ({what.rstrip('.')})"
+    return f"{len(get_args(kind))} items ({text.partition('. ')[0].rstrip('.')})"
 
 
-def _fix(key: str, field: FieldInfo, value: object) -> str:
+def _fix(key: str, field: FieldInfo, text: str, value: object) -> str:
     """A line to write instead, tried on the field's own check before it is proposed."""
     annotation: Any = Annotated[field.annotation, field]
     adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
@@ -199,14 +199,14 @@ def _fix(key: str, field: FieldInfo, value: object) -> str:
         return f"write {key} = {value_text(repaired)}{_SGD if value == 'sgd' else ''}"
     usual = [*(field.examples or []), *([] if field.default is PydanticUndefined else [field.default])]
     if not usual:
-        return f"write {key}: {field.description or 'what its plugin asks for'}"
+        return f"write {key}: {text or 'what its plugin asks for'}"
     if usual[0] is None:
         return f"leave {key} out to get its default"
     return f"write for example {key} = {value_text(usual[0])}"
 
 
 def _repairs(value: object, field: FieldInfo) -> Iterator[object]:
-    """What the user probably meant: the value without or with quotes, the near word, the near number."""
+    """Yield what the user probably meant: the value without or with quotes, the near word, the near number."""
     if isinstance(value, str):
         yield parse_value(value)
         yield parse_value(value.lower())

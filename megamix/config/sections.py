@@ -37,13 +37,13 @@ class PrecisionConfig(Section):
     grad_dtype: Literal["half", "fp32"] = "half"
     """Format in which a step's gradients are added up. half is dtype's own; fp32 costs two more bytes a parameter."""
     reduce_dtype: Literal["half", "half_fp32_sum", "fp32"] | None = None
-    """How gradients travel to the rank that owns their sum, and how it keeps the sum. half: both half. half_fp32_sum:
-    half, then FP32. fp32: both FP32. Not set: half, or fp32 if grad_dtype is fp32."""
+    """Formats in which gradients travel to the rank that owns their sum, and in which it keeps the sum. half: both
+    half. half_fp32_sum: half, then FP32. fp32: both FP32. Not set: half, or fp32 if grad_dtype is fp32."""
     loss_scale: Annotated[LossScaleConfig, LOSS_SCALE] = left_out()
     """The factor on the loss."""
     on_overflow: Literal["requeue", "redo", "skip"] = "requeue"
-    """What happens to a batch that overflowed. requeue: it is tried again two attempts later. redo: at once, with one
-    wait for the device a step. skip: it is lost."""
+    """Treatment of a batch that overflowed. requeue: it is tried again two attempts later. redo: at once, with one wait
+    for the device a step. skip: it is lost."""
     max_retries: NonNegativeInt = 3
     """Retries of one batch at scales that had worked before. After them the run sets it aside and names it in
     set_aside.jsonl."""
@@ -76,7 +76,7 @@ class TrainingConfig(Section):
 
 
 class ParallelismConfig(Section):
-    """How the ranks share the work."""
+    """Divides the work among the ranks."""
 
     dp_size: PositiveInt | None = None
     """Data-parallel ranks. Not set: the number of ranks / (tp_size * pp_size)."""
@@ -93,12 +93,13 @@ class ParallelismConfig(Section):
     """Whether tensor-parallel ranks also divide the positions between layers, instead of holding them all: the same
     traffic, less memory. tp_size must divide seq_len."""
     shard: Literal["states", "gradients", "parameters"] = "states"
-    """What each data-parallel rank holds a share of: masters and optimizer states, the gradients too, the half
+    """State that the data-parallel ranks share out: masters and optimizer states, the gradients too, the half
     parameters too (ZeRO 1, 2, 3). All train the same bits, each with less memory than the one before if a step has one
     micro-batch and the model several buckets. "parameters" gathers block by block, small ones several at a time."""
     accumulate: Literal["local", "owner"] = "local"
-    """Who adds up the micro-batches of a step: each rank its own, which are reduced once; or the owners, in FP32, each
-    micro-batch's sum over the ranks. Then no rank keeps gradients in between; each is sent; sums round otherwise."""
+    """Place where the micro-batches of a step are added up: each rank its own, which are reduced once; or the owners,
+    in FP32, each micro-batch's sum over the ranks. Then no rank keeps gradients in between; each is sent; sums round
+    otherwise."""
     bucket_size: PositiveInt | None = None
     """Elements of a bucket, the unit of communication. Not set: chosen from the number of parameters and ranks."""
     overlap: bool = True
@@ -108,7 +109,7 @@ class ParallelismConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a run saves, and how it continues."""
+    """Says when a run saves, and how it continues."""
 
     folder: Annotated[Text, Field(examples=["runs/my-run"])]
     """Folder of the run: metrics, event file, effective configuration, weights, sample."""
@@ -119,8 +120,8 @@ class CheckpointConfig(Section):
     async_save: bool = True
     """Whether training goes on while a checkpoint is written, from a copy in the host's memory."""
     on_save_failure: Literal["continue", "stop"] = "continue"
-    """What a failed save causes: a line in the log, or the end of the run. The last save of a run must succeed either
-    way."""
+    """Consequence of a failed save: a line in the log, or the end of the run. The last save of a run must succeed
+    either way."""
     resume: Text = "auto"
     """auto continues from the newest whole checkpoint in folder, if there is one. never refuses a folder that holds a
     run. The path of a checkpoint begins a new run from there."""
@@ -131,7 +132,7 @@ class CheckpointConfig(Section):
 
 
 class MetricsConfig(Section):
-    """What a run reports."""
+    """Says when a run reports, and where."""
 
     log_interval: PositiveInt = 10
     """Steps between console lines."""

@@ -14,7 +14,7 @@ MOST_LEVELS = 8
 _TEXT_OR_COMMENT = re.compile(  # a text of lines may end in quotes of its own
     r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*''', re.DOTALL
 )
-# Of TOML's 64 bits: Python refuses to print, or to turn to a float, what hexadecimal digits can spell.
+# More than TOML's 64 bits: Python refuses to print, or to turn to a float, what hexadecimal digits can spell.
 _LONG_NUMBER = re.compile(r"(?<![\w.])[+-]?(?:0x[\da-fA-F_]{17,}|0o[0-7_]{23,}|0b[01_]{65,}|\d[\d_]{19,}(?![\d_.eE]))")
 _LONG_KEY = re.compile(rf"(?:\.[^.=,\n\[\]{{}}]*){{{MOST_LEVELS}}}")
 

@@ -13,7 +13,7 @@ _MISSING = object()
 
 
 class Where(NamedTuple):
-    """What one key must be for another to be read."""
+    """Holds a condition: one key has such a value, so another is read."""
 
     key: str
     holds: Callable[[Any], bool]

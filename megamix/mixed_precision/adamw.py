@@ -1,38 +1,24 @@
 """Adam with decoupled weight decay."""
 
-from __future__ import annotations
-
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.half_states import by_chance, needs_chance, require_state_dtype
-from megamix.mixed_precision.optimizers import Optimizer, are_numbers
+from megamix.mixed_precision.half_states import StateDtype, by_chance, needs_chance
+from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import States, StepScalars, Tensors, UpdateScalars, UpdateSlice
+from megamix.settings.limits import NotNegative
+from megamix.settings.optimizers import AdamWSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW(Optimizer):
+class AdamW(AdamWSettings, Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2)."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    state_dtype: torch.dtype = torch.float32  # or BF16
-
-    def __post_init__(self) -> None:
-        super(AdamW, self).__post_init__()
-        require_state_dtype(self.state_dtype)
-        if not are_numbers(self.betas, 2) or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1) and be two, got {self.betas}; use (0.9, 0.95)")
-        if not torch.finfo(torch.float32).tiny <= self.eps < math.inf:
-            raise ValueError(
-                f"eps must be a positive number of FP32's normal range, got {self.eps}: where all gradients were zero, "
-                "as padding's are, the step is 0 / (0 + eps); use 1e-8"
-            )
+    weight_decay: NotNegative = 0.1
+    state_dtype: StateDtype = torch.float32
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
         return {"exp_avg": self.state_dtype, "exp_avg_sq": self.state_dtype}

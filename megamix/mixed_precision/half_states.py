@@ -4,8 +4,12 @@ right on average.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
+
+from megamix.settings.limits import Limits
 
 # A moment moves by (1 - beta) of itself when the gradient is zero, and half a unit of BF16 is up to 2^-8 of the moment:
 # a moment that moves by less stays for ever. The limit is four times that, because a moment that moves by little more
@@ -15,10 +19,15 @@ _MOVES = 2.0**-6
 _KEPT = -(2**16)  # mask for the upper half of FP32's bits, which is BF16
 
 
-def require_state_dtype(dtype: torch.dtype) -> None:
-    """Refuse a dtype that no moment can have. Raises: ValueError."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {dtype}")
+class _WideRange(Limits):
+    """Annotates a dtype that must have FP32's range."""
+
+    def require(self, value: object) -> None:
+        if value not in (torch.float32, torch.bfloat16):
+            raise ValueError("must be torch.float32 or torch.bfloat16")
+
+
+StateDtype = Annotated[torch.dtype, _WideRange()]
 
 
 def needs_chance(beta: float) -> bool:

@@ -1,7 +1,5 @@
 """A loss scale that measures: it stays below overflow by `margin`, according to the gradients of the last steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.loss_scale import SMALLEST_USED, LossScale, require_power_of_two
+from megamix.mixed_precision.loss_scale import SMALLEST_USED, LossScale
+from megamix.settings.limits import Count, check
+from megamix.settings.loss_scales import HeadroomSettings
 
 FP16_MAX = 65504.0  # limit of every gradient and of its sum over micro-batches and ranks
 _LARGEST_PEAK = 2.0**128 / SMALLEST_USED  # more than any gradient in FP32, without the scale
@@ -17,8 +17,9 @@ _EXPONENT = 0x7FF0_0000_0000_0000  # the bits of an FP64 number that are left wh
 
 
 @dataclass(eq=False)
-class HeadroomLossScale(LossScale):
-    """The largest power of two that keeps `margin` between the largest gradient of the last `window` steps and 65504.
+class HeadroomLossScale(LossScale, HeadroomSettings):
+    """Takes the largest power of two that keeps `margin` between the largest gradient of the last `window` steps and
+    65504.
 
     It moves both ways, by any power of two, in the step that calls for it. So overflow is rare, where a search
     overflows once per growth. If all gradients were alike, a new one would exceed the `window` before it in one step of
@@ -34,21 +35,15 @@ class HeadroomLossScale(LossScale):
     step itself runs at `init_scale`.
     """
 
-    init_scale: float = 1.0  # scale of the probe
-    margin: float = 4.0
-    window: int = 1000  # number of steps
+    window: Count = 1000  # number of steps
     min_scale: float = 1.0
     max_scale: float = 2.0**32
 
     state_names = ("loss_scale", "peaks")
 
     def __post_init__(self) -> None:
+        check(self)
         super().__init__(self.init_scale, self.min_scale, self.max_scale)
-        require_power_of_two("margin", self.margin)
-        if self.margin < 2:
-            raise ValueError(f"margin must be at least 2, got {self.margin}; the next gradient is often the larger one")
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1 step, got {self.window}; use 1000")
         # FP64 (window,): largest magnitude of each step's summed gradient, without the scale, newest first; 0: unknown.
         self.peaks = torch.zeros(self.window, dtype=torch.float64)
         self.wants_probe = True

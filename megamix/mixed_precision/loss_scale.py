@@ -16,16 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamix.settings.limits import check
+from megamix.settings.loss_scales import DeepSpeedSettings, DynamicSettings, MegatronSettings, TorchSettings
+
 # Backward never uses less: the update multiplies by the inverse, and FP32's ends at 2**127. A rule without a floor
 # may pass it on its way to 0, where one clean step would multiply vanished gradients by inf and the weights be NaN.
 SMALLEST_USED = 2.0**-126
 LARGEST = 2.0**127  # FP32's largest power of two: the ceiling of a rule that has none
-
-
-def require_power_of_two(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value) and math.log2(value) % 1 == 0):
-        nearest = 2.0 ** round(math.log2(value)) if value > 0 and math.isfinite(value) else 1.0
-        raise ValueError(f"{name} must be a power of two (scaling is then exact), got {value}; use {nearest:g}")
 
 
 def _check_count(name: str, value: float | list[float], least: int, most: int) -> None:
@@ -35,16 +32,17 @@ def _check_count(name: str, value: float | list[float], least: int, most: int) -
 
 
 class LossScale:
-    """What all rules share: a power of two on the device, its range, and the state by which a run goes on."""
+    """Holds what all rules share: a power of two on the device, its range, and the state by which a run goes on."""
 
     state_names: tuple[str, ...] = ("loss_scale",)  # the tensors that go to the device and into the run's state
     wants_probe = False  # whether a first `engine.probe_loss_scale()` would find a better scale to start from
 
     def __init__(self, init_scale: float, min_scale: float, max_scale: float):
-        require_power_of_two("init_scale", init_scale)
-        require_power_of_two("max_scale", max_scale)
-        if min_scale != 0:  # which is no floor
-            require_power_of_two("min_scale", min_scale)
+        # A min_scale of 0 is no floor.
+        for name, value in {"init_scale": init_scale, "max_scale": max_scale, "min_scale": min_scale or 1.0}.items():
+            if not (0 < value < math.inf and math.frexp(value)[0] == 0.5):
+                nearest = 2.0 ** round(math.log2(value)) if 0 < value < math.inf else 1.0
+                raise ValueError(f"{name} must be a power of two (scaling is then exact), got {value}; use {nearest:g}")
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
                 f"init_scale {init_scale:g} must lie between min_scale {min_scale:g} and max_scale {max_scale:g}"
@@ -98,7 +96,7 @@ class LossScale:
 
 
 class StaticLossScale(LossScale):
-    """A constant scale. Overflowed steps are still skipped; the scale stays."""
+    """Keeps a constant scale. Overflowed steps are still skipped; the scale stays."""
 
     def __init__(self, init_scale: float = 1.0):
         super().__init__(init_scale, init_scale, init_scale)
@@ -108,7 +106,7 @@ class StaticLossScale(LossScale):
 
 
 @dataclass(eq=False)
-class DynamicLossScale(LossScale):
+class DynamicLossScale(LossScale, DynamicSettings):
     """Searches the largest scale that does not overflow: grows after clean steps, backs off at an overflow.
 
     `hysteresis` overflows in a row are needed to back off from a scale that has survived a step. A scale that has
@@ -117,28 +115,16 @@ class DynamicLossScale(LossScale):
     one, and it is met.
     """
 
-    init_scale: float = 2.0**24
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000  # clean steps in a row before the scale grows
-    hysteresis: int = 1
     min_scale: float = 1.0
     max_scale: float = 2.0**32
 
     state_names = ("loss_scale", "clean_steps", "patience")
 
     def __post_init__(self) -> None:
+        check(self)
         super().__init__(self.init_scale, self.min_scale, self.max_scale)
-        growth, backoff = self.growth_factor, self.backoff_factor
-        require_power_of_two("growth_factor", growth)
-        require_power_of_two("backoff_factor", backoff)
-        if growth <= 1 or backoff >= 1:
-            raise ValueError(f"growth_factor must exceed 1 and backoff_factor stay below it, got {growth}, {backoff}")
-        interval, hysteresis = self.growth_interval, self.hysteresis
-        if interval < 1 or hysteresis < 1:
-            raise ValueError(f"growth_interval and hysteresis must be at least 1, got {interval}, {hysteresis}")
         self.clean_steps = torch.zeros((), dtype=torch.int32)  # in a row, since the scale last grew
-        # Which overflow from here backs off: the first (1), the second (2) ... The first scale has yet to work.
+        # The overflow from here that backs off: the first (1), the second (2) ... The first scale has yet to work.
         self.patience = torch.ones((), dtype=torch.int32)
 
     def check_state(self, state: Mapping[str, float | list[float]], applied: int, skipped: int) -> None:
@@ -179,7 +165,7 @@ class TorchLossScale(DynamicLossScale):
     Source: `torch._amp_update_scale_`, aten/src/ATen/native/cpu/AmpGradScalerKernels.cpp.
     """
 
-    init_scale: float = 2.0**16
+    init_scale: float = TorchSettings.init_scale
     hysteresis: int = field(default=1, init=False)
     min_scale: float = 0.0
     max_scale: float = LARGEST
@@ -193,18 +179,15 @@ class TorchLossScale(DynamicLossScale):
 
 
 @dataclass(eq=False)
-class MegatronLossScale(DynamicLossScale):
+class MegatronLossScale(MegatronSettings, DynamicLossScale):
     """Megatron-LM's DynamicGradScaler: the `hysteresis`-th overflow since the last growth backs off, and so does
     every later one until the scale grows again. Clean steps in between forgive nothing.
 
     Source: megatron/core/optimizer/grad_scaler.py at 00caa53, defaults in optimizer_config.py beside it.
     """
 
-    init_scale: float = 2.0**32
     growth_factor: float = field(default=2.0, init=False)
     backoff_factor: float = field(default=0.5, init=False)
-    growth_interval: int = 1000  # --loss-scale-window
-    hysteresis: int = 2
     max_scale: float = LARGEST
 
     _window_starts_at = 0  # clean steps
@@ -225,7 +208,7 @@ class MegatronLossScale(DynamicLossScale):
 
 
 @dataclass(eq=False)
-class DeepSpeedLossScale(MegatronLossScale):
+class DeepSpeedLossScale(DeepSpeedSettings, MegatronLossScale):
     """DeepSpeed's DynamicLossScaler: as Megatron's, but the window begins at the first clean step after an overflow,
     so growth comes one step later: after 1 + n * growth_interval clean steps.
 
@@ -233,9 +216,6 @@ class DeepSpeedLossScale(MegatronLossScale):
     the run; here the scale stays there, and when to give up is the caller's decision.
     Source: deepspeed/runtime/fp16/loss_scaler.py at 18fd4c9, defaults in deepspeed/runtime/precision_config.py.
     """
-
-    init_scale: float = 2.0**16  # 2**initial_scale_power; growth_interval: loss_scale_window
-    consecutive_hysteresis: bool = False
 
     _window_starts_at = 1
 

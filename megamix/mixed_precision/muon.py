@@ -5,8 +5,6 @@ Momentum in the shards, each matrix to one rank, its direction, and back to its 
 matrix does not depend on who owns its elements, so neither does the result.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import glob
 import math
@@ -15,7 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, groupby
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +26,13 @@ from megamix.mixed_precision import matrix_layout
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import FlatLayout, GroupSpan
+from megamix.mixed_precision.half_states import StateDtype
 from megamix.mixed_precision.matrix_layout import BucketMatrices, Matrix, MatrixPiece, Place
 from megamix.mixed_precision.observer import DIRECTION, SOURCE, StepObserver
-from megamix.mixed_precision.optimizers import BucketUpdate, are_numbers, require_finite
+from megamix.mixed_precision.optimizers import BucketUpdate
 from megamix.mixed_precision.update_slice import Kernel, States, StepScalars, UpdateGroup, UpdateScalars, UpdateSlice
 from megamix.names import by_plain_name
+from megamix.settings.optimizers import MuonSettings
 
 MOMENTUM = "momentum_buffer"
 # Tables, with a row for each token or position, and what holds queries, keys and values together, by the usual names.
@@ -46,7 +46,7 @@ _NO_MAPS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Muon(AdamW):
+class Muon(MuonSettings, AdamW):
     """Muon for matrices, AdamW, with the settings that this class inherits, for tables, norms and biases.
 
     A matrix is what has two dims, or three, (E, out, in) for E of them, unless a shell pattern of `tables` matches its
@@ -56,17 +56,7 @@ class Muon(AdamW):
     and values; each is orthogonalised by itself.
     """
 
-    momentum: float = 0.95
-    nesterov: bool = True
-    # Of x -> a x + b (x x^T) x + c (x x^T)^2 x, five times: Jordan's, which take singular values to about [0.7, 1.2].
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-    ns_steps: int = 5
-    ns_dtype: torch.dtype = torch.bfloat16  # of its products, and of what travels between ranks; or FP32
-    # "match_rms_adamw": 0.2 sqrt(max(rows, columns)), for which AdamW's lr and decay fit (Liu et al.).
-    # "original": sqrt(max(1, rows / columns)) (Jordan). The names are torch.optim.Muon's.
-    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    adamw_lr_factor: float = 1.0  # times lr, for what AdamW moves
-    batched: bool = False  # whether matrices of one shape are multiplied together: fewer calls, and other bits
+    ns_dtype: StateDtype = torch.bfloat16
     tables: Sequence[str] = TABLES
     matrix: Sequence[str] = ()
     adamw: Sequence[str] = ()
@@ -80,17 +70,6 @@ class Muon(AdamW):
         if not isinstance(self.fused, Mapping) or not all(_is_sequence(rows, int) for rows in self.fused.values()):
             example = {"*.qkv.weight": (512, 128, 128)}
             raise TypeError(f"fused takes each matrix's rows by pattern, got {self.fused!r}; write fused={example}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}; use 0.95")
-        if not are_numbers(self.ns_coefficients, 3) or not all(map(math.isfinite, self.ns_coefficients)):
-            raise ValueError(f"ns_coefficients must be three finite numbers, got {self.ns_coefficients}; leave it out")
-        if not 1 <= self.ns_steps <= 100:
-            raise ValueError(f"ns_steps must lie in 1 .. 100, got {self.ns_steps}; use 5")
-        if self.ns_dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"ns_dtype must be torch.bfloat16 or torch.float32, got {self.ns_dtype}")
-        if self.adjust_lr not in ("match_rms_adamw", "original"):
-            raise ValueError(f'adjust_lr must be "match_rms_adamw" or "original", got {self.adjust_lr!r}')
-        require_finite("adamw_lr_factor", self.adamw_lr_factor)
 
     def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         by_adamw = _matches(name, self.adamw) or (_matches(name, self.tables) and not _matches(name, self.matrix))
@@ -168,7 +147,7 @@ class Muon(AdamW):
         return MuonUpdate(kernel, buckets, topology, clock, observers, self)
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
-        """As AdamW, for what it moves. For matrices there are two: with the momentum, whose result takes master's place
+        """Return AdamW's for what AdamW moves. Matrices have two: with the momentum, whose result takes master's place
         and is what is to be made orthogonal; and without a state, where `grad` is the direction, times its scale.
         """
         if not states:
@@ -220,8 +199,8 @@ class _Exchange:
     """One bucket's matrices, as this rank sees them."""
 
     among: Collectives  # the ranks that hold any of them
-    pieces: list[MatrixPiece]  # what it owns, in the order in which it is sent: by home
-    scales: list[float]  # of each piece's direction
+    pieces: list[MatrixPiece]  # those that it owns, in the order in which it is sent: by home
+    scales: list[float]  # one for each piece's direction
     to: list[int]  # elements for each rank, and of each
     of: list[int]
     homes: list[_Home]

@@ -1,41 +1,31 @@
 """Stochastic gradient descent with Nesterov's momentum."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.half_states import needs_chance, require_state_dtype
+from megamix.mixed_precision.half_states import StateDtype, needs_chance
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import States, StepScalars, UpdateScalars, UpdateSlice
+from megamix.settings.optimizers import NAGSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NAG(Optimizer):
+class NAG(NAGSettings, Optimizer):
     """SGD with Nesterov's momentum; with momentum 0 plain SGD, without a state.
 
-    `momentum_form`: what the momentum adds up. "gradient": gradients, times the learning rate of the update that uses
+    `momentum_form`: the terms of the momentum. "gradient": gradients, times the learning rate of the update that uses
     them, as torch.optim.SGD(nesterov=True) does. "velocity": steps, each with the learning rate of its own time, as
     MXNet's mp_nag_mom_update does (src/operator/optimizer_op-inl.h). They are one path while lr is constant.
     `decoupled_weight_decay`: the decay shrinks the master, as AdamW's; else it enters the gradient, as in both peers.
     """
 
-    momentum: float = 0.9
-    momentum_form: Literal["gradient", "velocity"] = "gradient"
-    decoupled_weight_decay: bool = False
-    state_dtype: torch.dtype = torch.float32  # or BF16
+    state_dtype: StateDtype = torch.float32
 
     def __post_init__(self) -> None:
         super(NAG, self).__post_init__()
-        require_state_dtype(self.state_dtype)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}")
-        if self.momentum_form not in ("gradient", "velocity"):
-            raise ValueError(f'momentum_form must be "gradient" or "velocity", got {self.momentum_form!r}')
         if self.state_dtype == torch.bfloat16 and needs_chance(self.momentum):
             raise ValueError(f"momentum {self.momentum} is lost in a BF16 state; take state_dtype=torch.float32")
 

@@ -6,16 +6,14 @@ One of your own is a frozen dataclass under `Optimizer` with `states` and `equat
 equation needs the update's number.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import inspect
 import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from numbers import Integral, Real
+from dataclasses import dataclass
+from numbers import Real
 from typing import Self
 
 import torch
@@ -36,6 +34,8 @@ from megamix.mixed_precision.update_slice import (
     UpdateScalars,
     UpdateSlice,
 )
+from megamix.settings.limits import NotNegative, check
+from megamix.settings.optimizers import GroupSettings
 
 log = logging.getLogger("megamix")
 
@@ -45,23 +45,17 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParamGroup:
-    """Parameters whose name matches `pattern` (as a shell pattern: `*.bias`) get their own learning-rate factor and
-    weight decay.
+class ParamGroup(GroupSettings):
+    """Gives parameters whose name matches `pattern` (as a shell pattern: `*.bias`) their own learning-rate factor and
+    weight decay; None: the optimizer's.
     """
-
-    pattern: str
-    lr_factor: float = 1.0
-    weight_decay: float | None = None  # None: the optimizer's
 
     def __new__(cls, *args: object, **settings: object) -> Self:
         require_settings(cls, *args, **settings)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        require_finite(f"lr_factor of group {self.pattern!r}", self.lr_factor)
-        if self.weight_decay is not None:
-            require_finite(f"weight_decay of group {self.pattern!r}", self.weight_decay)
+        check(self, f"group {self.pattern!r}")
 
 
 def require_settings(kind: type, *args: object, **settings: object) -> None:
@@ -74,23 +68,6 @@ def require_settings(kind: type, *args: object, **settings: object) -> None:
         raise TypeError(f"{kind.__name__}: {error}; write its settings by name: {kind.__name__}({known})") from None
 
 
-def require_finite(name: str, value: float) -> None:
-    """Raises: ValueError if it is negative, infinite or no number."""
-    if not isinstance(value, Real) or not 0 <= value < math.inf:  # NaN neither
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value}; 0 turns it off")
-
-
-def are_numbers(values: object, count: int) -> bool:
-    """Return whether they are that many."""
-    return isinstance(values, Sequence) and len(values) == count and all(isinstance(one, Real) for one in values)
-
-
-# The kind of a setting, by how its class declares it; others are not looked at.
-_KINDS: dict[str, tuple[type, str]] = {
-    "bool": (bool, "True or False"), "int": (Integral, "a whole number"), "float": (Real, "a number"),
-}  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
     """Holds what every optimizer has.
@@ -101,7 +78,7 @@ class Optimizer:
     """
 
     lr: float | Sequence[float]
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     groups: tuple[ParamGroup, ...] = ()
 
     def __new__(cls, *params: object, **settings: object) -> Self:
@@ -120,13 +97,7 @@ class Optimizer:
         table = self.lr_table()
         if not table or not all(math.isfinite(lr) and lr >= 0 for lr in table):
             raise ValueError(f"lr must be a finite number of at least 0, or a sequence of such, got {self.lr!r}")
-        for setting in fields(self):
-            written = str(setting.type).removeprefix("<class '").removesuffix("'>")  # a text, or the type itself
-            (kind, text), value = _KINDS.get(written, (object, "")), getattr(self, setting.name)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
-                fix = "" if setting.default is MISSING else f"; leave it out for {setting.default}"
-                raise TypeError(f"{setting.name} of {type(self).__name__} must be {text}, got {value!r}{fix}")
-        require_finite("weight_decay", self.weight_decay)
+        check(self)
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
         """Return names and dtypes (FP32, BF16 or FP16) of one parameter's states, zeros at the start; none is fine.
@@ -211,7 +182,7 @@ class Optimizer:
     def bucket_update(
         self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
         observers: Sequence[StepObserver],
-    ) -> BucketUpdate:  # fmt: skip
+    ) -> "BucketUpdate":  # fmt: skip
         """Return what updates the buckets by `kernel`, which takes slices of any of `kernel_groups`. Every rank must
         call it.
         """

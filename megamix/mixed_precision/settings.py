@@ -1,10 +1,8 @@
 """Settings of the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,12 +10,13 @@ from torch import nn
 from megamix.comm.collectives import MakeCollectives, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.loss_scale import LossScale
+from megamix.settings.limits import check
 
-# What travels to an owner, and what the owner keeps of the sum: half and its sum in half, half and its sum in FP32, or
-# FP32 and its sum in FP32.
+# Formats of what travels to an owner and of the sum that it keeps: half and its sum in half, half and its sum in FP32,
+# or FP32 and its sum in FP32.
 ReduceDtype = Literal["half", "half_fp32_sum", "fp32"]
 
-# What of a parameter a rank holds a share of: masters and states; the gradients, too, from their sum on; the half
+# State of a parameter that ranks share out: masters and states; the gradients, too, from their sum on; the half
 # parameters, too, outside of their unit's forward and backward. The field's ZeRO-1, 2 and 3.
 Shard = Literal["states", "gradients", "parameters"]
 
@@ -26,8 +25,8 @@ Shard = Literal["states", "gradients", "parameters"]
 class Precision:
     """Says what is half and what is scaled."""
 
-    dtype: torch.dtype = torch.bfloat16  # of parameters, activations and gradients: FP16, BF16, or FP32 as a reference
-    grad_dtype: torch.dtype | None = None  # in which micro-batches are summed; None: `dtype`
+    dtype: torch.dtype = torch.bfloat16  # parameters, activations and gradients: FP16, BF16, or FP32 as a reference
+    grad_dtype: torch.dtype | None = None  # sums over micro-batches; None: `dtype`
     loss_scale: LossScale | None = None  # FP16 needs one, static or dynamic
     reduce_dtype: ReduceDtype | None = None  # None: "fp32" for FP32 gradients, else "half"
 
@@ -61,41 +60,34 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a parameter of this rank's module in the model that all ranks train together."""
+    """Gives the place of a parameter of this rank's module in the model that all ranks train together."""
 
     full_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of this rank's block in it
+    offset: tuple[int, ...]  # where this rank's block begins in it
     owners: Axis  # the ranks that hold this same block
     counts: bool = True  # False: another owner's gradient is this same one, and is taken alone; True: they add up
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How the FP32 truth is spread over ranks, and how its traffic hides behind compute."""
+    """Spreads the FP32 truth over ranks, and hides its traffic behind compute."""
 
     # Submodules (blocks) whose parameters are awaited, or come and go, one by one; none: all at the root.
     units: Sequence[nn.Module] = ()
     topology: Topology | None = None  # None: every rank holds the whole model; or this process is alone
     bucket_size: int | None = None  # elements; None: by the model's size
     overlap: bool = True  # False: every collective is awaited at once (slower, same result)
-    # By name of the parameters that are trained; what is not named is whole on every data-parallel rank.
+    # Keys: names of parameters that are trained. A parameter that is not named is whole on every data-parallel rank.
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    # For the owners of parameters: who adds an axis says how their sums travel over it.
+    # Makes the owners' collectives: a program that adds an axis says how their sums travel over it.
     collectives: MakeCollectives = make_collectives
     shard: Shard = "states"
-    # Who adds up a step's micro-batches: each rank its own, before they are reduced once; or the owner, in FP32, each
+    # A step's micro-batches are added up by each rank, before they are reduced once; or by the owner, in FP32, each
     # one's sum over the ranks, so that no rank keeps gradients from one to the next.
     accumulate: Literal["local", "owner"] = "local"
 
     def __post_init__(self) -> None:
-        if self.shard not in get_args(Shard):
-            raise ValueError(f"sharding.shard must be one of {', '.join(get_args(Shard))}, got {self.shard!r}")
-        if self.accumulate not in ("local", "owner"):
-            raise ValueError(f"sharding.accumulate must be one of local, owner, got {self.accumulate!r}")
-        if not isinstance(self.overlap, bool):
-            raise TypeError(f"sharding.overlap must be True or False, got {self.overlap!r}")
-        if not isinstance(self.bucket_size, int | None):
-            raise TypeError(f"sharding.bucket_size must be a number of elements or None, got {self.bucket_size!r}")
+        check(self)
         if self.shard == "parameters" and not self.units:
             raise ValueError(
                 'sharding.shard "parameters" gathers a unit at a time, but units is empty: all of the model would be '

@@ -645,7 +645,7 @@ def test_a_unit_that_one_rank_calls_twice_is_named(run_ranks) -> None:
 
 def test_wrong_settings_are_refused() -> None:
     model = make_model()
-    with pytest.raises(ValueError, match="must be one of states, gradients, parameters, got 'all'"):
+    with pytest.raises(ValueError, match="must be 'states' or 'gradients' or 'parameters', got 'all'"):
         Sharding([*model.blocks], shard="all")
     with pytest.raises(ValueError, match=r"pass e\.g\. units=\[\*model\.blocks\]"):
         Sharding(shard="parameters")

@@ -297,7 +297,7 @@ SETTINGS = [
     Case("a pattern without its name", "built", lambda s: ParamGroup("*.bias"), "ParamGroup"),
     Case("betas of a group", "built", lambda s: ParamGroup(pattern="*.bias", betas=(0.9, 0.99)), "betas"),
     Case("torch's groups", "built", lambda s: AdamW(lr=1.0, groups=[{"params": [], "lr": 0.1}]), "ParamGroup"),
-    Case("a word that is no shard", "built", lambda s: Sharding(shard="full"), "sharding.shard"),
+    Case("a word that is no shard", "built", lambda s: Sharding(shard="full"), "shard of Sharding must be"),
     Case("parameters without units", "built", lambda s: Sharding(shard="parameters"), "units"),
     Case("a unit that is none of the model's", "built", lambda s: _engine(s, sharding=Sharding(units=[nn.ReLU()])), "units"),
     Case("a negative clip", "built", lambda s: _engine(s, clip_grad=-1.0), "clip_grad"),

@@ -122,7 +122,9 @@ def test_no_bit_depends_on_ranks_buckets_or_pieces(run_ranks) -> None:
 
 
 def test_wrong_dtypes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"state_dtype must be torch\.float32 or torch\.bfloat16, got torch\.float16"):
+    with pytest.raises(
+        ValueError, match=r"state_dtype of AdamW must be torch\.float32 or torch\.bfloat16, got torch\.float16"
+    ):
         AdamW(lr=0.1, state_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"momentum 0\.99 is lost in a BF16 state; take state_dtype=torch\.float32"):
         NAG(lr=0.1, momentum=0.99, state_dtype=BF16)

@@ -94,11 +94,11 @@ def test_a_restored_scale_goes_on_as_if_never_stopped(cut: int) -> None:
 
 
 WRONG = [
-    ({"init_scale": 3.0}, "init_scale must be a power of two"),
+    ({"init_scale": 3.0}, "init_scale .* must be a power of two"),
     ({"init_scale": 0.5}, "init_scale 0.5 must lie between min_scale 1"),
-    ({"margin": 3.0}, "margin must be a power of two"),
-    ({"margin": 1.0}, "margin must be at least 2, got 1.0"),
-    ({"window": 0}, "window must be at least 1 step, got 0; use 1000"),
+    ({"margin": 3.0}, "margin .* must be a power of two"),
+    ({"margin": 1.0}, "margin .* must be at least 2, got 1.0; leave it out for 4.0"),
+    ({"window": 0}, "window .* must be at least 1, got 0; leave it out for 1000"),
 ]
 
 

@@ -66,14 +66,14 @@ def test_a_static_scale_never_moves() -> None:
 
 
 WRONG = [
-    ({"init_scale": 3.0}, "init_scale must be a power of two .* got 3.0; use 4"),
-    ({"init_scale": 0.0}, "init_scale must be a power of two"),
-    ({"init_scale": float("inf")}, "init_scale must be a power of two"),
-    ({"growth_factor": 1.5}, "growth_factor must be a power of two"),
-    ({"growth_factor": 0.5}, "growth_factor must exceed 1"),
-    ({"backoff_factor": 2.0}, "backoff_factor stay below it"),
-    ({"growth_interval": 0}, "at least 1, got 0, 1"),
-    ({"hysteresis": 0}, "at least 1"),
+    ({"init_scale": 3.0}, "init_scale of DynamicLossScale must be a power of two .* got 3.0; leave it out for 1677"),
+    ({"init_scale": 0.0}, "init_scale .* must be greater than 0"),
+    ({"init_scale": float("inf")}, "init_scale .* must be finite"),
+    ({"growth_factor": 1.5}, "growth_factor .* must be a power of two"),
+    ({"growth_factor": 0.5}, "growth_factor .* must be greater than 1, got 0.5"),
+    ({"backoff_factor": 2.0}, "backoff_factor .* must be less than 1, got 2.0"),
+    ({"growth_interval": 0}, "growth_interval .* must be at least 1, got 0"),
+    ({"hysteresis": 0}, "hysteresis .* must be at least 1"),
     ({"init_scale": 2.0, "min_scale": 4.0}, "init_scale 2 must lie between min_scale 4"),
     ({"max_scale": 7.0}, "max_scale must be a power of two"),
 ]

@@ -27,7 +27,7 @@ def _after(scale: DynamicLossScale, events: str) -> list[float]:
 def _random_run(rng: random.Random, events: int) -> tuple[dict[str, Any], str]:
     """Return a GradScaler's settings and random events: mostly clean steps, a mixture, or an overflow in each step."""
     settings = {
-        "init_scale": 2.0 ** rng.randint(-140, 127),
+        "init_scale": 2.0 ** rng.randint(-126, 126),
         "growth_factor": rng.choice([2.0, 4.0]),
         "backoff_factor": rng.choice([0.5, 0.25]),
         "growth_interval": rng.choice([1, 2, 3, 7, 50]),

@@ -1,0 +1,97 @@
+"""Limits of a setting, written into its type, and the check of both in a program. In a job pydantic reads and checks
+them.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from numbers import Integral, Real
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+# Words for bounds. Their names are pydantic's and those of the comparisons in Python's `operator`.
+_WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+# The kind of a setting, by how its class declares it; others are not looked at.
+_KINDS = {"bool": (bool, "True or False"), "int": (Integral, "a whole number"), "float": (Real, "a number")}
+
+
+class Limits:
+    """Annotates a type with the numbers that a setting may be; they are finite, too. Around a tuple it has a job take
+    TOML's lists.
+    """
+
+    def __init__(self, *, power_of_two: bool = False, **bounds: float):
+        """Keep them. `bounds`: gt, ge, lt or le."""
+        self._power_of_two, self._bounds = power_of_two, bounds
+
+    def __repr__(self) -> str:
+        return f"Limits({', '.join(f'{name}={bound:g}' for name, bound in self._bounds.items())})"
+
+    def require(self, value: Any) -> Any:
+        """Return the value. Raises: ValueError saying what it must be."""
+        if not math.isfinite(value):
+            raise ValueError("must be finite")
+        for name, bound in self._bounds.items():
+            if not getattr(operator, name)(value, bound):
+                raise ValueError(f"must be {_WORDS[name]} {bound:g}")
+        # Multiplying by a power of two moves the exponent alone. Any other scale would round every gradient once on the
+        # way in and once on the way out, and the unscaled step would no longer equal the plain one. The scale and its
+        # inverse must both be normal FP32 numbers, hence the range.
+        if self._power_of_two and not (math.frexp(value)[0] == 0.5 and 2.0**-126 <= value <= 2.0**126):
+            raise ValueError("must be a power of two from 2**-126 to 2**126")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: object, handler: Callable[[object], dict[str, Any]]) -> object:
+        """Return pydantic's schema of a type, a plain dictionary, with these limits."""
+        schema = handler(source)
+        schema |= {"strict": False} if schema["type"] == "tuple" else self._bounds
+        if not self._power_of_two:
+            return schema
+        return {"type": "function-after", "function": {"type": "no-info", "function": self.require}, "schema": schema}
+
+
+Finite = Annotated[float, Limits()]
+NotNegative = Annotated[float, Limits(ge=0)]
+Share = Annotated[float, Limits(ge=0, lt=1)]
+Count = Annotated[int, Limits(ge=1)]
+PowerOfTwo = Annotated[float, Limits(gt=0, power_of_two=True)]
+
+
+def check(settings: Any, owner: str = "") -> None:
+    """Check each setting of a dataclass against its types in that class and in those that it derives from.
+
+    Of types that are texts, as `from __future__ import annotations` makes them, only bool, int and float are known.
+    Raises: TypeError for another kind, ValueError for a value beyond the limits, or for none of those that are listed.
+    """
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        try:
+            for base in type(settings).__mro__:
+                if declared := vars(base).get("__dataclass_fields__", {}).get(one.name):
+                    _require(declared.type, value)
+        except (TypeError, ValueError) as error:
+            fix = {MISSING: "", None: "; leave it out"}.get(one.default, f"; leave it out for {one.default}")
+            raise type(error)(f"{one.name} of {owner or type(settings).__name__} {error}, got {value!r}{fix}") from None
+
+
+def _require(kind: Any, value: Any) -> None:
+    """Raises: TypeError or ValueError saying what a value of a type must be."""
+    bare, *notes = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    limits = [note for note in notes if isinstance(note, Limits)]
+    parts, origin = get_args(bare), get_origin(bare)
+    expected, words = _KINDS.get(getattr(bare, "__name__", bare), (object, ""))
+    if NoneType in parts:
+        _require(object if value is None else parts[0], value)
+    elif origin is Literal and value not in parts:
+        raise ValueError(f"must be {' or '.join(map(repr, parts))}")
+    elif origin is tuple and limits:
+        if not isinstance(value, Sequence) or [isinstance(one, Real) for one in value] != [True] * len(parts):
+            raise ValueError(f"must be {len(parts)} numbers")
+        for part, one in zip(parts, value, strict=True):
+            _require(part, one)
+    elif not isinstance(value, expected) or (isinstance(value, bool) and expected in (Integral, Real)):
+        raise TypeError(f"must be {words}")
+    else:
+        for limit in limits:
+            limit.require(value)

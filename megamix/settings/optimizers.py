@@ -1,0 +1,64 @@
+"""Settings of the optimizers, except the formats, which a job names and of which a program gives torch's dtype."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megamix.settings.limits import Finite, Limits, NotNegative, Share
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """Declares the settings of a group of parameters."""
+
+    pattern: str
+    """Shell-style pattern (fnmatch) on the parameter's full name; the first group that matches wins."""
+    lr_factor: NotNegative = 1.0
+    """Multiplies the scheduled learning rate."""
+    weight_decay: NotNegative | None = None
+    """Weight decay of the group. Not set: the optimizer's, and 0 for one-dimensional parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWSettings:
+    """Declares the settings of AdamW."""
+
+    betas: Annotated[tuple[Share, Share], Limits()] = (0.9, 0.95)
+    """Decay rates of the first and second moment, each in [0, 1)."""
+    eps: Annotated[float, Limits(ge=2.0**-126)] = 1e-8
+    """Added to the root of the second moment. At least FP32's smallest normal number, 2**-126: where all gradients were
+    zero, as padding's are, the step would be 0 / 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NAGSettings:
+    """Declares the settings of NAG."""
+
+    momentum: Share = 0.9
+    """Factor of the momentum at each update, in [0, 1). 0: plain SGD, without a state."""
+    momentum_form: Literal["gradient", "velocity"] = "gradient"
+    """Terms of the momentum. gradient: gradients, as torch's SGD adds up. velocity: steps, as MXNet's. They differ when
+    the learning rate changes."""
+    decoupled_weight_decay: bool = False
+    """Whether weight decay shrinks the weights, as in AdamW, instead of entering the gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSettings(AdamWSettings):
+    """Declares the settings of Muon."""
+
+    momentum: Share = 0.95
+    """Factor of the matrices' momentum at each update, in [0, 1)."""
+    nesterov: bool = True
+    """Whether a direction is taken from one step ahead of the momentum."""
+    ns_steps: Annotated[int, Limits(ge=1, le=100)] = 5
+    """Turns of Newton and Schulz's iteration, which makes the momentum orthogonal."""
+    ns_coefficients: Annotated[tuple[Finite, Finite, Finite], Limits()] = (3.4445, -4.7750, 2.0315)
+    """Coefficients of its polynomial a x + b x^3 + c x^5."""  # Jordan's: they take singular values to about [0.7, 1.2]
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of a matrix's direction, so that one lr fits every width. match_rms_adamw: 0.2 times the root of the
+    longer side, for which AdamW's lr fits. original: the root of rows / columns, at least 1."""
+    # The names are torch.optim.Muon's, the rules Liu's and Jordan's.
+    adamw_lr_factor: NotNegative = 1.0
+    """Multiplies the learning rate of what AdamW moves."""
+    batched: bool = False
+    """Whether matrices of one shape are multiplied together: in fewer calls, and with other bits."""
