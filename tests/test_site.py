@@ -1,10 +1,11 @@
-"""The site of docs/ is built without a network, every page is in it, and a dead link or an unknown name of the API ends
-the build.
+"""The site of docs/ is built without a network, every page is in it and in the same tier of the index, and a dead link
+or an unknown name of the API ends the build.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,15 @@ def pages(nav: list[Any]) -> list[str]:
 def test_every_page_is_in_the_navigation_once() -> None:
     nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
     assert sorted(pages(nav)) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_the_index_has_the_tiers_of_the_navigation_with_all_their_pages() -> None:
+    _, *tiers = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    _, *sections = (ROOT / "docs/index.md").read_text(encoding="utf-8").split("\n## ")
+    assert [section.partition("\n")[0] for section in sections] == [title for tier in tiers for title in tier]
+    for tier, section in zip(tiers, sections, strict=True):
+        linked = set(re.findall(r"\]\(([\w/]+\.md)", section))
+        assert [page for page in pages([tier]) if page not in linked] == []
 
 
 def build(folder: Path) -> subprocess.CompletedProcess[str]:
