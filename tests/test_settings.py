@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Annotated, Any
@@ -214,7 +214,7 @@ VALUES: tuple[object, ...] = (
     -1, 0, 1, 2, 5, 100, 101, True, False, None, "", "1e-3", "gradient", "velocity", "original", "match_rms_adamw", (),
     -1.0, 0.0, 1e-50, 2.0**-127, 2.0**-126, 0.3, 0.5, 0.999, 1.0, 1.5, 2.0, 4.0, 2.0**126, 2.0**127, math.inf, math.nan,
     (0.9,), (0.9, 0.95), (0.9, 1.0), (0.9, -0.1), (0.9, "0.95"), (0.9, True), "ab", [0.0, 0.5], (1, 0.5),
-    (1.0, 2.0, 3.0), (1.0, 2.0, math.nan), (1, 2, 3), (1.0, 2.0, 3.0, 4.0),
+    (1.0, 2.0, 3.0), (1.0, 2.0, math.nan), (1, 2, 3), (1.0, 2.0, 3.0, 4.0), 10**9, 10**9 + 1, 2**31, 10**400,
 )  # fmt: skip
 # Settings that a program gives beside one: what it must give, and a range for any first scale.
 OTHERS: dict[str, Keys] = {
@@ -276,6 +276,44 @@ def test_a_class_that_declares_a_setting_anew_keeps_its_limits(wrong: Keys) -> N
     usual = re.escape(str(getattr(own(lr=1.0), key)))
     with pytest.raises(ValueError, match=rf"^{key} of Own must be .*; leave it out for {usual}$"):
         own(lr=1.0, **wrong)
+
+
+def test_a_class_may_take_values_of_more_than_one_kind_and_functions() -> None:
+    def every_time() -> None: ...
+
+    settings: dict[object, object] = {
+        float | str | None: "auto", int | float | None: 0.5, Callable[[], None]: every_time,
+        Callable[[], None] | None: every_time, Mapping[int, None]: (), None | float: None,
+    }  # fmt: skip
+    kinds = [(f"setting_{number}", kind, value) for number, (kind, value) in enumerate(settings.items())]
+    check(dataclasses.make_dataclass("Own", kinds)())
+    with pytest.raises(TypeError, match="setting_5 of Own must be a number, got 'x'; leave it out"):
+        check(dataclasses.make_dataclass("Own", kinds)(setting_5="x"))
+
+
+# Wrong in a program alone: a job's file holds no such value, or its section says more.
+WRONG_IN_PROGRAMS: list[tuple[Callable[[], object], str]] = [
+    (lambda: AdamW(lr=True), "lr must be a finite number .* got True"),
+    (lambda: AdamW(lr="111"), "lr must be a finite number .* got '111'"),
+    (lambda: AdamW(lr=10**400), "lr must be a finite number"),
+    (lambda: AdamW(lr=iter([1.0, 2.0])), "lr must be a finite number .* or a sequence"),
+    (lambda: AdamW(lr={1.0, 2.0}), "lr must be a finite number .* or a sequence"),
+    (lambda: AdamW(lr={0: 1.0}), "lr must be a finite number .* or a sequence"),
+    (lambda: AdamW(lr=1.0, groups=iter([ParamGroup(pattern="*")])), r"groups takes a tuple .*; write groups=\(Param"),
+    (lambda: AdamW(lr=1.0, groups=ParamGroup(pattern="*")), r"groups takes a tuple .*; write groups=\(ParamGroup"),
+    (lambda: ParamGroup(pattern=["*.bias"]), r"pattern of group .* must be text, got \['\*.bias'\]"),
+    (lambda: Sharding(units=iter([])), r"units takes a sequence of submodules, .*; write \[\*model.blocks\]"),
+    (lambda: StaticLossScale(True), "init_scale of StaticLossScale must be a number, got True"),
+    (lambda: StaticLossScale("1024"), "init_scale of StaticLossScale must be a number, got '1024'"),
+    (lambda: StaticLossScale(2.0**200), r"init_scale must be a power of two .*; use 1.70141e\+38"),
+    (lambda: DynamicLossScale(max_scale=10**400), "max_scale must be a power of two"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), WRONG_IN_PROGRAMS)
+def test_a_program_is_refused_what_would_be_read_otherwise(build: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        build()
 
 
 def test_annotations_of_others_are_not_looked_at() -> None:

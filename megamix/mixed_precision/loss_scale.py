@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -40,8 +41,10 @@ class LossScale:
     def __init__(self, init_scale: float, min_scale: float, max_scale: float):
         # A min_scale of 0 is no floor.
         for name, value in {"init_scale": init_scale, "max_scale": max_scale, "min_scale": min_scale or 1.0}.items():
-            if not (0 < value < math.inf and math.frexp(value)[0] == 0.5):
-                nearest = 2.0 ** round(math.log2(value)) if 0 < value < math.inf else 1.0
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise TypeError(f"{name} of {self.rule} must be a number, got {value!r}; write for example 1024.0")
+            if not (0 < value <= LARGEST and math.frexp(value)[0] == 0.5):
+                nearest = 2.0 ** min(round(math.log2(value)), 127) if 0 < value < math.inf else 1.0
                 raise ValueError(f"{name} must be a power of two (scaling is then exact), got {value}; use {nearest:g}")
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(

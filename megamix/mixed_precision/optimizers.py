@@ -11,7 +11,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
 from typing import Self
@@ -88,6 +88,8 @@ class Optimizer:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.groups, Sequence):  # an iterator would be at its end when they are read again
+            raise TypeError(f"groups takes a tuple of ParamGroup, got {self.groups!r}; write groups=(ParamGroup(...),)")
         for group in self.groups:
             if not isinstance(group, ParamGroup):
                 raise TypeError(
@@ -113,11 +115,12 @@ class Optimizer:
 
     def lr_table(self) -> list[float]:
         """Return one per update; a number counts for all. Empty where `lr` is neither."""
-        if isinstance(self.lr, Real):
-            return [float(self.lr)]
+        # Without an order, or at its end when it is read again; and Python counts True and letters as numbers.
+        if isinstance(self.lr, bool | str | bytes | Iterator | Set | Mapping):
+            return []
         try:
-            return [*map(float, self.lr)]  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+            return [float(self.lr)] if isinstance(self.lr, Real) else [*map(float, self.lr)]  # type: ignore[arg-type]
+        except (OverflowError, TypeError, ValueError):
             return []
 
     def group_of(self, name: str, shape: tuple[int, ...]) -> UpdateGroup:

@@ -1,6 +1,6 @@
 """Settings of the engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -88,6 +88,8 @@ class Sharding:
 
     def __post_init__(self) -> None:
         check(self)
+        if isinstance(self.units, Iterator):  # it would be at its end when they are read again
+            raise TypeError(f"sharding.units takes a sequence of submodules, got {self.units!r}; write [*model.blocks]")
         if self.shard == "parameters" and not self.units:
             raise ValueError(
                 'sharding.shard "parameters" gathers a unit at a time, but units is empty: all of the model would be '

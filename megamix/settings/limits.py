@@ -4,16 +4,20 @@ them.
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 # Words for bounds. Their names are pydantic's and those of the comparisons in Python's `operator`.
 _WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
 # The kind of a setting, by how its class declares it; others are not looked at.
-_KINDS = {"bool": (bool, "True or False"), "int": (Integral, "a whole number"), "float": (Real, "a number")}
+_KINDS = {
+    "bool": (bool, "True or False"), "int": (Integral, "a whole number"), "float": (Real, "a number"),
+    "str": (str, "text"),
+}  # fmt: skip
 
 
 class Limits:
@@ -30,7 +34,7 @@ class Limits:
 
     def require(self, value: Any) -> Any:
         """Return the value. Raises: ValueError saying what it must be."""
-        if not math.isfinite(value):
+        if not abs(value) <= sys.float_info.max:  # NaN is not, nor a whole number that no float holds
             raise ValueError("must be finite")
         for name, bound in self._bounds.items():
             if not getattr(operator, name)(value, bound):
@@ -54,14 +58,15 @@ class Limits:
 Finite = Annotated[float, Limits()]
 NotNegative = Annotated[float, Limits(ge=0)]
 Share = Annotated[float, Limits(ge=0, lt=1)]
-Count = Annotated[int, Limits(ge=1)]
+Count = Annotated[int, Limits(ge=1, le=10**9)]  # counters on the device are INT32, and torch wraps what is beyond
 PowerOfTwo = Annotated[float, Limits(gt=0, power_of_two=True)]
 
 
 def check(settings: Any, owner: str = "") -> None:
     """Check each setting of a dataclass against its types in that class and in those that it derives from.
 
-    Of types that are texts, as `from __future__ import annotations` makes them, only bool, int and float are known.
+    Of types that are texts, as `from __future__ import annotations` makes them, bool, int, float and str are known.
+    A union is looked at if it is one kind or None.
     Raises: TypeError for another kind, ValueError for a value beyond the limits, or for none of those that are listed.
     """
     for one in fields(settings):
@@ -81,8 +86,10 @@ def _require(kind: Any, value: Any) -> None:
     limits = [note for note in notes if isinstance(note, Limits)]
     parts, origin = get_args(bare), get_origin(bare)
     expected, words = _KINDS.get(getattr(bare, "__name__", bare), (object, ""))
-    if NoneType in parts:
-        _require(object if value is None else parts[0], value)
+    if origin in (Union, UnionType):
+        kinds = [part for part in parts if part is not NoneType]
+        if len(kinds) == 1 and value is not None:
+            _require(kinds[0], value)
     elif origin is Literal and value not in parts:
         raise ValueError(f"must be {' or '.join(map(repr, parts))}")
     elif origin is tuple and limits:

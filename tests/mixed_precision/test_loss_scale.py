@@ -73,6 +73,7 @@ WRONG = [
     ({"growth_factor": 0.5}, "growth_factor .* must be greater than 1, got 0.5"),
     ({"backoff_factor": 2.0}, "backoff_factor .* must be less than 1, got 2.0"),
     ({"growth_interval": 0}, "growth_interval .* must be at least 1, got 0"),
+    ({"growth_interval": 2**31}, r"growth_interval .* must be at most 1e\+09, got 2147483648"),  # torch: 0 >= 2**31
     ({"hysteresis": 0}, "hysteresis .* must be at least 1"),
     ({"init_scale": 2.0, "min_scale": 4.0}, "init_scale 2 must lie between min_scale 4"),
     ({"max_scale": 7.0}, "max_scale must be a power of two"),
