@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from megamix.config import Config, nearest
 from megamix.plugins import PluginError
+from megamix.progress import ProgressLine
 from megamix.supervise.console import drop_unwritten, say
 
 _ELSEWHERE = {
@@ -57,16 +58,18 @@ class Failed(str):
     """Line that gives a negative answer: the verb's exit status is 1."""
 
 
-def print_lines(lines: Iterator[str]) -> bool:
+def print_lines(lines: Iterator[str], progress: ProgressLine | None = None) -> bool:
     """Print each line as it comes. Return whether all were printed, and none is `Failed`.
 
-    A reader may have seen enough and close the pipe, as `head` does.
+    A reader may have seen enough and close the pipe, as `head` does. `progress` speaks between the lines.
     """
+    progress = progress or ProgressLine()
     passed = True
     for line in lines:
         passed = passed and not isinstance(line, Failed)
         try:
-            print(line, flush=True)
+            with progress.aside():
+                print(line, flush=True)
         except BrokenPipeError:  # around this print alone: any other broken pipe, such as a worker's, is an error
             drop_unwritten()
             return False
@@ -77,13 +80,15 @@ def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[
     """Return a function that prints the verb's lines and returns the exit status.
 
     Errors end the verb with a message: those of its input or of the disk with status 2, a damaged checkpoint with 1.
+    The verb finds its progress in `arguments.progress`.
     """
 
     def run(arguments: argparse.Namespace) -> int:
         action = getattr(arguments, "action", None)
         name = f"megamix {arguments.verb} {action}" if action else f"megamix {arguments.verb}"
         try:
-            return 0 if print_lines(verb(arguments)) else 1
+            with ProgressLine(name) as arguments.progress:
+                return 0 if print_lines(verb(arguments), arguments.progress) else 1
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             say(f"{name}: {where}{error.strerror or error}; correct that and run the same command again", sys.stderr)

@@ -8,17 +8,24 @@ from typing import NamedTuple
 
 from megamix.arguments import Parser
 from megamix.config import ConfigError, override_meant
+from megamix.interrupt import INTERRUPTED, Interrupt
 from megamix.plugins import PluginError, import_plugins
 from megamix.supervise.console import drop_unwritten, open_streams, say, say_on_first_rank, say_unless_first_did
 from megamix.supervise.status import EndedEarlyError
 
+_NOTHING = "nothing was written; the same command starts anew"
+
 
 class Verb(NamedTuple):
-    """A verb: `megamix/ROOM/command.py` has its `NAME_arguments(parser)` and its `run_NAME(arguments)`."""
+    """A verb: `megamix/ROOM/command.py` has its `NAME_arguments(parser)` and its `run_NAME(arguments)`.
+
+    `left`: what there is after a Ctrl-C, and what the same command does then.
+    """
 
     name: str
     room: str
     help: str
+    left: str = _NOTHING
 
 
 VERBS = [
@@ -27,15 +34,19 @@ VERBS = [
     Verb("verify", "tools.verify", "compare training on several ranks with one rank; exit status 1 if they differ"),
     Verb("audit", "tools.audit",
          "the dtype of every number of a step, and the precision lost; exit status 1 if too much"),
-    Verb("prepare", "data.prepare", "make tokenizer and token files from text"),
+    Verb("prepare", "data.prepare", "make tokenizer and token files from text",
+         "what is encoded is kept beside --output; the same command goes on"),
     Verb("import", "hub", "make a checkpoint to train on from a Hugging Face folder"),
     Verb("export", "hub", "write a model as a Hugging Face folder"),
     Verb("generate", "hub", "continue prompts with a model"),
     Verb("evaluate", "hub", "perplexity of a model on a token file"),
     Verb("doctor", "tools.doctor", "is this machine fit to train? exit status 1 if something must be mended"),
-    Verb("plot", "report", "draw a run's curves, loss scale and use of FP16's range as PNGs in its folder"),
-    Verb("checkpoint", "checkpoint", "look at a run's checkpoints, or hand one to torch"),
-    Verb("bench", "tools.bench", "measure megamix on this machine's CPU beside torch's own ways to train"),
+    Verb("plot", "report", "draw a run's curves, loss scale and use of FP16's range as PNGs in its folder",
+         "pictures that were finished stay; the same command draws all anew"),
+    Verb("checkpoint", "checkpoint", "look at a run's checkpoints, or hand one to torch",
+         "what was printed is done, and no checkpoint is harmed; the same command starts anew"),
+    Verb("bench", "tools.bench", "measure megamix on this machine's CPU beside torch's own ways to train",
+         "benches that were finished are in --output; the same command starts anew"),
     Verb("config", "config", "show a configuration with every key that is read, or its schema"),
 ]  # fmt: skip
 
@@ -44,10 +55,30 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
     """Run one verb; with `run`, call that with the verb's arguments instead.
 
     Returns the exit status: 0; 1 for a negative answer of verify, plan, audit or doctor, or a damaged checkpoint; 2
-    for wrong input; or that of a run that ended early.
+    for wrong input; 130 after Ctrl-C; or that of a run that ended early.
     """
     open_streams()
-    arguments = _parse(argv)
+    argv = [*(sys.argv[1:] if argv is None else argv)]
+    with Interrupt() as interrupt:
+        try:
+            arguments = _parse(argv)
+            if arguments.verb != "train":
+                status = _run(arguments, run)
+        except BaseException:
+            if not interrupt.seen:
+                raise
+            return _say_interrupted(argv)
+    return _run(arguments, run) if arguments.verb == "train" else status  # a run takes signals as its launcher does
+
+
+def _say_interrupted(argv: Sequence[str]) -> int:
+    verb = next(verb for verb in VERBS if verb.name in argv)
+    line_of_its_own = "\n" if sys.stderr.isatty() else ""  # behind the ^C that the terminal shows
+    say_on_first_rank(f"{line_of_its_own}megamix {verb.name}: interrupted: {verb.left}", sys.stderr)
+    return INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace, run: Callable[[argparse.Namespace], int] | None) -> int:
     try:
         import_plugins(arguments.plugins)
         status: int | None = (run or arguments.run)(arguments)
@@ -65,13 +96,12 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
     return status or 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str]) -> argparse.Namespace:
     """Return the parsed arguments.
 
     Overrides may stand behind a flag as well, where argparse takes no positional arguments. What follows `--` is
     another program's command.
     """
-    argv = [*(sys.argv[1:] if argv is None else argv)]
     end = argv.index("--") if "--" in argv else len(argv)
     argv, command = argv[:end], argv[end + 1 :]
     arguments, rest = _parser(argv).parse_known_args(argv)

@@ -19,6 +19,7 @@ import pytest
 from megamix.arguments import lines_told
 from megamix.cli import main
 from megamix.config import Config, load_config
+from megamix.progress import ProgressLine
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -177,7 +178,7 @@ def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.Monkey
         def summary(self) -> str:
             return "done"
 
-    def prepare_corpus(corpus: Any, output: Path, request: Request) -> Prepared:
+    def prepare_corpus(corpus: Any, output: Path, request: Request, progress: ProgressLine) -> Prepared:
         seen.append((corpus.flag, output, request))
         return Prepared()
 

@@ -14,9 +14,11 @@ LAYER = {
     "clock": 0,
     "tuned": 0,
     "durable": 0,
+    "interrupt": 0,
     "live_storage": 0,
     "machine": 0,
     "names": 0,
+    "progress": 0,
     "schedules": 0,
     "settings": 0,
     "tools": 0,  # an empty `__init__.py`; each tool is a room

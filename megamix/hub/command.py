@@ -30,9 +30,12 @@ def import_arguments(parser: Parser) -> None:
 @lines_told
 def run_import(arguments: argparse.Namespace) -> Iterator[str]:
     read_json(arguments.folder / CONFIG)  # fail early: the imports below load torch, which takes seconds
+    arguments.progress.begin("loading torch")
     from megamix.hub.convert import MODEL, import_model
 
-    checkpoint = import_model(arguments.folder, arguments.output, allow_non_finite=arguments.allow_non_finite)
+    checkpoint = import_model(
+        arguments.folder, arguments.output, allow_non_finite=arguments.allow_non_finite, progress=arguments.progress
+    )
     yield f"{checkpoint}: the weights; a run begins from them with base = {str(arguments.output / MODEL)!r}"
 
 
@@ -51,12 +54,13 @@ def run_export(arguments: argparse.Namespace) -> Iterator[str]:
     if not 0 < arguments.shard_gb < math.inf:
         raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive and finite; write --shard-gb 5")
     find_model(arguments.path)
+    arguments.progress.begin("loading torch")
     from megamix.hub.convert import export_model
     from megamix.hub.source import open_source
 
     source = open_source(arguments.path)
     shard_size = int(arguments.shard_gb * 1e9)
-    size = export_model(source, arguments.output, arguments.dtype, shard_size, arguments.tokenizer)
+    size = export_model(source, arguments.output, arguments.dtype, shard_size, arguments.tokenizer, arguments.progress)
     yield f"{arguments.output}: {source.path} in {arguments.dtype}, {size / 1e6:,.1f} MB"
 
 
@@ -80,6 +84,8 @@ def generate_arguments(parser: Parser) -> None:
 @lines_told
 def run_generate(arguments: argparse.Namespace) -> Iterator[str]:
     find_model(arguments.path)
+    progress = arguments.progress
+    progress.begin("loading torch")
     from megamix.builders.objects import DTYPES
     from megamix.comm.topology import local_device
     from megamix.data.tokenizer import open_tokenizer
@@ -94,9 +100,11 @@ def run_generate(arguments: argparse.Namespace) -> Iterator[str]:
         raise ValueError(f"{source.path} has no tokenizer; name one with --tokenizer FILE")
     tokenizer, ends = open_tokenizer(path), end_ids(special_ids(source.home, path))
     dtype = DTYPES[arguments.dtype or source.dtype]
+    progress.begin("loading the model")
     model = source.load(dtype, local_device(), allow_non_finite=arguments.allow_non_finite)
     for prompt in arguments.prompt or [""]:
-        yield sample_text(model, tokenizer, prompt, sampling, ends)
+        progress.begin(f"up to {sampling.max_new_tokens} tokens", total=sampling.max_new_tokens)
+        yield sample_text(model, tokenizer, prompt, sampling, ends, lambda: progress.advance(1))
 
 
 def evaluate_arguments(parser: Parser) -> None:
@@ -105,6 +113,7 @@ def evaluate_arguments(parser: Parser) -> None:
     parser.add_argument("--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)")
     parser.add_argument("--seq-len", metavar="N", type=int, help="tokens in a window (the model's seq_len)")
     parser.add_argument("--stride", metavar="N", type=int, help="tokens from one window's start to the next (a window)")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="only the first N tokens of the file (all)")
     parser.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval-harness instead, with commas between")
@@ -113,7 +122,13 @@ def evaluate_arguments(parser: Parser) -> None:
 
 @lines_told
 def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
+    if arguments.max_tokens is not None and arguments.max_tokens < 2:
+        raise ValueError(
+            f"--max-tokens {arguments.max_tokens} must be at least 2, as the first token is not predicted; "
+            "write --max-tokens 1000000"
+        )
     find_model(arguments.path)
+    arguments.progress.begin("loading torch")
     from megamix.builders.objects import DTYPES
     from megamix.comm.topology import local_device
     from megamix.hub.evaluate import evaluate
@@ -129,8 +144,9 @@ def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
         raise ValueError(f"{source.path} names no held-out token file, or several; give --data PREFIX")
     seq_len = _within("--seq-len", arguments.seq_len, source.config.seq_len, "the model's seq_len")
     stride = _within("--stride", arguments.stride, seq_len, "the tokens of a window")
+    arguments.progress.begin("loading the model")
     model = source.load(DTYPES[dtype], local_device(), allow_non_finite=arguments.allow_non_finite)
-    result = evaluate(model, prefix, stride, seq_len)
+    result = evaluate(model, prefix, stride, seq_len, arguments.max_tokens, arguments.progress)
     facts = {
         "model": str(source.path), "data": str(prefix), "dtype": dtype, "seq_len": seq_len,
         "stride": stride, "targets": result.targets, "nats_per_token": result.nats_per_token,
@@ -171,7 +187,8 @@ def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> Itera
         path = source.path
         if not is_hugging_face(path):
             path = Path(folder) / "export"
-            export_model(source, path, dtype)
+            export_model(source, path, dtype, progress=arguments.progress)
+        arguments.progress.begin(f"lm-eval-harness on {arguments.harness}")
         scores = run_harness(path, arguments.harness.split(","), torch_name)
     if arguments.json:
         yield json.dumps(scores, indent=2)

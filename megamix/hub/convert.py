@@ -30,6 +30,7 @@ from megamix.hub.source import Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
 from megamix.model.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megamix.model.family import family_of
+from megamix.progress import ProgressLine
 
 T = TypeVar("T")
 
@@ -37,7 +38,10 @@ MODEL = "model.toml"
 FILE_SIZE = 1 << 30  # bytes of a file at most: ranks share the reading by files
 
 
-def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allow_non_finite: bool = False) -> str:
+def import_model(
+    folder: Path, output: Path, file_size: int = FILE_SIZE, *, allow_non_finite: bool = False,
+    progress: ProgressLine | None = None,
+) -> str:  # fmt: skip
     """Write `output`, whole or not at all. Return the path of the checkpoint in it. Memory holds a few boxes of 16 MiB
     at a time.
 
@@ -52,16 +56,20 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allo
         if tokenizer_in(aside):
             config += f"\n[data]\ntokenizer = {value_text(str(output / TOKENIZER))}\n"
         watched = WatchedWeights(weights)
-        name = _write_checkpoint(aside / CHECKPOINTS, weights.config, watched, config, file_size)
+        progress = progress or ProgressLine()
+        name = _write_checkpoint(aside / CHECKPOINTS, weights.config, watched, config, file_size, progress)
         watched.judge(allow_non_finite)
         checkpoint = str(output / CHECKPOINTS / name)
         write_text(aside / MODEL, f"{config}\n[checkpoint]\nresume = {value_text(checkpoint)}\n")
     return checkpoint
 
 
-def _write_checkpoint(folder: Path, model: DecoderConfig, weights: WatchedWeights, config: str, file_size: int) -> str:
+def _write_checkpoint(
+    folder: Path, model: DecoderConfig, weights: WatchedWeights, config: str, file_size: int, progress: ProgressLine
+) -> str:
     """Write a checkpoint of the weights, and commit it as a run's save is. Return its name."""
     shapes = family_of(model).shapes(model)
+    progress.begin("writing the weights", total=sum(map(math.prod, shapes.values())))
     tied = (HEAD_WEIGHT,) if model.tie_embeddings else ()
     manifest = Manifest(
         applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=config),
@@ -76,7 +84,7 @@ def _write_checkpoint(folder: Path, model: DecoderConfig, weights: WatchedWeight
     most = file_size // 4  # elements of a file; a larger parameter is cut
     parts = (StateBox(name, MASTER, box) for name, shape in shapes.items() for box in sub_boxes(Box.whole(shape), most))
     written = [
-        write_rank(begun, number, _box_chunks(boxes, weights), files)
+        write_rank(begun, number, _box_chunks(boxes, weights, progress), files)
         for number, boxes in enumerate(_filled(parts, lambda part: part.box.numel, most))
     ]
     return commit(begun, manifest, written, files)
@@ -95,19 +103,21 @@ def _filled(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterato
     yield held
 
 
-def _box_chunks(boxes: list[StateBox], weights: WatchedWeights) -> Iterator[memoryview]:
+def _box_chunks(boxes: list[StateBox], weights: WatchedWeights, progress: ProgressLine) -> Iterator[memoryview]:
     yield memoryview(header(boxes, ["F32"] * len(boxes)))
     for part in boxes:
         for sub_box in sub_boxes(part.box):  # in order: their bytes one after the other are the box's
             yield from tensor_chunks(weights.read(part.param, sub_box).view(-1))
+            progress.advance(sub_box.numel)
 
 
 SHARD_SIZE = 5 * 10**9  # bytes of a shard, as in transformers; a larger tensor has a shard of its own
 
 
 def export_model(
-    source: Source, output: Path, dtype: str, shard_size: int = SHARD_SIZE, tokenizer: Path | None = None
-) -> int:
+    source: Source, output: Path, dtype: str, shard_size: int = SHARD_SIZE, tokenizer: Path | None = None,
+    progress: ProgressLine | None = None,
+) -> int:  # fmt: skip
     """Write `output`, whole or not at all. Return the bytes of its tensors. Memory holds a few boxes of 16 MiB at a
     time.
 
@@ -121,7 +131,8 @@ def export_model(
         if tokenizer is not None and not tokenizer.is_file():
             raise ValueError(f"{tokenizer} is missing; start in the folder that the run was started in, or name it")
         form = format_of(source.config)
-        size = _write_shards(aside, source.weights, links_of(form, source.config), dtype, shard_size)
+        links = links_of(form, source.config)
+        size = _write_shards(aside, source.weights, links, dtype, shard_size, progress or ProgressLine())
         copy_tokenizer(tokenizer or source.home, aside)
         ids = copy_generation(source.home, aside, tokenizer)
         config = {
@@ -134,9 +145,12 @@ def export_model(
     return size
 
 
-def _write_shards(folder: Path, weights: Weights, links: list[Link], dtype: str, shard_size: int) -> int:
+def _write_shards(
+    folder: Path, weights: Weights, links: list[Link], dtype: str, shard_size: int, progress: ProgressLine
+) -> int:
     itemsize = DTYPES[dtype].itemsize
     shapes = their_shapes(links)
+    progress.begin("writing the weights", total=sum(map(math.prod, shapes.values())))
     by_tensor: dict[str, list[Link]] = defaultdict(list)
     for link in links:
         by_tensor[link.theirs].append(link)
@@ -146,7 +160,7 @@ def _write_shards(folder: Path, weights: Weights, links: list[Link], dtype: str,
     for name, shard in zip(names if len(shards) > 1 else [WEIGHTS], shards, strict=True):
         tensors = {tensor: (DTYPE_NAMES[str(DTYPES[dtype])], shape) for tensor, shape in shard.items()}
         head = safetensors_header(tensors, {"format": "pt"})
-        Files().write_file(folder / name, _chunks(head, weights, shard, by_tensor, DTYPES[dtype]))
+        Files().write_file(folder / name, _chunks(head, weights, shard, by_tensor, DTYPES[dtype], progress))
     size = itemsize * sum(map(math.prod, shapes.values()))
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
@@ -156,7 +170,7 @@ def _write_shards(folder: Path, weights: Weights, links: list[Link], dtype: str,
 
 def _chunks(
     head: bytes, weights: Weights, shapes: Mapping[str, tuple[int, ...]], links: Mapping[str, list[Link]],
-    dtype: torch.dtype,
+    dtype: torch.dtype, progress: ProgressLine,
 ) -> Iterator[memoryview]:  # fmt: skip
     yield memoryview(head)
     for name, shape in shapes.items():
@@ -174,6 +188,7 @@ def _chunks(
                     f"--dtype {wider}"
                 )
             yield from tensor_chunks(part.to(dtype).view(-1))
+            progress.advance(sub_box.numel)
 
 
 def _read(weights: Weights, links: list[Link], sub_box: Box) -> Tensor:

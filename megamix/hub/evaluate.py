@@ -20,6 +20,7 @@ from megamix.data.loader import IGNORE
 from megamix.data.steady_file import FileArray
 from megamix.data.token_file import TokenFile, id_outside
 from megamix.model.decoder import Decoder
+from megamix.progress import ProgressLine
 
 MANIFEST = "manifest.json"  # name of the file that `megamix prepare` writes beside its token files
 _TOKENS = 16_384  # tokens in one forward; a longer window has a forward of its own
@@ -28,11 +29,11 @@ _STRETCH = 2**22  # tokens that are searched at a time for ids that the model la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Cross entropy over a whole token file."""
+    """Cross entropy over a token file, or its beginning."""
 
     nats: float  # cross entropy, summed over the targets
     targets: int
-    text_bytes: int | None  # bytes of the tokens' text, if the manifest of the data has them
+    text_bytes: int | None  # bytes of the tokens' text, if the manifest of the data has them and the file is read whole
 
     @property
     def nats_per_token(self) -> float:
@@ -47,41 +48,54 @@ class Evaluation:
         return None if not self.text_bytes else self.nats / math.log(2) / self.text_bytes
 
 
-def evaluate(model: Decoder, prefix: Path, stride: int, seq_len: int) -> Evaluation:
+def evaluate(
+    model: Decoder, prefix: Path, stride: int, seq_len: int, max_tokens: int | None = None,
+    progress: ProgressLine | None = None,
+) -> Evaluation:  # fmt: skip
     """Evaluate a token file as one stream, in windows of up to seq_len tokens that begin `stride` tokens apart. A
     target counts only in the first window that has it, so each token counts once. The model sees the tokens before it
     in that window: at least seq_len - stride of them, except at the file's beginning.
 
+    `max_tokens`: the file's first tokens alone, 2 or more; None: all of them.
+
     Raises: ValueError if the file is damaged, too short or of another vocabulary.
     """
+    progress = progress or ProgressLine()
     vocab_size = model.config.vocab_size
     token_file = TokenFile(prefix)
     if token_file.num_tokens < 2:
         raise ValueError(f"{prefix} has {token_file.num_tokens} token(s): none follows another one")
     tokens = token_file.tokens
-    stretches = (tokens[start : start + _STRETCH] for start in range(0, len(tokens), _STRETCH))
+    stop = len(tokens) if max_tokens is None else min(len(tokens), max_tokens)
+    stretches = (tokens[start : min(start + _STRETCH, stop)] for start in range(0, stop, _STRETCH))
     if (outside := id_outside(stretches, vocab_size)) is not None:
         raise ValueError(
             f"{prefix} holds token id {outside}, the model's vocabulary has {vocab_size}; give its own data"
         )
     device = model.embedding.weight.device
     nats, targets = 0.0, 0
+    progress.begin(f"{stop - 1:,} tokens of {prefix}", total=stop - 1)
     with torch.no_grad():
-        for rows in _batches(tokens, seq_len, stride):
+        for rows in _batches(tokens, stop, seq_len, stride):
             batch = torch.from_numpy(rows).to(device)
             goal = batch[1]
             nats += float(model(batch[0], goal)) * goal.numel()
-            targets += int((goal != IGNORE).sum())
-    return Evaluation(nats=nats, targets=targets, text_bytes=_text_bytes(prefix))
+            counted = int((goal != IGNORE).sum())
+            targets += counted
+            progress.advance(counted)
+    text_bytes = _text_bytes(prefix) if stop == len(tokens) else None
+    return Evaluation(nats=nats, targets=targets, text_bytes=text_bytes)
 
 
-def _batches(tokens: FileArray, seq_len: int, stride: int) -> Iterator[NDArray[np.int64]]:
-    """Yield batches INT64 (2, windows, T): tokens, and their targets or IGNORE. A shorter last window comes alone."""
+def _batches(tokens: FileArray, stop: int, seq_len: int, stride: int) -> Iterator[NDArray[np.int64]]:
+    """Yield batches INT64 (2, windows, T) of the first `stop` tokens: tokens, and their targets or IGNORE. A shorter
+    last window comes alone.
+    """
     alike: list[NDArray[np.int64]] = []  # windows of one length
     most = max(1, _TOKENS // seq_len)
     counted = 0  # index in the file of the last target that has counted
-    for start in range(0, len(tokens), stride):
-        end = min(start + seq_len, len(tokens) - 1)
+    for start in range(0, stop, stride):
+        end = min(start + seq_len, stop - 1)
         window = np.stack([tokens[start:end], tokens[start + 1 : end + 1]]).astype(np.int64)
         window[1, : counted - start] = IGNORE
         counted = end
@@ -89,7 +103,7 @@ def _batches(tokens: FileArray, seq_len: int, stride: int) -> Iterator[NDArray[n
             yield np.stack(alike, axis=1)
             alike = []
         alike.append(window)
-        if end == len(tokens) - 1:
+        if end == stop - 1:
             break
     yield np.stack(alike, axis=1)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from threading import Timer
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,7 @@ from megamix.mixed_precision.update_slice import (
 )
 
 log = logging.getLogger("megamix")
+_SILENT_S = 4.0  # seconds of compiling without a word
 
 
 class CompiledUpdate:
@@ -162,7 +164,7 @@ def choose_kernels(
 
     Each combination of a bucket's dtypes and a set of states is compiled here, because a first compilation within a
     step could fail there. All ranks use the same path, because the two paths round differently (fused multiply-adds).
-    The log says if nothing could be compiled.
+    The log says if compiling takes long, on the first rank, and if nothing could be compiled.
     """
     groups = optimizer.kernel_groups(groups)
     stats = RowStats(chunked_row_stats, partial(sum_in_chunks, chunked_row_stats))
@@ -174,6 +176,10 @@ def choose_kernels(
     alike = {(one.grads.dtype, one.grad_sum.dtype, one.owners.axis.size): one for one in buckets}
     compiles = True
     reason = "another rank has no compiler"
+    told = "compiling the optimizer's update, up to a minute where it is not cached (compile_update=False: none of it)"
+    late = Timer(_SILENT_S, log.warning, [told])
+    if world.axis.rank == 0:
+        late.start()
     try:
         # Without this, dynamic=True would turn the optimizer's constants (betas, eps) into variables, too, and load
         # them in every iteration.
@@ -183,6 +189,8 @@ def choose_kernels(
     except Exception as error:  # a missing g++, Python.h and Triton each raise another error
         compiles = False
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    finally:
+        late.cancel()
     if world.agree(compiles):
         return compiled
     log.warning("the update cannot be compiled here (%s): using torch's own kernels", reason)

@@ -1,7 +1,7 @@
 """Sampling of text. As long as the text fits into seq_len a new token costs one position; then the window slides."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ def generate(
     generator: torch.Generator | None = None,
     top_p: float = 1.0,
     end_tokens: Sequence[int] = (),
+    on_token: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Append up to max_new_tokens, each sampled from softmax(logits / temperature). Temperature 0 takes the likeliest.
 
     top_p: sample only from the likeliest tokens that together reach this probability (nucleus sampling, Holtzman et al.
     2020, section 3.1). end_tokens: a text ends with any of them. Its row repeats its last token until all texts have
-    ended.
+    ended. on_token: called after each token.
     Shapes: tokens INT64 (B, T), T at least 1 -> (B, T + up to max_new_tokens). The model sees the last seq_len tokens.
     Raises: ValueError for an empty prompt, logits that are not finite, and as `check_sampling`.
     """
@@ -48,6 +49,7 @@ def generate(
             new = _sample(logits[:, -1].float(), temperature, generator, top_p)
             new = torch.where(ended, tokens[:, -1:], new)
             tokens, ended = torch.cat((tokens, new), dim=1), ended | torch.isin(new, ends)
+            on_token()
             if len(ends) and ended.all():
                 break
     return tokens

@@ -109,10 +109,12 @@ class Sampling:
 
 
 def sample_text(
-    model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling, end_tokens: Sequence[int] = ()
-) -> str:
+    model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling, end_tokens: Sequence[int] = (),
+    on_token: Callable[[], None] = lambda: None,
+) -> str:  # fmt: skip
     """Return `prompt` and its continuation, without the token that ends it.
 
+    `on_token` is called after each token.
     The text is the same for the same seed, weights and machine.
     Raises: ValueError if the prompt is no text, if the tokenizer has no token for an empty prompt to begin with, or if
     it gives ids that the model does not have.
@@ -129,7 +131,7 @@ def sample_text(
     generator = torch.Generator(device).manual_seed(sampling.seed)
     (text,) = generate(
         model, torch.tensor([token_ids], device=device), sampling.max_new_tokens, sampling.temperature, generator,
-        sampling.top_p, end_tokens,
+        sampling.top_p, end_tokens, on_token,
     ).tolist()  # fmt: skip
     if len(text) > len(token_ids) and text[-1] in end_tokens:
         text.pop()

@@ -28,6 +28,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from megamix.interrupt import starts_deaf, stay_deaf
 from megamix.supervise.rendezvous import keep_to_loopback
 
 T = TypeVar("T")
@@ -116,7 +117,7 @@ class RankPool:
         folder = self._folder = tempfile.TemporaryDirectory(prefix="megamix-ranks-")
         self._worlds = 0  # worlds so far
         self._needs_world = self._actor is None or self.world_size > 1
-        with environment(self._environment or {}):
+        with environment(self._environment or {}), starts_deaf():
             for rank in range(self.world_size):
                 mine, theirs = context.Pipe()
                 new_interpreter = self._environment is not None
@@ -180,6 +181,7 @@ def pool_for(world_size: int, **settings: Any) -> RankPool:
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: bool, new_interpreter: bool) -> None:
     """Answer calls until there are no more, or the parent is gone."""
+    stay_deaf()
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -16,12 +16,13 @@ import pytest
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import tokenizer_choice
 from megamix.data.prepare.corpus import input_corpus, named_corpus
-from megamix.data.prepare.plan import PlannedFile, make_plan
+from megamix.data.prepare.plan import Plan, PlannedFile, make_plan
 from megamix.data.prepare.prepare_corpus import Prepared, Request, prepare_corpus
 from megamix.data.prepare.split import Split, split_of
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
 from megamix.data.tokenizer import Tokenizer
+from megamix.progress import ProgressLine
 
 OUTPUTS = [
     "manifest.json",
@@ -49,6 +50,10 @@ def prepare(
     choice, effort = TokenizerChoice("train", vocab_size), {"num_workers": 1, **effort}
     request = Request(tokenizer=choice, valid_fraction=valid_fraction, **effort)
     return prepare_corpus(input_corpus([str(text_dir)]), output, request)
+
+
+def _training_texts(plan: Plan, valid_fraction: float) -> list[str]:
+    return list(tokenizer_choice._training_texts(plan, "text", Split(valid_fraction, longest=2**20), ProgressLine()))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -81,7 +86,7 @@ def test_of_a_large_corpus_the_tokenizer_learns_from_a_bounded_part_spread_evenl
     part = prepare(text_dir, tmp_path / "part", piece_bytes=2**11)
     assert "learned from 0.0078125 MiB spread over the corpus" in part.summary()
     plan = make_plan(input_corpus([str(text_dir)]), 2**11)
-    texts = list(tokenizer_choice._training_texts(plan, "text", Split(0.25, longest=2**20)))
+    texts = _training_texts(plan, 0.25)
     assert 2**12 < sum(len(text.encode()) for text in texts) <= 2**13 < plan.num_bytes
     found = [int(text[9:].partition(":")[0]) for text in texts]
     assert max(found) > 30
@@ -277,7 +282,7 @@ def test_where_no_document_validates_the_one_with_the_lowest_draw_moves_there_fr
         rest = [path.read_text() for path in sorted(text_dir.iterdir()) if path.read_text() != lowest]
         assert documents(output / "train", tokenizer) == rest
     plan = make_plan(input_corpus([str(text_dir)]))
-    assert sorted(tokenizer_choice._training_texts(plan, "text", Split(1e-6, longest=2**20))) == sorted(rest)
+    assert sorted(_training_texts(plan, 1e-6)) == sorted(rest)
 
 
 def test_equal_records_move_to_validation_together(tmp_path: Path) -> None:
@@ -294,7 +299,7 @@ def test_equal_records_move_to_validation_together(tmp_path: Path) -> None:
         assert counts["valid"] == {"num_documents": 2, "num_tokens": counts["valid"]["num_tokens"], "num_bytes": 44}
         assert counts["train"]["num_bytes"] == 8 * 22
     plan = make_plan(input_corpus([str(path)]))
-    assert sorted(tokenizer_choice._training_texts(plan, "text", Split(1e-6, longest=2**20))) == sorted(train)
+    assert sorted(_training_texts(plan, 1e-6)) == sorted(train)
 
 
 def test_a_second_job_in_one_process_encodes_by_its_own_tokenizer(tmp_path: Path) -> None:

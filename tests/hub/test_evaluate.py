@@ -21,6 +21,7 @@ from megamix.cli import main
 from megamix.data.token_file import TokenFileWriter
 from megamix.hub.convert import import_model
 from megamix.hub.evaluate import evaluate
+from megamix.progress import ProgressLine
 from tests.hub.folders import LLAMA, own_model, write_hugging_face
 from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks, tiny_job, write_data
 
@@ -70,6 +71,20 @@ def test_a_forward_takes_no_more_tokens_than_its_bound_but_one_window(
     assert result.nats == pytest.approx(evaluate(short, prefix, 5, 8).nats, rel=1e-6)
 
 
+def test_the_beginning_of_a_file_is_evaluated_alone_and_counted(tmp_path: Path) -> None:
+    prefix, model = _write(tmp_path, 300), own_model(LLAMA).requires_grad_(False)
+    (tmp_path / "manifest.json").write_text(json.dumps({"parts": {"held": {"num_bytes": 897}}}))
+    progress = ProgressLine()
+    first = evaluate(model, prefix, 13, SEQ_LEN, 100, progress)
+    assert (progress.work.done, progress.work.total) == (99, 99)
+    assert first.bits_per_byte is None  # nobody knows the bytes of some tokens
+    (tmp_path / "cut").mkdir()
+    with TokenFileWriter(tmp_path / "cut/held", VOCAB) as writer:
+        writer.add(np.fromfile(prefix.with_name("held.bin"), "<u2")[:100].astype(np.int64))
+    assert (first.nats, first.targets) == (evaluate(model, tmp_path / "cut/held", 13, SEQ_LEN).nats, 99)
+    assert evaluate(model, prefix, 13, SEQ_LEN, 1000).targets == 299
+
+
 def test_a_model_that_knows_nothing_has_the_vocabulary_s_perplexity_and_bits_are_by_byte(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +121,7 @@ def test_the_verb_takes_the_run_s_own_held_out_data_and_prints_json(
     for flags, told in (
         (["--seq-len", "33"], "--seq-len 33 must lie in 1 .. 32, the model's seq_len"),
         (["--seq-len", "8", "--stride", "9"], "--stride 9 must lie in 1 .. 8"),
+        (["--max-tokens", "1"], "--max-tokens 1 must be at least 2"),
         (["--data", "."], ": . is a folder; give the PREFIX of PREFIX.bin and PREFIX.idx in it"),
     ):
         assert main(["evaluate", str(tmp_path / "run"), *flags]) == 2

@@ -125,7 +125,7 @@ def test_a_text_ends_at_the_end_token_of_a_tokenizer_of_any_name_and_kind(
     tokenizer = open_tokenizer(path)
     write_hugging_face(LLAMA.model_copy(update={"vocab_size": tokenizer.vocab_size}), tmp_path / "hf")
     seen: list[Sequence[int]] = []
-    monkeypatch.setattr(results, "generate", lambda model, tokens, *rest: seen.append(rest[-1]) or tokens)
+    monkeypatch.setattr(results, "generate", lambda model, tokens, *rest: seen.append(rest[4]) or tokens)
     _generated(capsys, str(tmp_path / "hf"), "--tokenizer", str(path), "--prompt", "a b")
     assert seen == [(tokenizer.end_of_text,)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from typing import Any
 from unittest import mock
 
@@ -105,6 +106,22 @@ def _step(optimizer, found_inf: bool = False, multiplier: float = 2.0**-7 / 3) -
     update = torch.tensor(5.0)
     coefficients = optimizer.coefficients(update.double())
     return StepScalars(torch.tensor(multiplier), torch.tensor(found_inf), torch.tensor(0.01), update, coefficients)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_says_that_it_compiles(rank: int, monkeypatch) -> None:
+    said, lines = threading.Event(), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage()) or said.set()  # type: ignore[method-assign]
+    monkeypatch.setattr(fused_update, "_SILENT_S", 0.0)
+    monkeypatch.setattr(fused_update, "_try_out", lambda *_: rank or said.wait(60.0))
+    world = mock.Mock(**{"axis.rank": rank, "agree": lambda compiles: compiles})
+    fused_update.log.addHandler(handler)
+    try:
+        assert _choose_for(*KINDS["adamw-fp16"], world).path == "compiled"
+    finally:
+        fused_update.log.removeHandler(handler)
+    assert [line.partition(",")[0] for line in lines] == ["compiling the optimizer's update"] * (rank == 0)
 
 
 @pytest.mark.uncounted

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import megamix.train.command  # noqa: F401  # else each rank would import it anew
 from megamix.cli import main
 from megamix.config import Config, config_to_toml
+from megamix.interrupt import stay_deaf
 from megamix.run.batch_plan import Attempt, BatchPlan
 from megamix.supervise import watchdog
 from megamix.tools.ranks import DEADLINE_S, forkserver
@@ -30,6 +31,7 @@ def _rank_main(
     # torchrun's agent sets these to say where the ranks meet.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    stay_deaf()  # until the job takes signals: the server that it was forked from may block this one
     torch.set_num_threads(1)
     if not counts or rank > 0:  # counting slows a rank; the first one runs the others' lines
         stop_counting()

@@ -52,6 +52,7 @@ def run_prepare(arguments: argparse.Namespace) -> Iterator[str]:
             max_bad_records=arguments.max_bad_records,
         )
         corpus = input_corpus(arguments.input, arguments.split) if arguments.input else named_corpus(arguments.corpus)
-        yield prepare_corpus(corpus, arguments.output, request).summary() + corpus.passed_over
+        prepared = prepare_corpus(corpus, arguments.output, request, arguments.progress)
+        yield prepared.summary() + corpus.passed_over
     except OSError as error:  # an error of the disk or of memory
         raise ValueError(f"{error}; correct that and run the same command again: it continues") from error

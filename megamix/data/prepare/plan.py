@@ -16,6 +16,7 @@ from megamix.data.prepare.records import Blocks, Record, Records, Stretch, cut_t
 from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read_parquet
 from megamix.machine import num_cores
 from megamix.plugins import READERS
+from megamix.progress import ProgressLine
 
 T = TypeVar("T")
 PIECE_BYTES = 2**24  # bytes of a piece, a second or two of work: a kill loses it, the last worker may be late by it
@@ -70,16 +71,22 @@ class Plan:
         return sum(file.num_bytes for file in self.files)
 
 
-def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES) -> Plan:
+def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES, progress: ProgressLine | None = None) -> Plan:
     """Read every file once, for its checksum and for the places where it can be cut.
 
     The borders of pieces change no byte of the result. Raises: ValueError if a package for a file is missing.
     """
+    progress = progress or ProgressLine()
+    total = sum(os.path.getsize(file.path) for file in corpus.files)
+    progress.begin(f"checksums of {len(corpus.files):,} file(s)", total)
+    files: list[PlannedFile] = []
     with ThreadPoolExecutor(num_cores()) as threads:  # hashing releases the interpreter's lock
-        files = tuple(threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files))
+        for planned in threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files):
+            files.append(planned)
+            progress.advance(planned.num_bytes)
     stretches = ((file, stretch) for file in files for stretch in file.stretches)
     pieces = grouped(stretches, lambda pair: pair[1].num_bytes, piece_bytes)
-    return Plan(files, tuple(CorpusPiece(tuple(piece)) for piece in pieces))
+    return Plan(tuple(files), tuple(CorpusPiece(tuple(piece)) for piece in pieces))
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:

@@ -5,12 +5,10 @@ continues from it; another request begins anew. The last act is the rename that 
 """
 
 import fcntl
-import importlib.util
 import json
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +26,7 @@ from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orp
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import folder_aside, open_own, remove_asides, write_text
 from megamix.machine import num_cores
+from megamix.progress import ProgressLine
 
 BAD_RECORDS_NAME = "bad_records.jsonl"
 _FORMAT = 3
@@ -95,16 +94,19 @@ class Prepared:
         )
 
 
-def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request) -> Prepared:
+def prepare_corpus(
+    corpus: Corpus, output_dir: Path, request: Request, progress: ProgressLine | None = None
+) -> Prepared:
     """Make the tokenizer, encode all pieces, join them, and commit by one rename.
 
     Raises: ValueError naming flag, value and fix; WorkerDiedError; OSError of a full disk. After any error the finished
     work is kept beside the output for a rerun.
     """
+    progress = progress or ProgressLine()
     output_dir = output_dir.resolve()
     unfinished = output_dir.with_name(f"{output_dir.name}.partial")
     corpus = corpus.outside(output_dir, unfinished)
-    plan = make_plan(corpus, request.piece_bytes)
+    plan = make_plan(corpus, request.piece_bytes, progress)
     if not plan.pieces or not plan.num_bytes:
         raise ValueError(f"{corpus.flag} holds no text; give files, or a folder of them, by --input PATH")
     manifest = request.manifest(corpus, plan)
@@ -113,7 +115,7 @@ def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request) -> Prepar
     with _work_folder(unfinished, {"piece_bytes": request.piece_bytes, **manifest}):
         # The commit is a rename, which the system refuses if the output has been filled meanwhile.
         with folder_aside(output_dir, inside=unfinished) as result:
-            manifest = _write(corpus, plan, request, unfinished, result) | {"request": manifest}
+            manifest = _write(corpus, plan, request, unfinished, result, progress) | {"request": manifest}
             write_text(result / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
         shutil.rmtree(unfinished)
     return Prepared(output_dir=output_dir, reused=False, manifest=manifest)
@@ -149,12 +151,16 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, result: Path) -> dict[str, Any]:
+def _write(
+    corpus: Corpus, plan: Plan, request: Request, unfinished: Path, result: Path, progress: ProgressLine
+) -> dict[str, Any]:
     """Write everything but the manifest to the result's folder. Return the manifest's facts about it."""
     split = split_of(plan.files, request.valid_fraction)
     num_workers = min(request.num_workers or num_cores(), len(plan.pieces))
     make = partial(make_tokenizer, request.tokenizer, plan, request.text_key, split, unfinished / "tokenizer")
-    path = call_apart(unfinished, make) if num_workers > 1 else make()  # frees the trainer's memory
+    with progress.aside():  # which the other process has for itself
+        path = call_apart(unfinished, make) if num_workers > 1 else make()  # frees the trainer's memory
+    progress.begin("encoding")
     tokenizer = open_tokenizer(path, request.tokenizer.end_token)
     job = EncodingJob(
         folder=unfinished / "pieces",
@@ -167,12 +173,13 @@ def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, resul
     )
     vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
     del tokenizer  # each worker opens the tokenizer itself
-    reports = _encode(unfinished, job, plan, num_workers)
+    reports = _encode(unfinished, job, plan, num_workers, progress)
     bad_records = [line for report in reports for line in report.bad_records]
     if not any(any(report.num_documents.values()) for report in reports):
         first = f", the first: {_told(bad_records[0])}" if bad_records else ""
         fix = "name the key of the text by --text-key, or give other files"
         raise ValueError(f"{corpus.flag} holds no text, only {len(bad_records)} bad records{first}; {fix}")
+    progress.begin("joining the pieces")
     counts = merge_pieces(job, reports, result, vocab_size)
     for file in path.parent.iterdir():
         shutil.copyfile(file, result / file.name)
@@ -193,7 +200,9 @@ def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, resul
     }
 
 
-def _encode(unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int) -> list[PieceReport]:
+def _encode(
+    unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int, progress: ProgressLine
+) -> list[PieceReport]:
     """Encode the pieces that are not there yet. Return the reports of all pieces.
 
     Raises: ValueError if there are too many bad records; the side file then lists those found so far.
@@ -202,13 +211,13 @@ def _encode(unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int) ->
     reports = {number: report for number in numbers if (report := job.finished_report(number))}
     missing = [number for number in numbers if number not in reports]
     side_file = unfinished / BAD_RECORDS_NAME
-    with _progress_bar(sum(piece.num_bytes for piece in plan.pieces)) as advance:
-        advance(sum(plan.pieces[number].num_bytes for number in reports))
+    total = sum(piece.num_bytes for piece in plan.pieces)
+    progress.begin(f"encoding {total:,} bytes", total, done=sum(plan.pieces[number].num_bytes for number in reports))
+    _check_bad_records(reports, job.max_bad_records, side_file)
+    for number, report in encode_pieces(unfinished, job, plan.pieces, missing, num_workers):
+        reports[number] = report
+        progress.advance(plan.pieces[number].num_bytes)
         _check_bad_records(reports, job.max_bad_records, side_file)
-        for number, report in encode_pieces(unfinished, job, plan.pieces, missing, num_workers):
-            reports[number] = report
-            advance(plan.pieces[number].num_bytes)
-            _check_bad_records(reports, job.max_bad_records, side_file)
     return [reports[number] for number in numbers]
 
 
@@ -220,20 +229,6 @@ def _check_bad_records(reports: dict[int, PieceReport], limit: int, side_file: P
             f"more than --max-bad-records {limit} bad records; the first: {_told(found[0])}; those found so far lie in "
             f"{side_file}; correct the files, or give a higher limit: what is encoded is kept"
         )
-
-
-@contextmanager
-def _progress_bar(total: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function to call with numbers of bytes. It moves a progress bar if stderr is a terminal and tqdm is
-    installed.
-    """
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield lambda num_bytes: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc="prepare", unit="B", unit_scale=True) as bar:
-        yield bar.update
 
 
 def _told(line: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer, save_tokenizer
 from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.durable import folder_aside
+from megamix.progress import ProgressLine
 
 TRAIN, BYTES = "train", "bytes"
 # Bytes of text for training, taken from the beginnings of so many pieces. A trainer's memory grows with the words that
@@ -82,7 +83,9 @@ def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Sp
         tokenizer: TextTokenizer
         if choice.what == TRAIN:
             assert choice.vocab_size is not None
-            tokenizer = Tokenizer.train(_training_texts(plan, text_key, split), choice.vocab_size)
+            with ProgressLine("megamix prepare") as progress:
+                texts = _training_texts(plan, text_key, split, progress)
+                tokenizer = Tokenizer.train(texts, choice.vocab_size)
         elif choice.what == BYTES:
             tokenizer = ByteTokenizer()
         else:
@@ -106,7 +109,7 @@ def sample_texts(plan: Plan, text_key: str) -> list[str]:
     return texts
 
 
-def _training_texts(plan: Plan, text_key: str, split: Split) -> Iterator[str]:
+def _training_texts(plan: Plan, text_key: str, split: Split, progress: ProgressLine) -> Iterator[str]:
     """Yield the documents of train. If the corpus is larger than TRAIN_BYTES, yield the first documents of pieces
     spread evenly over it.
 
@@ -115,12 +118,14 @@ def _training_texts(plan: Plan, text_key: str, split: Split) -> Iterator[str]:
     """
     pieces = _spread(plan.pieces, _TRAIN_PIECES)
     total = sum(piece.num_bytes for piece in pieces)
+    progress.begin("learning the tokenizer, counting its words", total=min(total, TRAIN_BYTES))
     report = PieceReport()
     held: DocumentInPart | None = None
     times = 0  # number of documents equal to `held`, itself included
     for piece in pieces:
         left = TRAIN_BYTES * piece.num_bytes // total
         for document in documents_of(piece, text_key, split, report):
+            progress.advance(min(document.num_bytes, left))
             if document.part == "valid":
                 continue
             if document.num_bytes > left:
@@ -138,6 +143,7 @@ def _training_texts(plan: Plan, text_key: str, split: Split) -> Iterator[str]:
                 yield document.text
     if held is not None and (report.num_documents["valid"] or not split.valid_fraction):
         yield from repeat(held.text, times)
+    progress.begin("learning the tokenizer, merging pairs")
 
 
 def _spread(pieces: Sequence[CorpusPiece], count: int) -> list[CorpusPiece]:

@@ -3,7 +3,6 @@
 import fcntl
 import multiprocessing
 import os
-import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece, opened_tokenizer
 from megamix.data.prepare.plan import CorpusPiece
 from megamix.durable import open_own
+from megamix.interrupt import starts_deaf, stay_deaf
 
 _LOCK_NAME = "workers.lock"
 
@@ -88,7 +88,8 @@ class _Worker:
         self.number = -1  # number of the piece that it encodes; -1: none
         self.connection, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(target=_work, args=(folder, theirs), daemon=True)
-        self._process.start()
+        with starts_deaf():
+            self._process.start()
         theirs.close()
 
     def give(self, function: Callable[[], Any], number: int = -1) -> None:
@@ -129,7 +130,7 @@ def wait_for_orphans(folder: Path) -> None:
 
 
 def _work(folder: Path, connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the workers
+    stay_deaf()
     parent = multiprocessing.parent_process()
     assert parent is not None
     with os.fdopen(open_own(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT), "w") as lock:

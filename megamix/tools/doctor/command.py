@@ -18,6 +18,7 @@ from typing import Any
 from megamix.arguments import Parser, print_lines
 from megamix.config import ConfigError
 from megamix.machine import set_torch_environment
+from megamix.progress import ProgressLine
 from megamix.supervise.console import drop_unwritten
 from megamix.tools.doctor import cards, host
 from megamix.tools.doctor.finding import HANGS, Finding, as_json, not_here, run_check, summary
@@ -54,7 +55,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         else:
             yield f"{summary(findings)}; {time.monotonic() - start_s:.0f} s"
 
-    print_lines(lines())
+    with ProgressLine("megamix doctor") as progress:
+        print_lines(lines(), progress)
     status = int(not as_json(findings)["fit"])
     if (arguments.nodes and status) or any(thread.name == HANGS for thread in threading.enumerate()):
         drop_unwritten()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from megamix.arguments import Parser, add_config, check_plugins, print_lines
 from megamix.config import load_config
+from megamix.progress import ProgressLine
 from megamix.tools.verify.core.layout import at_own_size, parse_layouts
 
 MOST_PARTS = 3  # parts of a job that is interrupted twice
@@ -56,8 +57,9 @@ def _ranks_end_first() -> Iterator[None]:
 @_ranks_end_first()
 def run_verify(arguments: argparse.Namespace) -> int:
     _refuse_idle(arguments)
-    lines = _trainer_lines(arguments) if arguments.trainer else _config_lines(arguments)
-    return 0 if print_lines(lines) else 1
+    with ProgressLine("megamix verify") as arguments.progress:
+        lines = _trainer_lines(arguments) if arguments.trainer else _config_lines(arguments)
+        return 0 if print_lines(lines, arguments.progress) else 1
 
 
 def _refuse_idle(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,120 @@
+"""Ctrl-C ends any verb with status 130 and a line that says what is left, without a traceback, also while torch is
+imported; what the verb started ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megamix import cli
+from megamix.cli import VERBS, main
+from megamix.interrupt import starts_deaf
+from megamix.supervise.processes import process_start
+
+ROOT = Path(__file__).parents[1]
+# Sends the process a Ctrl-C as it begins to import a module, and then runs a verb.
+IMPORTING = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            sys.argv[1] = ""  # a second one would end the process at once
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from megamix.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+# A training that tells its number, sends its parent a Ctrl-C, and would go on for ever.
+COMMAND = """
+import os, signal, sys
+print(os.getpid(), flush=True)
+os.kill(os.getppid(), signal.SIGINT)
+signal.pause()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _raise_other(arguments: object, run: object) -> int:
+    """Be interrupted as an import of an extension is: another exception takes the place of KeyboardInterrupt."""
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("a part is missing") from None
+    return 0
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb.name != "train"], ids=lambda verb: verb.name)
+def test_a_verb_says_what_is_left(
+    verb: cli.Verb, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_run", _raise_other)
+    needed = {
+        "plan": ["a.toml"], "prepare": ["--output", "a"], "import": ["a", "--output", "b"],
+        "export": ["a", "b", "--to", "hf"], "generate": ["a"], "evaluate": ["a"], "plot": ["a"],
+        "checkpoint": ["ls", "a"], "config": ["--schema"],
+    }  # fmt: skip
+    assert main([verb.name, *needed.get(verb.name, [])]) == 130
+    assert capsys.readouterr().err == f"megamix {verb.name}: interrupted: {verb.left}\n"
+    assert "the same command" in verb.left
+
+
+def test_an_error_without_an_interruption_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise ImportError("a part is missing")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(ImportError, match="a part is missing"):
+        main(["doctor"])
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch", "torch.nn", "torch.distributed"])
+def test_an_import_may_be_interrupted(module: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = ["import", str(tmp_path), "--output", str(tmp_path / "out")]
+    ended = subprocess.run([sys.executable, "-c", IMPORTING, module, *words], capture_output=True, text=True, cwd=ROOT)
+    told = "megamix import: interrupted: nothing was written; the same command starts anew\n"
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr.endswith(told)
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_command_of_an_audit_ends_with_it() -> None:
+    words = [sys.executable, "-m", "megamix", "audit", "--", sys.executable, "-c", COMMAND]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 130
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.endswith("megamix audit: interrupted: nothing was written; the same command starts anew\n")
+    assert process_start(int(ended.stdout)) == ""
+
+
+def test_a_process_that_starts_deaf_is_not_reached() -> None:
+    asks = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    with starts_deaf():
+        inside = subprocess.check_output([sys.executable, "-c", asks])
+    outside = subprocess.check_output([sys.executable, "-c", asks])
+    assert (inside, outside) == (b"True\n", b"False\n")
+
+
+def _interrupted_rank() -> int:
+    os.kill(os.getpid(), signal.SIGINT)
+    return os.getpid()
+
+
+def test_ranks_leave_a_ctrl_c_to_the_process_that_started_them(run_ranks) -> None:
+    (rank,) = run_ranks(_interrupted_rank, 1)
+    assert rank != os.getpid()

@@ -1,0 +1,167 @@
+"""No verb is silent while it works: a terminal's line tells share and time left, a log gets a line; stdout has the
+results alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megamix import progress
+from megamix.arguments import lines_told
+from megamix.cli import main
+from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
+from megamix.data.prepare.tokenizer_choice import TokenizerChoice
+from megamix.progress import LongWork, ProgressLine, duration
+
+DEADLINE_S = 60.0
+
+
+class Watched(io.StringIO):
+    """A stream that tells when something was written."""
+
+    def __init__(self, *, is_terminal: bool = False):
+        super().__init__()
+        self.spoken = threading.Event()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        self.spoken.set()
+        return written
+
+    def wait(self) -> None:
+        assert self.spoken.wait(DEADLINE_S), "nothing was said"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Watched]:
+    """Return a function that makes stderr a log or a terminal, where the first line comes at once."""
+
+    def make(*, is_terminal: bool = False) -> Watched:
+        stream = Watched(is_terminal=is_terminal)
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setattr(progress, "SILENT_S", 0.0)
+        monkeypatch.setattr(progress, "_FRAME_S", 0.001)
+        return stream
+
+    return make
+
+
+def test_the_time_left_follows_from_the_speed_so_far() -> None:
+    assert LongWork("x", begun_s=10.0).told(now_s=22.0) == "x, 12 s"
+    assert LongWork("x", begun_s=10.0, total=100.0).told(now_s=22.0) == "x, 12 s"
+    assert LongWork("x", begun_s=10.0, total=100.0, done=25.0).told(now_s=22.0) == "x, 25 %, 12 s, about 36 s left"
+    resumed = LongWork("x", begun_s=10.0, total=100.0, begun_at=50.0, done=75.0)
+    assert resumed.told(now_s=22.0) == "x, 75 %, 12 s, about 12 s left"
+
+
+def test_more_work_than_was_known_has_no_estimate() -> None:
+    assert LongWork("x", begun_s=0.0, total=100.0, done=101.0).told(now_s=5.0) == "x, 5 s"
+
+
+def test_times_are_said_as_people_say_them() -> None:
+    told = [duration(seconds) for seconds in (0.4, 99, 100, 5900, 7500)]
+    assert told == ["0 s", "99 s", "2 min", "98 min", "2 h 5 min"]
+
+
+def test_a_log_gets_lines_of_the_present_work(impatient: Callable[..., Watched]) -> None:
+    log = impatient()
+    with ProgressLine("megamix evaluate") as told:
+        told.begin("tokens", total=4)
+        told.advance(3)
+        log.wait()
+    assert log.getvalue().startswith("megamix evaluate: tokens, 75 %, 0 s, about 0 s left\n")
+    assert "\r" not in log.getvalue()
+
+
+def test_a_terminal_has_one_line_which_makes_room(impatient: Callable[..., Watched]) -> None:
+    terminal = impatient(is_terminal=True)
+    with ProgressLine("megamix evaluate") as told:
+        terminal.wait()
+        with told.aside():
+            terminal.write("RESULT\n")
+    written = terminal.getvalue()
+    assert written.startswith("\r\x1b[Kmegamix evaluate: at work, 0 s")
+    assert "\r\x1b[KRESULT\n" in written
+    assert written.count("\n") == 1
+    assert not written.rpartition("\x1b[K")[2].startswith("megamix")  # the line is gone at the end
+
+
+def test_the_first_rank_alone_speaks(impatient: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    log = impatient()
+    monkeypatch.setenv("RANK", "1")
+    with ProgressLine("megamix doctor") as told:
+        assert not told.speaks
+    assert log.getvalue() == ""
+
+
+def test_a_verb_of_lines_speaks_while_it_works(
+    impatient: Callable[..., Watched], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = impatient()
+
+    def lines(arguments: argparse.Namespace) -> Iterator[str]:
+        arguments.progress.begin("thinking")
+        log.wait()
+        yield "42"
+
+    assert lines_told(lines)(argparse.Namespace(verb="plan")) == 0
+    assert log.getvalue().startswith("megamix plan: ")
+    assert capsys.readouterr().out == "42\n"
+
+
+@pytest.mark.parametrize(
+    ("verb", "function"),
+    [
+        (["verify", "configs/quickstart.toml"], "tools.verify.command._config_lines"),
+        (["doctor"], "tools.doctor.command.examine"),
+    ],
+    ids=str,
+)
+def test_verify_and_doctor_speak_while_they_work(
+    verb: list[str], function: str, impatient: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = impatient()
+
+    def lines(_: object) -> Iterator[str]:
+        log.wait()
+        yield from ()
+
+    monkeypatch.setattr(f"megamix.{function}", lines)
+    assert main(verb) == 0
+    assert log.getvalue().startswith(f"megamix {verb[0]}: at work, ")
+
+
+class Noted(ProgressLine):
+    """Progress line that keeps all its works."""
+
+    def __init__(self) -> None:
+        self.works: list[LongWork] = []
+        super().__init__()
+
+    def begin(self, what: str, total: float = 0.0, done: float = 0.0) -> None:
+        super().begin(what, total, done)
+        self.works.append(self.work)
+
+
+def test_prepare_counts_all_its_bytes(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(8):
+        (texts / f"{number}.txt").write_text(f"text {number} of a few words\n" * 9)
+    noted = Noted()
+    request = Request(tokenizer=TokenizerChoice("train", 260), valid_fraction=0.1, num_workers=1)
+    prepare_corpus(input_corpus([str(texts)]), tmp_path / "out", request, noted)
+    size = sum(path.stat().st_size for path in texts.iterdir())
+    full = {work.what: work.done for work in noted.works if work.total}
+    assert full == {"checksums of 8 file(s)": size, f"encoding {size:,} bytes": size}
