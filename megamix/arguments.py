@@ -29,6 +29,17 @@ class Parser(argparse.ArgumentParser):
         self.epilog = f"for example: {self.example}"
         return super().format_help()
 
+    def flag_meant(self, word: str) -> str | None:
+        """Return the question whether another flag was meant, of this parser or one below it; None if none is near."""
+        flag = word.partition("=")[0]
+        near = nearest(flag, self._flags()) if flag.startswith("--") else None
+        return f"did you mean {near}? write for example {self.example}" if near else None
+
+    def _flags(self) -> list[str]:
+        below = [parser for action in self._actions for parser in _parsers_of(action)]
+        own = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        return [*own, *(flag for parser in below for flag in parser._flags())]
+
     def error(self, message: str, fix: str | None = None) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice and (near := nearest(choice[1], re.findall(r"[\w-]+", choice[2]))):
@@ -37,6 +48,11 @@ class Parser(argparse.ArgumentParser):
             fix = f"write {_ELSEWHERE[choice[1]]}"
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: {message}; {fix or f'write for example {self.example}'}\n")
+
+
+def _parsers_of(action: argparse.Action) -> list[Parser]:
+    """Return the parsers that an action chooses among."""
+    return [*action.choices.values()] if isinstance(action.choices, dict) else []
 
 
 def add_config(parser: argparse.ArgumentParser, help: str = "TOML file", nargs: str | None = None) -> None:

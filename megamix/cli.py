@@ -118,6 +118,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if arguments.verb == "train" and ("gpu" in unknown[0] or "proc" in unknown[0]):
             number = [*unknown[0].split("=")[1:], *unknown[1:2], "2"][0]
             fix = f"ranks are started by NPROC_PER_NODE={number} ./launch/pretrain.sh CONFIG"
+        fix = fix or arguments.parser.flag_meant(unknown[0])
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}", fix)
     return arguments
 

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megamix.config.choices import OneOf, section_at
+from megamix.config.other_trainers import called_here, override_here
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import parse_value, value_text
 from megamix.config.unread import Unread, setting
@@ -123,9 +124,12 @@ def _explain_unknown(loc: tuple[int | str, ...], value: object, tree: Mapping[st
     name, path, known = str(loc[-1]), _path(loc), _fields(loc[:-1], tree)
     what = f"{path}: unknown section" if len(loc) == 1 and isinstance(value, dict) else f"{path}: unknown key"
     what = f"{what}, got {short(value)}"
+    home = next((home for home in _homes(tree) if name in _fields(home.split("."), tree)), None)
+    if home is None and (told := called_here(name)):
+        return f"{what}; {told}"
     if guess := nearest(name, known):
         return f"{what}; did you mean {_path((*loc[:-1], guess))}?"
-    if home := next((home for home in _homes(tree) if name in _fields(home.split("."), tree)), None):
+    if home is not None:
         return f"{what}; write it under [{home}]"
     return f"{what}; known are {', '.join(known)}" if known else f"{what}; leave it out"
 
@@ -140,15 +144,15 @@ def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def override_meant(arguments: Sequence[str]) -> str | None:
-    """Return the overrides that words may stand for, as --lr 1e-3, --batch-size=8 or training.steps:5; None if no key
-    is like the first.
+    """Return the overrides that words may stand for, as --lr 1e-3, --batch-size=8, training.steps:5 or another
+    trainer's --max-steps 5; None if no key is like the first.
     """
     flag, equals, value = arguments[0].partition("=" if "=" in arguments[0] else ":")
     name = flag.lstrip("-").replace("-", "_")
     keys = [f"{home}.{key}" for home in _homes({}) for key in _fields(home.split("."), {})]
     meant = [key for key in keys if f".{key}".endswith(f".{name}")] or [key for key in keys if key.endswith(f"_{name}")]
     value = value if equals else next(iter(arguments[1:]), "VALUE")
-    return " or ".join(f"{key}={value}" for key in meant) or None
+    return " or ".join(f"{key}={value}" for key in meant) or override_here(name.rpartition(".")[2], value)
 
 
 def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic.fields import FieldInfo
 
-from megamix.config import Config, ConfigError, check_world_size, config_from_dict, grad_accum_steps
+from megamix.config import Config, ConfigError, check_world_size, config_from_dict, grad_accum_steps, other_trainers
 from megamix.config.choices import section_at
 from megamix.config.sections import SECTIONS
 from megamix.config.toml_text import parse_value
@@ -213,6 +214,77 @@ def test_missing_keys_are_listed_with_an_example() -> None:
 def test_unknown_names_are_refused_with_the_nearest(tree: Tree, want: str) -> None:
     (problem,) = problems_of(tree)
     assert problem.startswith(want)
+
+
+@pytest.mark.parametrize(
+    ("tree", "want"),
+    [
+        (changed(learning_rate=1e-3), "learning_rate: unknown key, got 0.001; it is optimizer.lr here"),
+        (
+            changed(optimizer={"learning_rate": 1}),
+            "optimizer.learning_rate: unknown key, got 1; it is optimizer.lr here",
+        ),
+        (changed(training={"max_steps": 9}), "training.max_steps: unknown key, got 9; it is training.steps here"),
+        (changed(model={"n_head": 6}), "model.n_head: unknown key, got 6; it is model.num_heads here"),
+        (
+            changed(num_train_epochs=3),
+            "num_train_epochs: unknown key, got 3; there are no epochs; write training.steps,",
+        ),
+        (
+            changed(zero_optimization={"stage": 2}),
+            "zero_optimization: unknown section, got { stage = 2 }; it is parallelism.shard here (stage 1 is "
+            '"states", 2 "gradients", 3 "parameters")',
+        ),
+        (
+            changed(fp16={"enabled": True}),
+            'fp16: unknown section, got { enabled = true }; it is precision.dtype = "fp16"',
+        ),
+        (
+            changed(training={"weight_decay": 0.1}),
+            "training.weight_decay: unknown key, got 0.1; write it under [optimizer]",
+        ),
+    ],
+)
+def test_another_trainer_s_key_is_refused_with_ours(tree: Tree, want: str) -> None:
+    (problem,) = problems_of(tree)
+    assert problem.startswith(want)
+
+
+KEY_HERE = re.compile(rf"\b(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+")
+
+
+@pytest.mark.parametrize("name", [*other_trainers._OURS, *other_trainers._NONE])
+def test_a_hint_names_keys_that_exist(name: str) -> None:
+    told = other_trainers.called_here(f"--{name.replace('_', '-')}")
+    assert told is not None
+    assert not any(name in fields_of(section) for section in SECTIONS)  # its own place would be the better answer
+    for key in KEY_HERE.findall(told):
+        *table, last = key.split(".")
+        names = {"rule", "init_scale", "growth_interval", "min_scale"} if table == ["precision", "loss_scale"] else ()
+        section = section_at(Config, table, GOOD)
+        assert last in names or (section is not None and last in section.model_fields), key
+
+
+def test_the_page_s_table_of_other_trainers_agrees_with_the_hints() -> None:
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    table = page.partition("| what | Megatron-LM |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) > 30
+    ours = {key for section in SECTIONS for key in fields_of(section)}
+    for _, *theirs, here in rows:
+        names = [name.rpartition(".")[2].lstrip("-").replace("-", "_") for cell in theirs for name in ticked(cell)]
+        for name in names:
+            if name in ours or name in ("betas", "mode", "folder", "max_norm", "stage", "enabled"):
+                continue
+            told = other_trainers.called_here(name)
+            assert told is not None, name
+            assert "none" in here or "derived" in here or set(KEY_HERE.findall(here)) & set(KEY_HERE.findall(told)), (
+                name
+            )
+
+
+def ticked(cell: str) -> list[str]:
+    return re.findall(r"`([\w.-]+)`", cell)
 
 
 def test_misspelt_section_is_one_mistake() -> None:

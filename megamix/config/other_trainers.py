@@ -1,0 +1,190 @@
+"""Keys of Megatron-LM, DeepSpeed, torchtitan, Hugging Face's Trainer and nanoGPT, and what they are called here.
+
+docs/configuration.md has a table of the first three; a test compares.
+"""
+
+from __future__ import annotations
+
+# By a key's last name, without dashes: our key, or our key and its value.
+_OURS = {
+    # batches and length
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "local_batch_size": "training.micro_batch_size",
+    "batch_size": "training.micro_batch_size",
+    "max_steps": "training.steps",
+    "max_iters": "training.steps",
+    "train_iters": "training.steps",
+    "num_train_steps": "training.steps",
+    "eval_steps": "training.eval_interval",
+    "eval_iters": "training.eval_batches",
+    # the model
+    "block_size": "model.seq_len",
+    "seq_length": "model.seq_len",
+    "max_position_embeddings": "model.seq_len",
+    "n_positions": "model.seq_len",
+    "n_layer": "model.num_layers",
+    "n_layers": "model.num_layers",
+    "num_hidden_layers": "model.num_layers",
+    "n_head": "model.num_heads",
+    "n_heads": "model.num_heads",
+    "num_attention_heads": "model.num_heads",
+    "n_kv_heads": "model.num_kv_heads",
+    "num_query_groups": "model.num_kv_heads",
+    "num_key_value_heads": "model.num_kv_heads",
+    "n_embd": "model.hidden_size",
+    "d_model": "model.hidden_size",
+    "dim": "model.hidden_size",
+    "n_inner": "model.ffn_hidden_size",
+    "intermediate_size": "model.ffn_hidden_size",
+    "hidden_act": "model.activation",
+    "hidden_dropout": "model.dropout",
+    "attention_dropout": "model.dropout",
+    "init_method_std": "model.init_std",
+    "initializer_range": "model.init_std",
+    "tie_word_embeddings": "model.tie_embeddings",
+    "rotary_base": "model.rope_theta",
+    "normalization": "model.norm",
+    "norm_epsilon": "model.norm_eps",
+    "rms_norm_eps": "model.norm_eps",
+    "recompute_granularity": "model.recompute",
+    "activation_checkpoint": "model.recompute",
+    "activation_checkpointing": "model.recompute",
+    "gradient_checkpointing": 'model.recompute = "full"',
+    "torch_compile": "model.compile",
+    # the optimizer and its schedule
+    "learning_rate": "optimizer.lr",
+    "optim": "optimizer.name",
+    "adam_beta1": "optimizer.adamw.betas",
+    "adam_beta2": "optimizer.adamw.betas",
+    "beta1": "optimizer.adamw.betas",
+    "beta2": "optimizer.adamw.betas",
+    "adam_eps": "optimizer.adamw.eps",
+    "adam_epsilon": "optimizer.adamw.eps",
+    "max_grad_norm": "optimizer.clip_grad",
+    "max_norm": "optimizer.clip_grad",
+    "grad_clip": "optimizer.clip_grad",
+    "gradient_clipping": "optimizer.clip_grad",
+    "lr_warmup_iters": "lr_schedule.warmup_steps",
+    "warmup_iters": "lr_schedule.warmup_steps",
+    "warmup_num_steps": "lr_schedule.warmup_steps",
+    "lr_scheduler_type": "lr_schedule.decay_style",
+    "lr_decay_style": "lr_schedule.decay_style",
+    "decay_type": "lr_schedule.decay_style",
+    # precision
+    "fp16": 'precision.dtype = "fp16"',
+    "bf16": 'precision.dtype = "bf16"',
+    "mixed_precision": "precision.dtype",
+    "mixed_precision_param": "precision.dtype",
+    "torch_dtype": "precision.dtype",
+    "accumulate_allreduce_grads_in_fp32": 'precision.grad_dtype = "fp32"',
+    "grad_accum_dtype": "precision.grad_dtype",
+    "grad_reduce_in_bf16": 'precision.reduce_dtype = "bf16"',
+    "communication_data_type": "precision.reduce_dtype",
+    "mixed_precision_reduce": "precision.reduce_dtype",
+    "initial_loss_scale": "precision.loss_scale.init_scale",
+    "min_loss_scale": "precision.loss_scale.min_scale",
+    "loss_scale_window": "precision.loss_scale.growth_interval",
+    # ranks
+    "tensor_model_parallel_size": "parallelism.tp_size",
+    "tensor_parallel_degree": "parallelism.tp_size",
+    "tensor_parallel_size": "parallelism.tp_size",
+    "autotp_size": "parallelism.tp_size",
+    "pipeline_model_parallel_size": "parallelism.pp_size",
+    "pipeline_parallel_degree": "parallelism.pp_size",
+    "pipeline_parallel_size": "parallelism.pp_size",
+    "fsdp": 'parallelism.shard = "parameters"',
+    "data_parallel_shard_degree": 'parallelism.shard = "parameters"',
+    "use_distributed_optimizer": 'parallelism.shard = "states"',
+    "data_parallel_sharding_strategy": "parallelism.shard",
+    "zero_optimization": "parallelism.shard",
+    "zero_stage": "parallelism.shard",
+    "overlap_comm": "parallelism.overlap",
+    "overlap_grad_reduce": "parallelism.overlap",
+    "overlap_param_gather": "parallelism.overlap",
+    "reduce_bucket_size": "parallelism.bucket_size",
+    "ddp_bucket_size": "parallelism.bucket_size",
+    # data, checkpoints and the log
+    "data_path": "data.train",
+    "dataset": "data.train",
+    "dataset_path": "data.train",
+    "output_dir": "checkpoint.folder",
+    "out_dir": "checkpoint.folder",
+    "save": "checkpoint.folder",
+    "load": "checkpoint.resume",
+    "init_from": "checkpoint.resume",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "save_steps": "checkpoint.save_interval",
+    "interval": "checkpoint.save_interval",
+    "save_total_limit": "checkpoint.keep",
+    "keep_latest_k": "checkpoint.keep",
+    "async_mode": "checkpoint.async_save",
+    "logging_steps": "metrics.log_interval",
+    "log_freq": "metrics.log_interval",
+    "steps_per_print": "metrics.log_interval",
+    "wandb_log": "metrics.wandb",
+    "wandb_project": "metrics.wandb",
+    "enable_wandb": "metrics.wandb",
+    "report_to": "metrics.wandb",
+    "enable_tensorboard": "metrics.tensorboard",
+}
+_REMARKS = {
+    "adam_beta1": "a list of both",
+    "adam_beta2": "a list of both",
+    "beta1": "a list of both",
+    "beta2": "a list of both",
+    "batch_size": "of a rank; training.global_batch_size is that of an update",
+    "dataset": "token files, which megamix prepare makes",
+    "dataset_path": "token files, which megamix prepare makes",
+    "data_path": "the same .bin and .idx files, without their ending",
+    "zero_optimization": 'stage 1 is "states", 2 "gradients", 3 "parameters"',
+    "zero_stage": '1 is "states", 2 "gradients", 3 "parameters"',
+    "wandb_log": "a table",
+    "wandb_project": "a table",
+    "enable_wandb": "a table",
+    "report_to": "a table; metrics.tensorboard is on by default",
+    "fp16": "the loss scale is under [precision.loss_scale]",
+}
+# Keys that have no equal here, and what to write instead.
+_NONE = {
+    "num_train_epochs": "there are no epochs; write training.steps, the number of updates",
+    "epochs": "there are no epochs; write training.steps, the number of updates",
+    "num_epochs": "there are no epochs; write training.steps, the number of updates",
+    "gradient_accumulation_steps": "it follows from training.global_batch_size, training.micro_batch_size and ranks",
+    "warmup_ratio": "write lr_schedule.warmup_steps, in updates",
+    "lr_decay_iters": "write lr_schedule.decay_steps, which begins after the warm-up",
+    "decay_ratio": "write lr_schedule.decay_steps, in updates after the warm-up",
+    "decay_lr": 'write lr_schedule.decay_style, "constant" for no decay',
+    "min_lr_factor": "write optimizer.min_lr, a learning rate",
+    "initial_scale_power": "write precision.loss_scale.init_scale, 2 to the power of it",
+    "swiglu": 'write model.activation = "swiglu"',
+    "untie_embeddings_and_output_weights": "write model.tie_embeddings = false",
+    "context_parallel_size": "there is no context parallelism; leave it out",
+    "context_parallel_degree": "there is no context parallelism; leave it out",
+    "expert_model_parallel_size": "there is no expert parallelism; leave it out",
+    "expert_parallel_degree": "there is no expert parallelism; leave it out",
+    "num_distributed_optimizer_instances": "there is no HSDP; leave it out",
+    "data_parallel_replicate_degree": "there is no HSDP; leave it out",
+    "optimizer_cpu_offload": "there is no offload to the host; leave it out",
+    "offload_optimizer": "there is no offload to the host; leave it out",
+    "offload_param": "there is no offload to the host; leave it out",
+    "num_gpus": "ranks are started by NPROC_PER_NODE=8 launch/pretrain.sh CONFIG",
+    "dataloader_num_workers": "batches are read ahead by a thread; leave it out",
+}
+
+
+def called_here(name: str) -> str | None:
+    """Return what to write for another trainer's key, as the end of a message; None: nobody's key is known by it."""
+    name = name.lstrip("-").replace("-", "_")
+    if name in _NONE:
+        return _NONE[name]
+    if name not in _OURS:
+        return None
+    return f"it is {_OURS[name]} here{f' ({_REMARKS[name]})' if name in _REMARKS else ''}"
+
+
+def override_here(name: str, value: str) -> str | None:
+    """Return the override that another trainer's flag stands for, if it is one."""
+    ours, equals, own_value = _OURS.get(name, "").replace('"', "").partition(" = ")
+    return f"{ours}={own_value if equals else value}" if ours else None
