@@ -441,6 +441,7 @@ class Odd(plugins.Section):
     table: dict[str, int] = {}
     parts: dict[str, Part] = {}
     kind: int | bool = 3
+    pair: tuple[int, int] = (1, 2)
     part: Part | None = None
     needed: Part = Part()
     even: int = 2
@@ -478,6 +479,7 @@ plugins.register_loss_scale("odd", Rule, print)
         ({"parts": {"a": {"size": "x"}}}, 'optimizer.odd.parts.a.size: got "x", must be a whole number; write '),
         ({"parts": {"a": {"sise": 2}}}, "optimizer.odd.parts.a.sise: unknown key, got 2; "),
         ({"kind": "x"}, 'optimizer.odd.kind.int: got "x", must be a whole number; write '),
+        ({"pair": (1,)}, "optimizer.odd.pair: got [1], must have 2 items; write for example pair = [1, 2]"),
         ({"part": 3}, "optimizer.odd.part: got 3, must be a table; "),
         ({"needed": 3}, "optimizer.odd.needed: got 3, must be a table; write [optimizer.odd.needed] and its keys"),
         ({"small": 10}, "optimizer.odd: got { small = 10 }, must be small; correct its keys"),

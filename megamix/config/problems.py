@@ -181,9 +181,10 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
 
 
 def _items(field: FieldInfo, text: str) -> str:
-    """Count the items of a list of fixed length, and say by the field's text what they are."""
+    """Count the items of a list of fixed length, and say by the field's text, if it has one, what they are."""
     kind = next(kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is tuple)
-    return f"{len(get_args(kind))} items ({text.partition('. ')[0].rstrip('.')})"
+    named = f" ({text.partition('. ')[0].rstrip('.')})" if text else ""
+    return f"{len(get_args(kind))} items{named}"
 
 
 def _fix(key: str, field: FieldInfo, text: str, value: object) -> str:
