@@ -82,7 +82,7 @@ def safetensors_header(
 ) -> bytes:
     """Return the header of a file whose tensors follow each other in this order.
 
-    `tensors`: by name, the format's name of the dtype, and the shape.
+    `tensors`: the format's name of the dtype, and the shape, by the tensor's name.
     """
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0

@@ -82,7 +82,7 @@ def drop_unread(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = 
 
 
 def _holds(tree: Mapping[str, Any], where: Where) -> bool:
-    """Whether it does, or no such key is known: a model of another family may have the others."""
+    """Whether the condition holds, or its key is unknown: a model of another family may have what it decides."""
     value = setting(tree, where.key)
     return where.holds(value) or (value is None and where.key.startswith("model."))
 

@@ -110,7 +110,7 @@ class Bucket:
     `grads` gradient dtype (padded_numel,): a step's sum over this rank's micro-batches, loss scale included.
     `rank_sum` (shard_numel,): this rank's part of the sum of `grads` over the owners.
     `total` FP32 (shard_numel,): the sum of `rank_sum` over micro-batches, if the owner adds them up; else None.
-    `master` FP32 (shard_numel,): the master weights. `states`: for each of `spans` the states of its group, in their
+    `master` FP32 (shard_numel,): the master weights. `states`: those of each of `spans`' group, in their
     own dtypes.
 
     `storage` says which of `params`, `grads`, `rank_sum` and `total` have memory only while a step needs them.
@@ -441,7 +441,7 @@ class Bucket:
     def launch_gather(self, number: int = 0, what: str = "") -> Pending:
         """Start sending this rank's shard to all owners and receiving their shards.
 
-        `number`: as in `Collectives.all_gather`. `what`: text for an error message.
+        `number`: that of `Collectives.all_gather`. `what`: text for an error message.
         """
         assert self.gather_pending is None
         with noting(what):
@@ -471,7 +471,8 @@ def make_buckets(
     device: torch.device,
     owner_adds: bool = False,
 ) -> list[Bucket]:
-    """Return the buckets of a layout, with zeroed masters and states. `owners_by_axis`: by `BucketPlan.axis`."""
+    """Return the buckets of a layout, with zeroed masters and states. `owners_by_axis`: by each
+    bucket's `BucketPlan.axis`."""
     buckets = list[Bucket]()
     num_owned = Counter[Collectives]()
     for number, plan in enumerate(layout.buckets):

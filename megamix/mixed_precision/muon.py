@@ -52,7 +52,7 @@ class Muon(MuonSettings, AdamW):
     A matrix is what has two dims, or three, (E, out, in) for E of them, unless a shell pattern of `tables` matches its
     name, or its module is an embedding, a norm or a convolution; the patterns of `matrix` and `adamw` are exceptions,
     the latter first.
-    `fused`: by pattern, the rows of the matrices that stand one below the other in a parameter, as of queries, keys
+    `fused`: rows of the matrices that stand one below the other in a parameter, by its pattern, as of queries, keys
     and values; each is orthogonalised by itself.
     """
 
@@ -219,7 +219,7 @@ class MuonUpdate(BucketUpdate):
         self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
         observers: Sequence[StepObserver], muon: Muon,
     ):  # fmt: skip
-        """`kernel`: for the groups of parameters and, behind them, as many of masters that move along directions. Every
+        """`kernel`: has the groups of parameters and, behind them, as many of masters that move along directions. Every
         rank must call it.
         """
         super().__init__(kernel, clock, observers)

@@ -104,7 +104,7 @@ class Optimizer:
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
         """Return names and dtypes (FP32, BF16 or FP16) of one parameter's states, zeros at the start; none is fine.
 
-        `shape`: of the whole parameter, whatever ranks divide it. Equal names and dtypes mean interchangeable contents.
+        `shape`: the whole parameter's, whatever ranks divide it. Equal names and dtypes mean interchangeable contents.
         A half state is widened for the equation, and what the equation returns of it is rounded to nearest.
         """
         raise NotImplementedError(f"{type(self).__name__} lacks states(name, shape); return {{}} where it has none")
@@ -124,7 +124,7 @@ class Optimizer:
             return []
 
     def group_of(self, name: str, shape: tuple[int, ...]) -> UpdateGroup:
-        """Return what one parameter shares with its group. `shape`: as for `states`.
+        """Return what one parameter shares with its group. `shape`: the one that `states` takes.
 
         Raises: ValueError naming a state that cannot be.
         """
@@ -173,7 +173,8 @@ class Optimizer:
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
         """Return the new master and states, element by element, out of place; zeros must stay zeros where the gradient
-        is zero, as padding's is. `states`: those of parameters that share them.
+        is zero, as padding's is. `states`: the names that `states` returned, for
+        parameters that have the same.
         Shapes: grad, master and each state FP32 (n,).
         """
         raise NotImplementedError(f"{type(self).__name__} lacks equation(grad, master, states, at)")

@@ -153,7 +153,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def on_meta(cls, config: DecoderConfig, like: Sequence[int] | None = None) -> Self:
-        """Return the modules on the meta device, not compiled, in torch's default dtype. `like`: as for `__init__`."""
+        """Return the modules on the meta device, not compiled, in torch's default dtype. `like`: see `__init__`."""
         with torch.device("meta"):
             return cls(config.model_copy(update={"compile": False}), like=like)
 

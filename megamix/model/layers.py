@@ -91,7 +91,8 @@ class Head(Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table of rows. `divided`: each tensor-parallel rank has some rows. `std`: that of the initial weights."""
+    """A table of rows. `divided`: each tensor-parallel rank has some rows. `std`: standard deviation of the
+    initial weights."""
 
     def __init__(self, num_rows: int, hidden_size: int, ops: Ops, *, std: float, divided: bool = False) -> None:
         super().__init__(num_rows, hidden_size)

@@ -93,7 +93,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._talker = threading.Thread(target=self._talk, name="roll call", daemon=True)
         self._stopped_s: float | None = None  # the time since which ranks of a dead launcher are stopped
-        self._ended = ""  # line about stopped ranks that this rank has ended
+        self._ended = ""  # line on stopped ranks, once this rank has ended them
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> Watchdog:

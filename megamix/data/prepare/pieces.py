@@ -21,7 +21,7 @@ PARTS = ("train", "valid")
 _UNITS = {"jsonl": "line", "json": "record"}
 _BLOCK = 2**22
 _BATCH_CHARACTERS = 2**20  # characters of a batch: few enough to hold in memory with their token ids
-_MORE_CHARACTERS = 2**12  # counted for each document: 256 of them, short or empty, keep an encoder's threads busy
+_MORE_CHARACTERS = 2**12  # added to each document's own: a batch is 256 short ones at most, enough for all threads
 Moved = dict[int, list[list[int]]]  # by piece, documents that move from train to valid: number and bytes
 
 

@@ -28,7 +28,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) ->
             optimizer.step()
         print(report)
 
-    `model`, `optimizer`: as your loop calls them, wrapped or not; or our engine as the second. The step computes the
+    `model`, `optimizer`: those that your loop calls, wrapped or not; or our engine as the second. The step computes the
     same, bit for bit. Afterwards the report has `rows`, `warnings` and `to_json()`, the same on every rank. Every rank
     must do it. Copies of the weights are held until the step is over.
     Raises: TypeError for a model that is no module, or another kind of optimizer; RuntimeError if there was no step, or

@@ -43,8 +43,8 @@ def local(tensor: Tensor) -> Tensor:
 class ParamFacts:
     """Facts on one parameter, or on several that are kept alike: then `name` is their pattern.
 
-    `dtypes`: by column. `moments`: by the moment's name. `counts` add up over ranks and parameters; `largest` takes the
-    maximum.
+    `dtypes`: one for each column. `moments`: one for each moment's name. `counts` add up over ranks and
+    parameters; `largest` takes the maximum.
     """
 
     name: str

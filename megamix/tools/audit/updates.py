@@ -40,8 +40,8 @@ class Update:
     def after(self, grad: Tensor, states: Mapping[str, Tensor], direction: Tensor | None = None) -> None:
         """Count the changes since.
 
-        `grad`: as the update used it, up to a factor. `direction`: moves the master in place of the gradient and the
-        states.
+        `grad`: the gradient that the update used, up to a factor. `direction`: moves the master in place of
+        the gradient and the states.
         """
         facts, before, master = self.facts, self._before, self._master.detach()
         moments = {name: state for name, state in states.items() if state.shape == master.shape}

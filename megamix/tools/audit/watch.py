@@ -73,7 +73,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
     def follow_gathered(self, gathered: Sequence[tuple[ParamFacts, Any, Any]], *_: object) -> None:
         """Watch the tensors that FSDP2 has gathered in place of parameters, from a forward's hook.
 
-        `gathered`: as `fully_sharded` yields it.
+        `gathered`: what `fully_sharded` yields.
         """
         for facts, param, _policy in gathered:
             if hasattr(param, "_unsharded_param"):

@@ -85,7 +85,7 @@ def compare_ranks(store: Store, rank: int, size: int, own: Record, limit_s: floa
 def judge_records(records: Sequence[Record], apart: Sequence[float]) -> list[Finding]:
     """Judge the ranks' records.
 
-    `apart`: for each rank, the least seconds by which its clock differs from the first rank's.
+    `apart`: the least seconds by which each rank's clock differs from the first rank's.
     """
     nothing = {key: "not set" for alike, _, _ in records for key in alike}
     unlike = differences([RankGroup([rank], nothing | alike) for rank, (alike, _, _) in enumerate(records)])
@@ -117,7 +117,7 @@ def measure_links(store: Store, rank: int, size: int, limit_s: float) -> list[Fi
 def judge_pairs(hosts: Sequence[str], seconds: Sequence[Sequence[tuple[int, float]]]) -> Finding:
     """Name the slowest pair of ranks, among pairs on two machines if there are several.
 
-    `seconds`: for each rank, (source, seconds) of every other rank's message.
+    `seconds`: a list for each rank, of (source, seconds) of every other rank's message.
     """
     taken = {(source, to): value for to, row in enumerate(seconds) for source, value in row}
     apart = {pair: value for pair, value in taken.items() if hosts[pair[0]] != hosts[pair[1]]} or taken

@@ -82,7 +82,7 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
 def plan_rank(
     config: Config, dp_size: int, pp_rank: int, machine: Machine, stages: list[StagePlan] | None = None
 ) -> MemoryPlan:
-    """Return the plan of one of a pipeline's ranks; see `plan_memory`. `stages`: of all ranks, if they are known."""
+    """Return the plan of one of a pipeline's ranks; see `plan_memory`. `stages`: those of all ranks, if known."""
     section = config.parallelism
     stages = plan_pipeline(config) if stages is None else stages
     part = _plan_part(config, dp_size, pp_rank * dp_size * section.tp_size, machine, stages)

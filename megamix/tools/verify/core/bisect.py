@@ -18,7 +18,7 @@ from megamix.tools.verify.core.verdict import NOISE, UNIT
 def culprit(right: RightStep, tapes: Sequence[tuple[int, Tape]]) -> str:
     """Return the first wrong module of a step, "" if none is.
 
-    `tapes`: for every rank, the rank whose data it had, and its tape.
+    `tapes`: one entry for each rank: the rank whose data it had, and its tape.
     """
     wide = {name: weight.double() for name, weight in right.weights.items()}
     reference, found = right.reference, []

@@ -110,7 +110,7 @@ class RightStep:
     def rank_apart(self, losses: Sequence[Sequence[float]], exact: Sequence[float], bound: float) -> str:
         """Return which ranks compute another loss than one process while others do not; "" for all or none of them.
 
-        `losses`: of each rank's micro-batches. `exact`: of all micro-batches in FP64.
+        `losses`: one for each micro-batch of each rank. `exact`: the reference's, in FP64, one for each micro-batch.
         """
         left = iter(exact)
         own = [[next(left) for _ in mine] for mine in self.by_rank]
@@ -123,7 +123,9 @@ class RightStep:
         return f"another forward on rank {', '.join(map(str, wrong))} alone: losses elsewhere are right"
 
     def explain_loss(self, told: Sequence[float], losses: Sequence[float], bound: float) -> str:
-        """Say which kind of mistake the loss looks like. `told`: by each rank. `losses`: FP64, of each micro-batch."""
+        """Say which kind of mistake the loss looks like. `told`: each rank's answer. `losses`: the reference's,
+        FP64, one for each micro-batch.
+        """
         shares = [sum(mine) for mine in self.shares]
         found = sum(one * share for one, share in zip(told, shares, strict=True))
         left = iter(losses)

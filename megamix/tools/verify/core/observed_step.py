@@ -134,7 +134,7 @@ def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragme
 class Whole:
     """Tensors of the full model: FP32, by (state, parameter).
 
-    `owners`: for each element, the rank that had it, INT64. `problems`: elements that were missing, or differed.
+    `owners`: the rank that had each element, INT64. `problems`: elements that were missing, or differed.
     """
 
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)

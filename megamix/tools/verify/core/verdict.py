@@ -106,7 +106,7 @@ def gradient_bound(noise: float, magnitude: float, roundings: int, unit: float, 
     It is NOISE times the rounding error on one rank, the largest over the parameter. One rank does not round the sums
     over micro-batches and ranks. For these come one rounding each, in the sums' dtype, of a partial sum that is at most
     the sum of magnitudes. Scaled gradients below FP16's normal numbers round to multiples of 2^-24.
-    `divisor`: of a scaled FP16 gradient, else None.
+    `divisor`: the factor in a scaled FP16 gradient, else None.
     """
     tiny = 2.0**-25 * roundings / divisor if divisor else 0.0
     return NOISE * noise + roundings * unit * magnitude + tiny

@@ -20,7 +20,7 @@ def judge(
 ) -> Verdict:
     """Compare a layout's run with one rank's, step by step.
 
-    `config`: of the layout. `ranks`: steps that each rank observed, in rank order. `updates`: number of steps that had
+    `config`: the layout's. `ranks`: steps that each rank observed, in rank order. `updates`: number of steps that had
     to be applied. `overflow_at`: the attempt in which one rank's gradient was made infinite.
     """
     reference = Reference.of_config(config, device)

@@ -73,8 +73,8 @@ def run_results(
 ) -> Iterator[tuple[WatchedRun, list[str], float]]:
     """Train a job that never stops, and two that are interrupted: on the first layout, and on the layouts in turn.
 
-    Yields each run, its problems, and the largest share of a bound in its steps. `ranks`: by their number. `device`:
-    the ranks' device.
+    Yields each run, its problems, and the largest share of a bound in its steps. `ranks`: calls on so many ranks,
+    by their number. `device`: the ranks' device.
     """
 
     def watched(kind: str, on: Sequence[Layout], job: Config, *, judged: bool = False) -> WatchedRun:
