@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterable
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from itertools import pairwise
-from textwrap import dedent
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
@@ -44,7 +43,10 @@ def texts(section: type[Section]) -> dict[str, str]:
     found: dict[str, str] = {}
     for kind in reversed([kind for kind in section.__mro__ if kind not in Section.__mro__]):
         with suppress(OSError, SyntaxError, TypeError):  # a class that is made has no source
-            for pair in pairwise(ast.iter_child_nodes(ast.parse(dedent(inspect.getsource(kind))).body[0])):
+            source = inspect.getsource(kind)
+            within = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+            body = next(node for node in ast.walk(within) if isinstance(node, ast.ClassDef))
+            for pair in pairwise(ast.iter_child_nodes(body)):
                 match pair:
                     case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
                         found[key] = inspect.cleandoc(text)

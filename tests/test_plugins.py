@@ -556,6 +556,9 @@ def test_the_text_under_a_key_is_its_description_wherever_its_class_stands() -> 
         none lies below."""
         told: float = Field(0.0, description="By pydantic.")
         """By the text."""
+        long: float = 0.0
+        """Begins here,
+goes on at the margin."""
 
     class Derived(Base):
         high: float = 1.0
@@ -572,6 +575,7 @@ def test_the_text_under_a_key_is_its_description_wherever_its_class_stands() -> 
     found = Derived.model_json_schema()["properties"]
     assert {key: entry.get("description") for key, entry in found.items()} == {
         "low": "Smallest value;\nnone lies below.", "told": "By pydantic.", "high": "Largest value.", "bare": None,
+        "long": "Begins here,\ngoes on at the margin.",
     }  # fmt: skip
     made = create_model("Made", __base__=Derived, own=(int, 0))
     assert made.model_json_schema()["properties"]["high"]["description"] == "Largest value."
