@@ -8,7 +8,7 @@ lr and would reach min_lr with the update after its last one.
 import math
 from collections.abc import Callable
 
-Rates = list[float]  # of updates 0 .. steps - 1
+Rates = list[float]  # one for each update, 0 .. steps - 1
 
 # Factors of lr - min_lr over the progress of the decay, 0 to 1.
 _DECAYS: dict[str, Callable[[float], float]] = {

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import pytest
 from pydantic import ValidationError
@@ -39,7 +39,7 @@ from megamix.config import Config
 from megamix.config.choices import section_at
 from megamix.config.sections import SECTIONS
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS, Section, texts
-from megamix.settings.limits import check
+from megamix.settings.limits import PowerOfTwo, Share, check
 
 Keys = dict[str, Any]
 _MISSING = object()
@@ -314,6 +314,12 @@ WRONG_IN_PROGRAMS: list[tuple[Callable[[], object], str]] = [
 def test_a_program_is_refused_what_would_be_read_otherwise(build: Callable[[], object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         build()
+
+
+def test_a_type_shows_all_of_its_limits() -> None:
+    assert [repr(note) for note in (*get_args(Share)[1:], *get_args(PowerOfTwo)[1:])] == [
+        "Limits(ge=0, lt=1)", "Limits(gt=0, power_of_two=True)",
+    ]  # fmt: skip
 
 
 def test_annotations_of_others_are_not_looked_at() -> None:

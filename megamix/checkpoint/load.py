@@ -132,7 +132,7 @@ def load(
         for part in owned_parts(engine):
             part.tensor.fill_(math.nan)
         raise
-    if anew and not manifest.weights_only and all_or_none.rank == 0:  # of the whole model: one rank's line is enough
+    if anew and not manifest.weights_only and all_or_none.rank == 0:  # the whole model's: one rank's line is enough
         _tell_of_new_states(manifest, engine)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)

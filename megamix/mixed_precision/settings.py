@@ -63,7 +63,7 @@ class Placement:
     """Gives the place of a parameter of this rank's module in the model that all ranks train together."""
 
     full_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # where this rank's block begins in it
+    offset: tuple[int, ...]  # place in it at which this rank's block begins
     owners: Axis  # the ranks that hold this same block
     counts: bool = True  # False: another owner's gradient is this same one, and is taken alone; True: they add up
 

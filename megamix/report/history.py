@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megamix.report.metrics import TAGS, TRANSFERS, is_overflow, precision_tag
+from megamix.report.metrics import TAGS, TRANSFERS, LayerPrecision, is_overflow, precision_tag
 from megamix.run.run_folder import METRICS
 
 _ZERO_SHARES = precision_tag("zero_share", "")  # tag of LayerPrecision's first number; a layer's name follows
-# Numbers of LayerPrecision that make a heat map.
-MAPPED = ("unscaled_below_share", "headroom", "hidden_update_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,12 @@ class RunHistory:
     lr: Series
     grad_norm: Series
     tokens_per_s: Series
-    tokens: Series  # of all updates so far
+    tokens: Series  # sum over all updates so far
     loss_scale: Series  # empty in a run without one
     overflows: Series  # loss scale of each overflow
     transfers: list[dict[str, Any]]  # rows of a profiled attempt, by bucket; empty if none was profiled
     resumed: Series  # steps from which the run went on
-    precision: dict[str, HeatMap]  # by the names in MAPPED; empty if no step was examined
+    precision: dict[str, HeatMap]  # by LayerPrecision's numbers; empty if no step was examined
 
     @property
     def examined_steps(self) -> int:
@@ -114,11 +112,11 @@ def _precision(rows: Sequence[dict[str, Any]]) -> dict[str, HeatMap]:
     if not rows:
         return {}
     layers = [tag.removeprefix(_ZERO_SHARES) for tag in rows[0] if tag.startswith(_ZERO_SHARES)]
-    steps = [row["step"] for row in rows]
+    steps, numbers = [row["step"] for row in rows], [known.name for known in fields(LayerPrecision)]
     return {
         name: HeatMap(layers, steps, [_numbers(rows, precision_tag(name, layer)) for layer in layers])
-        for name in MAPPED
-    }
+        for name in numbers if name != "exponents"
+    }  # fmt: skip
 
 
 def _numbers(rows: Sequence[dict[str, Any]], tag: str) -> list[float]:

@@ -28,7 +28,7 @@ def run_page(folder: Path, history: RunHistory, pictures: Sequence[Path]) -> str
     name = escape(folder.resolve().name)
     config, sample = _text(folder / CONFIG), _text(folder / SAMPLE)
     rows = "".join(f"<tr><th>{key}</th><td>{escape(value)}</td></tr>" for key, value in _facts(folder, config, history))
-    images = "".join(f'<img alt="{picture.stem}" src="data:image/png;base64,{_code(picture)}">' for picture in pictures)
+    images = "".join(f'<img alt="{picture.stem}" src="data:image/png;base64,{_png(picture)}">' for picture in pictures)
     written = f"<h2>The model writes</h2><pre>{escape(sample)}</pre>" if sample else ""
     settings = f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>" if config else ""
     return (
@@ -67,5 +67,5 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _code(picture: Path) -> str:
+def _png(picture: Path) -> str:
     return base64.b64encode(picture.read_bytes()).decode()

@@ -181,7 +181,7 @@ class BatchPlan:
         else:
             batch = GlobalBatch(self.next_new())
             self._left_over = cut(self._left_over, self.global_batch_size, num_samples(self._left_over))
-            self._cursor = max(self._cursor, batch.samples[-1].stop)  # what was left over lies before it
+            self._cursor = max(self._cursor, batch.samples[-1].stop)  # samples that were left over lie before it
         attempt = Attempt(self.launched, batch)
         self._in_flight.append(attempt)
         self.launched += 1

@@ -30,7 +30,8 @@ class Limits:
         self._power_of_two, self._bounds = power_of_two, bounds
 
     def __repr__(self) -> str:
-        return f"Limits({', '.join(f'{name}={bound:g}' for name, bound in self._bounds.items())})"
+        power = ["power_of_two=True"] if self._power_of_two else []
+        return f"Limits({', '.join([f'{name}={bound:g}' for name, bound in self._bounds.items()] + power)})"
 
     def require(self, value: Any) -> Any:
         """Return the value. Raises: ValueError saying what it must be."""

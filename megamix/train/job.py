@@ -39,7 +39,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
     with ExitStack() as stack:
         # 1. The ranks: they meet, hold the run's folder, and agree from where the run goes on.
         job = join(config, stack)
-        with supervised(job), ExitStack() as files:  # what is open is closed while the watchdog still watches
+        with supervised(job), ExitStack() as files:  # open files are closed while the watchdog still watches
             # 2. The model, and the engine that takes its weights over.
             _set_torch(config)
             stages = plan_pipeline(config)

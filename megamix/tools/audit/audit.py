@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.tools.audit.facts import NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, gather_facts
-from megamix.tools.audit.holders import find_truths, fully_sharded, innermost, is_compiled, wires_told
+from megamix.tools.audit.holders import find_masters, fully_sharded, innermost, is_compiled, wires_told
 from megamix.tools.audit.report import AuditReport
 from megamix.tools.audit.updates import engine_updates, optimizer_updates
 from megamix.tools.audit.watch import Watch
@@ -63,7 +63,7 @@ def torch_updates(
     with ExitStack() as stack:
         stack.enter_context(wires_told(model, facts, watch.reduced))
         for optimizer in optimizers:
-            stack.enter_context(optimizer_updates(innermost(optimizer), find_truths(optimizer, facts), watch))
+            stack.enter_context(optimizer_updates(innermost(optimizer), find_masters(optimizer, facts), watch))
         yield
 
 

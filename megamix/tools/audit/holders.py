@@ -34,7 +34,9 @@ def innermost(optimizer: object) -> torch.optim.Optimizer:
     return optimizer
 
 
-def find_truths(optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParamFacts]) -> dict[Tensor, ParamFacts]:
+def find_masters(
+    optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParamFacts]
+) -> dict[Tensor, ParamFacts]:
     """Return the facts of each tensor that the optimizer updates, which is a parameter or a copy that rounds to it."""
     held = [param for group in innermost(optimizer).param_groups for param in group["params"]]
     masters: dict[Tensor, ParamFacts] = {param: facts[param] for param in held if param in facts}

@@ -111,4 +111,4 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(LEAVE_S)
     with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # what it has started and left
+        os.killpg(child.pid, signal.SIGKILL)  # processes that it has started and left

@@ -29,7 +29,7 @@ def tell(kind: str, **note: Any) -> None:
 
 
 class Updates:
-    """What torch calls behind each update of any of its optimizers."""
+    """Takes torch's call behind each update of any of its optimizers."""
 
     def __init__(self) -> None:
         self.made = 0
