@@ -66,7 +66,7 @@ def test_every_row_finds_its_place(run: Path) -> None:
     assert history.tokens_per_s == Series([10], [1000.0])
     assert history.loss_scale == Series([1, 10, 13, 20, 30], [2.0**24, *[2.0**23] * 2, *[2.0**22] * 2])
     assert history.overflows == Series([1, 13], [2.0**24, 2.0**23])
-    assert [*history.precision] == DRAWN
+    assert {*DRAWN} <= history.precision.keys()
     assert history.precision["unscaled_below_share"] == HeatMap(
         ["embedding", "blocks.0"], [10, 20], [[0.01, 0.03], [0.02, 0.04]]
     )
