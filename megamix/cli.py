@@ -28,27 +28,38 @@ class Verb(NamedTuple):
     left: str = _NOTHING
 
 
-VERBS = [
-    Verb("train", "train", "train by a configuration file (many ranks: launch/pretrain.sh)"),
-    Verb("plan", "tools.plan", "the memory that each rank of a job will need; exit status 1 if that does not fit"),
-    Verb("verify", "tools.verify", "compare training on several ranks with one rank; exit status 1 if they differ"),
-    Verb("audit", "tools.audit",
-         "the dtype of every number of a step, and the precision lost; exit status 1 if too much"),
-    Verb("prepare", "data.prepare", "make tokenizer and token files from text",
-         "what is encoded is kept beside --output; the same command goes on"),
-    Verb("import", "hub", "make a checkpoint to train on from a Hugging Face folder"),
-    Verb("export", "hub", "write a model as a Hugging Face folder"),
-    Verb("generate", "hub", "continue prompts with a model"),
-    Verb("evaluate", "hub", "perplexity of a model on a token file"),
-    Verb("doctor", "tools.doctor", "is this machine fit to train? exit status 1 if something must be mended"),
-    Verb("plot", "report", "draw a run's curves, loss scale and use of FP16's range as PNGs in its folder",
-         "pictures that were finished stay; the same command draws all anew"),
-    Verb("checkpoint", "checkpoint", "look at a run's checkpoints, or hand one to torch",
-         "what was printed is done, and no checkpoint is harmed; the same command starts anew"),
-    Verb("bench", "tools.bench", "measure megamix on this machine's CPU beside torch's own ways to train",
-         "benches that were finished are in --output; the same command starts anew"),
-    Verb("config", "config", "show a configuration with every key that is read, or its schema"),
-]  # fmt: skip
+# By task, as the help lists them.
+VERBS_FOR = {
+    "train a model": [
+        Verb("prepare", "data.prepare", "make tokenizer and token files from text",
+             "what is encoded is kept beside --output; the same command goes on"),
+        Verb("config", "config", "show a configuration with every key that is read, or its schema"),
+        Verb("plan", "tools.plan", "the memory that each rank of a job will need; exit status 1 if that does not fit"),
+        Verb("train", "train", "train by a configuration file (many ranks: launch/pretrain.sh)"),
+    ],
+    "see whether it is right": [
+        Verb("audit", "tools.audit",
+             "the dtype of every number of a step, and the precision lost; exit status 1 if too much"),
+        Verb("verify", "tools.verify",
+             "compare training on several ranks with one rank; exit status 1 if they differ"),
+        Verb("doctor", "tools.doctor", "is this machine fit to train? exit status 1 if something must be mended"),
+    ],
+    "use a model": [
+        Verb("generate", "hub", "continue prompts with a model"),
+        Verb("evaluate", "hub", "perplexity of a model on a token file"),
+        Verb("export", "hub", "write a model as a Hugging Face folder"),
+        Verb("import", "hub", "make a checkpoint to train on from a Hugging Face folder"),
+    ],
+    "look and measure": [
+        Verb("plot", "report", "draw a run's curves, loss scale and use of FP16's range as PNGs in its folder",
+             "pictures that were finished stay; the same command draws all anew"),
+        Verb("checkpoint", "checkpoint", "look at a run's checkpoints, or hand one to torch",
+             "what was printed is done, and no checkpoint is harmed; the same command starts anew"),
+        Verb("bench", "tools.bench", "measure megamix on this machine's CPU beside torch's own ways to train",
+             "benches that were finished are in --output; the same command starts anew"),
+    ],
+}  # fmt: skip
+VERBS = [verb for verbs in VERBS_FOR.values() for verb in verbs]
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], int] | None = None) -> int:
@@ -59,6 +70,9 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
     """
     open_streams()
     argv = [*(sys.argv[1:] if argv is None else argv)]
+    if not argv:
+        say(_parser(argv).format_help().rstrip(), sys.stderr)
+        return 2
     with Interrupt() as interrupt:
         try:
             arguments = _parse(argv)
@@ -123,12 +137,23 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
+def _overview() -> str:
+    """Return the verbs by task."""
+    lines = ["Mixed-precision pretraining."]
+    for task, verbs in VERBS_FOR.items():
+        lines += ["", f"{task}:", *(f"  {verb.name:<12}{verb.help}" for verb in verbs)]
+    return "\n".join(lines)
+
+
 def _parser(argv: Sequence[str]) -> Parser:
     example = "megamix train configs/quickstart.toml checkpoint.folder=runs/mine"
-    parser = Parser(prog="megamix", description="Mixed-precision pretraining.", example=example)
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    parser = Parser(
+        prog="megamix", usage="megamix VERB ...", example=example, description=_overview(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, help="megamix VERB --help tells more")
     for verb in VERBS:
-        verb_parser = verbs.add_parser(verb.name, help=verb.help)
+        verb_parser = verbs.add_parser(verb.name, prog=f"megamix {verb.name}")
         if verb.name in argv:  # modules of other verbs would only cost time
             _learn(verb, verb_parser)
     return parser

@@ -5,6 +5,7 @@ import errno
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 
 from megamix.arguments import lines_told
-from megamix.cli import main
+from megamix.cli import VERBS, main
 from megamix.config import Config, load_config
 from megamix.progress import ProgressLine
 
@@ -30,6 +31,18 @@ def test_show_prints_a_file_that_loads_equal(capsys: pytest.CaptureFixture[str],
     shown = tmp_path / "shown.toml"
     shown.write_text(capsys.readouterr().out)
     assert load_config(shown) == load_config(QUICKSTART, ["training.steps=90"])
+
+
+def test_without_a_verb_the_verbs_are_listed_by_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    told = capsys.readouterr().err
+    tasks = ["train a model:", "see whether it is right:", "use a model:", "look and measure:"]
+    assert sorted(tasks, key=told.index) == tasks
+    for verb in VERBS:
+        assert re.search(rf"^  {verb.name} +\S", told, re.MULTILINE)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert capsys.readouterr().out.rstrip() == told.rstrip()
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,21 +82,26 @@ def test_overrides_may_stand_on_both_sides_of_a_flag(capsys: pytest.CaptureFixtu
     shown.write_text(capsys.readouterr().out)
     assert load_config(shown) == load_config(QUICKSTART, ["optimizer.lr=2e-3", "training.steps=91"])
     for wrong, told in (
-        (["train", QUICKSTART, "--check", "optimizer.lr=1", "--chek=1", "lr"], "--chek=1 lr"),
-        (["checkpoint", "ls", "run", "optimizer.lr=1"], "optimizer.lr=1"),
+        (["train", QUICKSTART, "--check", "optimizer.lr=1", "--chek=1", "lr"], "--chek=1 lr; did you mean --check?"),
+        (["checkpoint", "ls", "run", "optimizer.lr=1"], "optimizer.lr=1;"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(wrong)
-        assert f": unrecognized arguments: {told}; write for example megamix {wrong[0]} " in capsys.readouterr().err
+        assert f": unrecognized arguments: {told} write for example megamix {wrong[0]} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", [["train"], ["config", "--show"]])
-def test_wrong_input_is_one_message_and_status_2(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_one_message_and_status_2(
+    verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no data lies here
     name, *flags = verb
     assert main([name, *flags, QUICKSTART, "optimizer.lr=-1", "model.num_heads=5"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"megamix {name}: {QUICKSTART}: 2 problems\n  optimizer.lr: got -1,")
+    files = 0 if name == "config" else 3  # that a job also lacks
+    assert captured.err.startswith(f"megamix {name}: {QUICKSTART}: {2 + files} problems\n  optimizer.lr: got -1,")
+    assert ("\n  data.train" in captured.err) is (name == "train")
 
 
 def test_only_rank_0_speaks_and_every_rank_fails(
@@ -103,8 +121,8 @@ def test_a_rank_that_torchrun_leaves_alone_with_its_mistake_says_it(capsys, monk
     monkeypatch.setattr(time, "sleep", waited.append)
     for name, value in {"RANK": "9", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["train", QUICKSTART, "optimizer.lr=-1"]) == 2
-    assert capsys.readouterr().err.startswith(f"rank 9: megamix train: {QUICKSTART}: 1 problem\n  optimizer.lr")
+    assert main(["train", QUICKSTART, "model.num_heads=-1"]) == 2
+    assert capsys.readouterr().err.startswith(f"rank 9: megamix train: {QUICKSTART}: 1 problem\n  model.num_heads")
     assert waited == [6.0]
 
 
@@ -197,7 +215,7 @@ def test_wrong_input_is_answered_before_torch_is_imported() -> None:
     ]
     code = (
         "import sys; from megamix.cli import main; "
-        f"status = main(['train', {QUICKSTART!r}, 'optimizer.lr=-1']); assert 'numpy' not in sys.modules\n"
+        f"status = main(['train', {QUICKSTART!r}, 'model.num_heads=-1']); assert 'numpy' not in sys.modules\n"
         f"for words in {wrong}:\n"
         "    assert main(words.split()) == status, words\n"
         "    assert 'torch' not in sys.modules, words\n"
@@ -205,7 +223,7 @@ def test_wrong_input_is_answered_before_torch_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2, done.stderr
-    assert "optimizer.lr: got -1, must be greater than 0" in done.stderr
+    assert "model.num_heads: got -1, must be greater than 0" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -116,6 +116,13 @@ WRONG: dict[str, tuple[str, ...]] = {
     "train job.toml checkpoint.resume=nowhere": ("checkpoint.resume", "nowhere", "write auto, never or a path"),
     "train job.toml data.train=nowhere": ("data.train", "'nowhere'", "run `megamix prepare`"),
     "train job.toml data.train=texts/a.txt": ("data.train", "'texts/a.txt'", "run `megamix prepare`"),
+    "train job.toml data.train=nowhere optimizer.lr=-1 data.tokenizer=gpt2": (
+        "job.toml: 3 problems", "optimizer.lr: got -1", "data.train", "'nowhere'", "data.tokenizer", "'gpt2'",
+    ),
+    "train job.toml data.train=nowhere training.global_batch_size=7 training.micro_batch_size=2": (
+        "job.toml: 2 problems", "training.global_batch_size: got 7", "data.train", "'nowhere'",
+    ),
+    "train job.toml data.train=nowhere data.valid=5": ("job.toml: 1 problem", "data.valid: got 5"),
     "train job.toml data.tokenizer=gpt2": ("data.tokenizer", "'gpt2'", "name a tokenizer.json", "leave the key out"),
     "train job.toml model.seq_len=100000": ("data.train", "66000 tokens", "shorten model.seq_len or prepare more"),
     f"prepare {IN} --output theirs": ("--output", "theirs", "no manifest.json; choose another --output"),

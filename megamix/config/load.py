@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megamix.config.checks import check_config, check_draft
-from megamix.config.choices import Tree
+from megamix.config.choices import Tree, section_at
 from megamix.config.problems import (
     ConfigError,
     dropped_line,
@@ -120,10 +120,21 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
     config = None if bad else Config.model_validate(read)
     problems += check_draft(read, bad) if config is None else check_config(config)
     if config is None or problems:
-        raise ConfigError(problems, source)
+        raise ConfigError(problems, source, config or _sound(read, bad))
     for item, origin in unread:
         say(dropped_line(item, tree, layers[origin].name))
     return config
+
+
+def _sound(read: Tree, bad: Sequence[tuple[int | str, ...]]) -> Config | None:
+    """The sections [data] and [model] alone; None if one of them is unusable."""
+    sections: dict[str, Any] = {}
+    for name in ("data", "model"):
+        section = section_at(Config, [name], read)
+        if section is None or name in {path[0] for path in bad}:
+            return None
+        sections[name] = section.model_validate(read.get(name, {}))
+    return Config.model_construct(**sections)
 
 
 def _without_saved_defaults(layer: Layer) -> Layer:

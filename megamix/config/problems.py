@@ -44,9 +44,10 @@ _SGD = ", and momentum = 0 under [optimizer.nag] for plain SGD"
 class ConfigError(ValueError):
     """Everything that is wrong with what the user wrote, at once."""
 
-    def __init__(self, problems: Iterable[str], source: str = "configuration"):
+    def __init__(self, problems: Iterable[str], source: str = "configuration", sound: Config | None = None):
         self.problems = tuple(problems)
         self.source = source
+        self.sound = sound  # with [data] and [model] at least, if these are usable
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n  ".join([f"{source}: {count}", *self.problems]))
 

@@ -134,9 +134,7 @@ def _told(variable: str, default: int, numbers: range, what: str) -> int:
 
 def job_problems(config: Config, world_size: int) -> list[str]:
     """Return every problem of ranks, files and folder, one line each: field, value, fix."""
-    problems = [*check_world_size(config, world_size), *data_problems(config)]
-    if config.data.tokenizer is not None:
-        problems += _tokenizer_problems(config.data.tokenizer, config.model.vocab_size)
+    problems = [*check_world_size(config, world_size), *file_problems(config)]
     for package, without in (("tensorboard", "write tensorboard = false"), ("wandb", "leave [metrics.wandb] out")):
         if getattr(config.metrics, package) and importlib.util.find_spec(package) is None:
             fix = f"{installing(package)}, or {without}"
@@ -148,6 +146,13 @@ def job_problems(config: Config, world_size: int) -> list[str]:
             f"adds in any order; set it to {' or '.join(WORKSPACES)}, unset it, or write deterministic = false"
         )
     return [*problems, *_division_problems(config), *_resume_problems(config), *folder_problems(config)]
+
+
+def file_problems(config: Config) -> list[str]:
+    """Return every problem of the files that a job reads. Asks for [data] and [model] alone."""
+    tokenizer = config.data.tokenizer
+    about_tokenizer = () if tokenizer is None else _tokenizer_problems(tokenizer, config.model.vocab_size)
+    return [*data_problems(config), *about_tokenizer]
 
 
 def _division_problems(config: Config) -> Iterator[str]:

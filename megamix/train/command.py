@@ -53,11 +53,18 @@ def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config
     """Return the configuration that `train` was given; torch is not imported.
 
     `tell` gets a line for each key that is not read.
-    Raises: ConfigError with everything that is wrong with the configuration and the flags.
+    Raises: ConfigError with everything that is wrong with the configuration, its files and the flags.
     """
     if arguments.memory is not None:
         memory_of_check(arguments.memory, checks=arguments.check)
-    config = load_config(arguments.config, arguments.overrides, say=lambda line: tell(f"megamix train: {line}"))
+    try:
+        config = load_config(arguments.config, arguments.overrides, say=lambda line: tell(f"megamix train: {line}"))
+    except ConfigError as error:
+        if error.sound is None:
+            raise
+        from megamix.run.run_folder import file_problems
+
+        raise ConfigError([*error.problems, *file_problems(error.sound)], error.source) from None
     check_plugins(arguments, config)
     return config
 

@@ -189,6 +189,16 @@ def test_of_a_damaged_compressed_file_what_came_before_is_kept(tmp_path: Path, e
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_compressed_text_is_a_bad_record(tmp_path: Path, ending: str, damage: str) -> None:
+    path = tmp_path / f"x.txt.{ending}"
+    path.write_bytes(DAMAGE[damage](_compressed(ending, LINES)))
+    texts, (bad,), _ = read(path)
+    assert (texts, bad["path"]) == ([], str(path))
+    assert bad["reason"].startswith(("the file cannot be read: ", "not UTF-8"))
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
 def test_several_compressed_members_are_one_file(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"x.jsonl.{ending}"
     path.write_bytes(_compressed(ending, GOOD) + _compressed(ending, b"") + _compressed(ending, GOOD))

@@ -55,6 +55,20 @@ def write(folder: Path, kind: str) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("ending", ["txt.gz", "md.gz", "txt.zst", "gz"])
+def test_a_compressed_text_is_one_document(tmp_path: Path, ending: str) -> None:
+    import zstandard
+
+    text = "\n".join(TEXTS)
+    compress = zstandard.compress if ending.endswith("zst") else gzip.compress
+    (tmp_path / f"x.{ending}").write_bytes(compress(text.encode()))
+    (tmp_path / f"y.tar.{ending.rpartition('.')[2]}").write_bytes(compress(b"x.txt" + bytes(512)))  # an archive's head
+    corpus = input_corpus([str(tmp_path)])
+    assert [file.name for file in corpus.files] == [f"x.{ending}"]
+    (piece,) = make_plan(corpus).pieces
+    assert [record for _, record in read_piece(piece, "text")] == [Document(0, text)]
+
+
 KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "lines.json", "objects.json", "parquet", "arrow"]
 
 

@@ -4,6 +4,7 @@ prepare_corpus    calls the others, in this order
 corpus            the files of a corpus
 plan              pieces of work, into which the corpus is cut
 split             which documents validate
+compressed        files as they are uncompressed
 records           the records that every reader yields, and the reader of text files
 json_records      readers of JSON and of its lines
 tables            readers of Parquet and Arrow files

@@ -13,8 +13,8 @@ def prepare_arguments(parser: Parser) -> None:
     text.add_argument("--corpus", choices=["stdlib", "torch"], default="stdlib", help="sources on this machine")
     text.add_argument(
         "--input", metavar="PATH", nargs="+",
-        help="files or folders instead: .jsonl, .json (also .gz, .zst), .parquet, .arrow or a dataset saved by "
-        "`datasets` hold records, any other file is one document; hf:NAME is loaded by `datasets`",
+        help="files or folders instead: .jsonl, .json, .parquet, .arrow or a dataset saved by `datasets` hold records, "
+        "any other file is one document; text may be compressed (.gz, .zst); hf:NAME is loaded by `datasets`",
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="reused if it holds the same result")
     parser.add_argument("--text-key", metavar="KEY", default="text", help="key or column of a record's text (text)")

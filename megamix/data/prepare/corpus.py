@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megamix.data import import_extra
+from megamix.data.prepare.compressed import DAMAGE, open_plain
 from megamix.data.prepare.json_records import json_kind
 from megamix.plugins import FILE_KINDS, READERS
 
@@ -23,7 +24,7 @@ _LEFT_OUT = frozenset(
 )
 _HUB = "hf:"
 _TABLES = ("parquet", "arrow")
-_CSV = (".csv", ".tsv")  # endings of text that is of no use for training
+_CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")  # endings of text that is of no use for training
 _HEAD = 2**13  # bytes that are searched for a zero, which no text has
 _TOLD = 8  # files that a message names
 _PASSED_OVER = ""
@@ -177,8 +178,11 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
 
 
 def _is_binary(path: str) -> bool:
-    with open(path, "rb") as file:
-        return b"\0" in file.read(_HEAD)
+    try:
+        with open_plain(path) as file:
+            return b"\0" in file.read(_HEAD)
+    except DAMAGE:
+        return False  # its reader will report the damage
 
 
 def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:

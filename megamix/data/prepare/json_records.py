@@ -2,17 +2,13 @@
 gzip or Zstandard. Only uncompressed files of lines can be cut.
 """
 
-import gzip
-import io
 import json
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import TypeAlias
 
-from megamix.data import import_extra
+from megamix.data.prepare.compressed import COMPRESSED, DAMAGE, DamagedFile, open_plain
 from megamix.data.prepare.records import (
     LONGEST_DOCUMENT,
     BadRecord,
@@ -27,10 +23,8 @@ from megamix.data.prepare.records import (
 
 _LONGEST_RECORD = 2 * LONGEST_DOCUMENT  # bytes of a record: escapes make it longer than its text
 _MOST_KEYS = 8  # keys that a message names of a record without the wanted one
-_COMPRESSED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
 _HEAD, _BLOCK = 2**12, 2**20  # bytes
-_ZST_BLOCK = 2**14  # compressed bytes read at a time; damage loses the whole block, also what comes before it
 # The beginning of a file whose records are not lines: an array, or an object whose first line is only its bracket.
 _NO_LINES = re.compile(rb"(?:%s)?\s*(?:\[|\{[ \t\r]*\n)" % _BOM)
 # Matches up to the next bracket or comma outside of strings, in text without escapes.
@@ -40,21 +34,17 @@ _DEEPER = {b"[": 1, b"{": 1, b",": 0, b"]": -1, b"}": -1}
 Parts: TypeAlias = Callable[[str, Stretch], Iterator[bytes]]
 
 
-class DamagedFile(Exception):
-    """An error of a file in which the beginning of the next record cannot be found."""
-
-
 def json_kind(path: str) -> str:
     """Return the kind of a .json, .json.gz or .json.zst: "jsonl" if its records are lines, otherwise "json"."""
     try:
-        with _open(path) as file:
+        with open_plain(path) as file:
             return "json" if _NO_LINES.match(file.read(_HEAD)) else "jsonl"
-    except (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile):
+    except DAMAGE:
         return "jsonl"  # the reader of its kind will report the damage
 
 
 def cut_jsonl(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
-    if path.endswith(_COMPRESSED):
+    if path.endswith(COMPRESSED):
         return cut_text(path, blocks, piece_bytes)
     stretches: list[Stretch] = []
     start, num_lines_before = 0, 0  # first byte of the stretch being made, and lines before it
@@ -81,15 +71,15 @@ def read_json(parts: Parts, path: str, stretch: Stretch, text_key: str) -> Recor
             number += 1
             if record := _parse(number, part, text_key):
                 yield record
-    except (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile) as error:  # records before it are whole
+    except DAMAGE as error:  # records before it are whole
         yield BadRecord(number + 1, f"the rest of the file cannot be read: {error}")
 
 
 def lines(path: str, stretch: Stretch) -> Iterator[bytes]:
     """Yield the lines. A line that is too long is cut one byte beyond the limit."""
-    with _open(path) as file:
+    with open_plain(path) as file:
         left = math.inf  # bytes of the stretch that are still to be read
-        if not path.endswith(_COMPRESSED):
+        if not path.endswith(COMPRESSED):
             file.seek(stretch.start)
             left = stretch.stop - stretch.start
         while left > 0 and (line := file.readline(_LONGEST_RECORD + 1)):
@@ -106,7 +96,7 @@ def elements(path: str, stretch: Stretch) -> Iterator[bytes]:
     """
     text, start, place = b"", 0, 0  # start: the element's beginning; place: the end of the brackets counted so far
     depth, in_array = 0, 0  # depth: open brackets; in_array: 1 within an array of elements
-    with _open(path) as file:
+    with open_plain(path) as file:
         # Each block is longer than the record so far, since a long record is examined again with each block.
         while block := file.read(_BLOCK + len(text) - start):
             text, start, place = text[start:] + block, 0, place - start
@@ -123,18 +113,6 @@ def elements(path: str, stretch: Stretch) -> Iterator[bytes]:
                 raise DamagedFile(f"a record longer than {_LONGEST_RECORD} bytes, or a bracket or quote is missing")
     if depth or text[start:].strip():
         raise DamagedFile("the file ends within an array or object")
-
-
-def _open(path: str) -> IO[bytes]:
-    """Open a file for its uncompressed bytes. Raises: ValueError if `zstandard` is needed and not installed. Reading
-    may raise DamagedFile, or gzip's errors.
-    """
-    if path.endswith(".gz"):
-        return gzip.open(path)  # type: ignore[return-value]  # it has the methods of a binary file
-    if path.endswith(".zst"):
-        zstandard = import_extra("zstandard", "data", what=f"{path}: ")
-        return io.BufferedReader(_ZstFrames(path, zstandard), 2**20)
-    return Path(path).open("rb")
 
 
 def _parse(number: int, content: bytes, text_key: str) -> Record | None:
@@ -159,43 +137,3 @@ def _parse(number: int, content: bytes, text_key: str) -> Record | None:
         keys = ", ".join(sorted(value)[:_MOST_KEYS]) or "none"
         return BadRecord(number, f"no key {text_key!r} (keys: {keys})")
     return checked(number, value[text_key], f"the value of {text_key!r}")
-
-
-class _ZstFrames(io.RawIOBase):
-    """A stream of a file's Zstandard frames. zstandard's own reader does not notice that a file was cut short."""
-
-    def __init__(self, path: str, zstandard: Any) -> None:
-        self._file = Path(path).open("rb")  # noqa: SIM115  # closed by close()
-        self._zstandard = zstandard
-        self._frame: Any = None  # the frame being decompressed
-        self._compressed = b""  # bytes read from the file, not decompressed yet
-        self._ready = memoryview(b"")  # decompressed bytes, not taken yet
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        target = memoryview(buffer)
-        while not self._ready:
-            if not self._compressed:
-                self._compressed = self._file.read(_ZST_BLOCK)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise DamagedFile("the compressed file ended before the end of a frame")
-                return 0
-            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(self._compressed))
-            except self._zstandard.ZstdError as error:
-                raise DamagedFile(str(error)) from error
-            self._compressed = b""
-            if self._frame.eof:
-                self._compressed, self._frame = self._frame.unused_data, None
-        taken = min(len(target), len(self._ready))
-        target[:taken] = self._ready[:taken]
-        self._ready = self._ready[taken:]
-        return taken
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

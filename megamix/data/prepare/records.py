@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from megamix.data.prepare.compressed import DAMAGE, open_plain
+
 # Bytes. While a record is encoded, memory holds it in several forms, one of them its token ids as Python numbers.
 LONGEST_DOCUMENT = 2**26
 _BLOCK = 2**22
@@ -116,8 +118,11 @@ def cut_text(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
 
 def read_text(path: str, stretch: Stretch, text_key: str) -> Records:
     """Yield the file as one document."""
-    with Path(path).open("rb") as file:
-        yield decoded(0, file.read(LONGEST_DOCUMENT + 1))
+    try:
+        with open_plain(path) as file:
+            yield decoded(0, file.read(LONGEST_DOCUMENT + 1))
+    except DAMAGE as error:
+        yield BadRecord(0, f"the file cannot be read: {error}")
 
 
 def read_registered(read: Callable[[str], Iterable[str]], path: str, stretch: Stretch, text_key: str) -> Records:
