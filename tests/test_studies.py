@@ -227,6 +227,13 @@ def _numbers(text: str) -> list[str]:
     return re.findall(r"\d+(?:[.,]\d+)*", text)
 
 
+def test_an_unknown_study_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_all.subprocess, "run", lambda *_, **__: pytest.fail("something was run"))
+    with pytest.raises(SystemExit) as ended:
+        run_all.main(["overflow", "WRONG"])
+    assert str(ended.value).startswith("run_all.py: there is no study WRONG; write some of ")
+
+
 def test_a_study_runs_from_its_command() -> None:
     printed = subprocess.run(
         [sys.executable, "docs/studies/bf16_rounding.py", "--small"],

@@ -31,7 +31,11 @@ def put(page: str, name: str, text: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    for name in names or studies():
+    known = studies()
+    if unknown := [name for name in names if name not in known]:
+        fix = f"write some of {', '.join(known)}, or none for all"
+        sys.exit(f"run_all.py: there is no study {', '.join(unknown)}; {fix}")
+    for name in names or known:
         print(name, file=sys.stderr, flush=True)
         printed = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], stdout=subprocess.PIPE, check=True)
         PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), name, printed.stdout.decode()), encoding="utf-8")

@@ -86,6 +86,12 @@ class StepResult(NamedTuple):
     recorded: Recorded  # values given to `megamix.record`
     examination: Examination | None = None  # set after `engine.examine_next_step()`
 
+    def __repr__(self) -> str:
+        """Return the numbers of the step in a line; waits for the device. by_piece and recorded stay out."""
+        names = ("loss", "grad_norm", "max_abs", "loss_scale", "lr")
+        numbers = [f"{name}={float(getattr(self, name)):.6g}" for name in names]
+        return f"StepResult({', '.join(numbers)}, found_inf={bool(self.found_inf)})"
+
 
 class StepProgress:
     """Tracks how far this rank's step is, from its first micro-batch to `engine.step()`. No other place knows.

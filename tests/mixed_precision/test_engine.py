@@ -34,7 +34,7 @@ from megamix import (
 from megamix.mixed_precision.census import single_device
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.settings import Shard
-from megamix.mixed_precision.step import StepProgress
+from megamix.mixed_precision.step import Recorded, StepProgress, StepResult
 from megamix.mixed_precision.weights import without_values
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
 from tests.engines import bf16_engine, make_engine, train_steps
@@ -80,6 +80,17 @@ def test_modules_that_are_not_ours_train_on_two_ranks(run_ranks) -> None:
     for first, last in run_ranks(_learn_to_count, 2):
         assert first > 2.5
         assert last < 0.3
+
+
+def test_a_step_s_result_prints_in_a_line() -> None:
+    zero, by_piece = torch.zeros(()), torch.zeros(2, 100_000, dtype=torch.float64)
+    recorded = Recorded((), torch.zeros(0, 2), zero)
+    result = StepResult(
+        torch.tensor(2.5), torch.tensor(True), torch.tensor(0.125), torch.tensor(math.inf), torch.tensor(65536.0),
+        torch.tensor(3e-4), zero, by_piece, recorded,
+    )  # fmt: skip
+    told = "StepResult(loss=2.5, grad_norm=0.125, max_abs=inf, loss_scale=65536, lr=0.0003, found_inf=True)"
+    assert repr(result) == str(result) == told
 
 
 def test_parameters_are_cast_and_buffers_keep_their_dtype() -> None:

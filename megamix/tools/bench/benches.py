@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from megamix.arguments import print_lines
+from megamix.progress import ProgressLine
 from megamix.tools.bench.checkpoint_bench import checkpoint
 from megamix.tools.bench.host_bench import HostSettings, host
 from megamix.tools.bench.muon_bench import muon
 from megamix.tools.bench.ranks import Settings
-from megamix.tools.bench.report import Result, append_line, describe_machine, machine_line
+from megamix.tools.bench.report import Result, append_line, describe_machine, machine_line, progress
 from megamix.tools.bench.sides import Work
 from megamix.tools.bench.startup_bench import startup
 from megamix.tools.bench.step_bench import step
@@ -40,13 +41,15 @@ def run(what: str, rounds: int, output: Path, *, as_json: bool = False) -> None:
         "checkpoint": lambda: checkpoint(settings),
         "startup": lambda: startup(settings),
     }
+    progress(f"megamix bench {what}: takes minutes: each side's first steps, then {rounds} rounds with the time left")
     report([benches[name] for name in benches if what in (name, "all")], output, as_json=as_json)
 
 
 def report(benches: list[Callable[[], Result]], output: Path, *, as_json: bool = False) -> None:
     for bench in benches:
         machine = describe_machine()  # described before the bench, so that the load is that of other programs
-        result = bench()
+        with ProgressLine("megamix bench"):
+            result = bench()
         line = result.json_line(machine)
         append_line(output, line)
         if not print_lines(iter([line if as_json else f"{result.text()}\n{machine_line(machine)}\n"])):

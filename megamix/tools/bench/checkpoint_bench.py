@@ -20,7 +20,7 @@ from megamix.checkpoint.save import Saver
 from megamix.durable import sync_file
 from megamix.model.family import parameter_count
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, rotated, start_ranks
-from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, show, spread
+from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show, spread
 from megamix.tools.bench.sides import Ours, Work
 
 SAVE, WRITE = "save", "write + fsync"
@@ -189,8 +189,7 @@ def checkpoint(settings: Settings) -> Result:
         for call in _CALLS.values():
             ranks.call(*call)
         ranks.call(CheckpointRank.steps_beside_a_save, STEPS)
-        for number in range(settings.rounds):
-            progress(f"round {number + 1} of {settings.rounds}")
+        for number in rounds_told(settings.rounds):
             for name in rotated([*_CALLS], number):
                 seconds[name].append(max(ranks.call(*_CALLS[name])))
             by_rank = ranks.call(CheckpointRank.steps_beside_a_save, STEPS)

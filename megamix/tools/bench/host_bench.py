@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from megamix import tuned
 from megamix.config import ModelConfig
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, rotated, start_ranks
-from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, show, spread, table
+from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show, spread, table
 from megamix.tools.bench.sides import (
     Autocast,
     ByHand,
@@ -179,8 +179,7 @@ def measure(sitting: Sitting, settings: HostSettings) -> dict[str, HostCase]:
             pools[name] = stack.enter_context(start_ranks(name, actor, world_size=sitting.ranks))
             for case in sitting.cases:
                 measured[case].first[name] = pools[name].call(HostRank.begin, case, FIRST_STEPS)[0]
-        for number in range(settings.rounds):
-            progress(f"host: round {number + 1} of {settings.rounds}")
+        for number in rounds_told(settings.rounds):
             for case, name in product(sitting.cases, rotated([*sitting.sides], number)):
                 of_ranks = pools[name].call(HostRank.cpu_ms, case)
                 measured[case].cpu_ms.setdefault(name, []).append(statistics.mean(of_ranks))

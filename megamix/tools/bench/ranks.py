@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megamix.live_storage import LiveStorage
 from megamix.machine import keep_freed_memory
 from megamix.model.family import parameter_count
-from megamix.tools.bench.report import progress
+from megamix.tools.bench.report import progress, rounds_told
 from megamix.tools.bench.sides import Engine, Work
 from megamix.tools.ranks import RankPool
 
@@ -192,8 +192,7 @@ def take_turns(sides: Sequence[Side], settings: Settings) -> dict[str, list[list
         for name in ranks:
             progress(f"first steps of {name}")
             ranks[name].call(TrainRank.turn)
-        for number in range(settings.rounds):
-            progress(f"round {number + 1} of {settings.rounds}")
+        for number in rounds_told(settings.rounds):
             for name in rotated([*ranks], number):
                 turns[name].append(ranks[name].call(TrainRank.turn))
     return turns

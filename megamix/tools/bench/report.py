@@ -9,7 +9,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megamix.machine import half_units, native_halves, num_cores
+from megamix.progress import duration
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -140,6 +142,16 @@ def append_line(file: Path, line: str) -> None:
 def progress(text: str) -> None:
     """Print one line for whoever waits; the report itself goes to standard output."""
     print(text, file=sys.stderr, flush=True)
+
+
+def rounds_told(count: int) -> Iterator[int]:
+    """Yield the numbers of the rounds, each with a line of how far it is and the time left, by the rounds so far."""
+    begun_s = time.monotonic()
+    for number in range(count):
+        done_s = time.monotonic() - begun_s
+        left = f", about {duration(done_s / number * (count - number))} left" if number else ""
+        progress(f"round {number + 1} of {count}{left}")
+        yield number
 
 
 def _cpu_name() -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, start_ranks
-from megamix.tools.bench.report import Result, paired_ratio, progress, show, spread
+from megamix.tools.bench.report import Result, paired_ratio, progress, rounds_told, show, spread
 from megamix.tools.bench.sides import Ddp, Engine, Ours, Work
 
 MAX_ROUNDS = 5  # a cold compile takes most of a minute on a slow machine
@@ -20,7 +20,7 @@ def startup(settings: Settings) -> Result:
     rounds, work = min(settings.rounds, MAX_ROUNDS), settings.work
     uncompiled = replace(work, compile_update=False)
     seconds: dict[str, list[float]] = {}
-    for number in range(rounds):
+    for _ in rounds_told(rounds):
         with tempfile.TemporaryDirectory(prefix="megamix-compile-cache-") as cache:
             cached = {"TORCHINDUCTOR_CACHE_DIR": cache}
             starts: dict[str, tuple[Callable[[Work], Engine], Work, Mapping[str, str]]] = {
@@ -30,7 +30,7 @@ def startup(settings: Settings) -> Result:
                 "ddp": (Ddp, work, {}),
             }
             for name, (build, of_side, environment) in starts.items():
-                progress(f"startup: round {number + 1} of {rounds}, {name}")
+                progress(f"startup: {name}")
                 took_s = _seconds_to_first_step(Side(name, build), of_side, environment, settings.ranks)
                 seconds.setdefault(name, []).append(took_s)
     rows = [

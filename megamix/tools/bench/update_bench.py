@@ -28,7 +28,7 @@ from megamix.mixed_precision.update_slice import Kernel, StepScalars
 from megamix.model.family import parameter_count
 from megamix.model.transformer import Transformer
 from megamix.tools.bench.ranks import Settings, Side, rotated, seconds_of, start_ranks, take_turns
-from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, show, spread
+from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show, spread
 from megamix.tools.bench.sides import ByHand, Ours, Work
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
@@ -176,8 +176,7 @@ def update(
             ranks[case] = stack.enter_context(start_ranks(f"update {case[1]}", actor, threads=case[0]))
             ranks[case].call(UpdateRank.seconds, 0)  # first calls compile and allocate
         (num_params,) = ranks[cases[0]].call(UpdateRank.num_params)
-        for number in range(settings.rounds):
-            progress(f"update: round {number + 1} of {settings.rounds}")
+        for number in rounds_told(settings.rounds):
             for case in cases:
                 (seconds,) = ranks[case].call(UpdateRank.seconds, number)
                 for variant, value in seconds.items():

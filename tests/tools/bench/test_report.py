@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +101,14 @@ def test_a_slow_round_cancels_in_a_paired_ratio() -> None:
     # The machine is ten times slower in the second round, for both sides.
     assert paired_ratio([20.0, 2.0, 20.0], [10.0, 1.0, 10.0]) == Spread(2.0, 2.0, 2.0)
     assert paired_ratio([1.0, 6.0, 2.0], [1.0, 2.0, 1.0]) == Spread(1.5, 2.0, 2.5)
+
+
+def test_each_round_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = iter([100.0, 100.0, 130.0, 170.0])  # the start, and each round's begin
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    assert [*report.rounds_told(3)] == [0, 1, 2]
+    told = ["round 1 of 3", "round 2 of 3, about 60 s left", "round 3 of 3, about 35 s left"]
+    assert capsys.readouterr().err.splitlines() == told
 
 
 def test_rounds_that_do_not_pair_are_refused() -> None:
