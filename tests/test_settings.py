@@ -316,6 +316,20 @@ def test_a_program_is_refused_what_would_be_read_otherwise(build: Callable[[], o
         build()
 
 
+def test_what_a_class_works_out_is_no_setting() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Own(AdamW):
+        first: float = dataclasses.field(init=False)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            object.__setattr__(self, "first", self.betas[0] / 2)
+
+    assert Own(lr=1.0, betas=(0.5, 0.9)).first == 0.25
+    with pytest.raises(ValueError, match=r"^betas of Own must be less than 1"):
+        Own(lr=1.0, betas=(1.0, 0.9))
+
+
 def test_a_type_shows_all_of_its_limits() -> None:
     assert [repr(note) for note in (*get_args(Share)[1:], *get_args(PowerOfTwo)[1:])] == [
         "Limits(ge=0, lt=1)", "Limits(gt=0, power_of_two=True)",

@@ -70,7 +70,7 @@ def check(settings: Any, owner: str = "") -> None:
     A union is looked at if it is one kind or None.
     Raises: TypeError for another kind, ValueError for a value beyond the limits, or for none of those that are listed.
     """
-    for one in fields(settings):
+    for one in (known for known in fields(settings) if known.init):  # what a class works out comes later
         value = getattr(settings, one.name)
         try:
             for base in type(settings).__mro__:
