@@ -202,6 +202,7 @@ CHOSEN: dict[tuple[str, ...], ChosenTable] = {
     ("optimizer",): OPTIMIZER,
     ("precision", "loss_scale"): LOSS_SCALE,
 }
+CHOOSING = frozenset(table.key for table in CHOSEN.values())
 
 
 def config_schema() -> dict[str, Any]:

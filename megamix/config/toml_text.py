@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megamix.config.sections import Config
+from megamix.config.sections import CHOOSING, Config
 from megamix.config.unread import drop_unread
 
 # Deeper than any key lies. tomllib recurses into values, and takes 10 GB and minutes for a key of 50,000 parts.
@@ -85,8 +85,9 @@ def tables_to_toml(tables: Mapping[str, Any]) -> str:
 
 
 def _lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
-    """The text of a table, then of those in it."""
-    keys = "".join(_key_line(_key_text(key), value) for key, value in table.items() if not isinstance(value, Mapping))
+    """The text of a table, then of those in it. The key that chooses the others is the first one."""
+    items = sorted(table.items(), key=lambda item: item[0] not in CHOOSING)
+    keys = "".join(_key_line(_key_text(key), value) for key, value in items if not isinstance(value, Mapping))
     if name or keys:
         yield (f"[{name}]\n" if name else "") + keys
     for key, value in table.items():

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from pydantic_core import PydanticUndefined
 
 from megamix.config.choices import Tree, section_at
-from megamix.config.sections import CHOSEN, Config
+from megamix.config.sections import CHOOSING, CHOSEN, Config
 from megamix.plugins import Section
 
 _MISSING = object()
@@ -153,8 +153,7 @@ def with_defaults(section: type[Section], table: Tree) -> Tree:
 
 def without_defaults(section: type[Section], table: Tree) -> Tree:
     """Return a table without the keys that have their defaults; those that choose stay."""
-    choosing = {chosen.key for chosen in CHOSEN.values()}
-    defaults = {name: field.default for name, field in section.model_fields.items() if name not in choosing}
+    defaults = {name: field.default for name, field in section.model_fields.items() if name not in CHOOSING}
     bare = {}
     for name, value in table.items():
         inner = section_at(section, [name], table) if defaults.get(name) == {} else None

@@ -249,6 +249,16 @@ def full_tree() -> dict[str, dict[str, object]]:
     }
 
 
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [("[model]", "family"), ("[optimizer]", "name"), ("[precision.loss_scale]", "rule")],
+)
+def test_the_key_that_chooses_the_others_is_shown_first(tmp_path: Path, line: str, key: str) -> None:
+    path = write(tmp_path, "run.toml", MINIMAL)
+    shown = config_to_toml(load_config(path, ["precision.dtype=fp16"])).splitlines()
+    assert shown[shown.index(line) + 1].startswith(f"{key} = ")
+
+
 def test_effective_configuration_reads_back_equal(tmp_path: Path) -> None:
     config = config_from_dict(full_tree())
     text = config_to_toml(config)
