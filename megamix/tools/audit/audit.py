@@ -63,7 +63,7 @@ def torch_updates(
     with ExitStack() as stack:
         stack.enter_context(wires_told(model, facts, watch.reduced))
         for optimizer in optimizers:
-            stack.enter_context(optimizer_updates(innermost(optimizer), find_masters(optimizer, facts), watch))
+            stack.enter_context(optimizer_updates(innermost(optimizer), partial(find_masters, optimizer, facts), watch))
         yield
 
 
@@ -85,7 +85,7 @@ def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
         watch.follow(facts[param], param)
     compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
     if model not in compiled:
-        yield model.register_forward_pre_hook(lambda *_: setattr(watch, "inside_forward", True))
+        yield model.register_forward_pre_hook(lambda *_: setattr(watch, "inside_forward", torch.is_grad_enabled()))
         yield model.register_forward_hook(lambda *_: setattr(watch, "inside_forward", False), always_call=True)
     for module, gathered in sharded:
         if module not in compiled:
@@ -93,11 +93,14 @@ def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
 
 
 def _settle_compute(facts: Iterable[ParamFacts], watch: Watch, compiled: bool) -> None:
-    """Note the dtypes that each parameter was computed with: those seen, else those that a policy declares."""
+    """Note the dtypes that each parameter was computed with: those seen, else those that a policy declares.
+
+    A parameter with a gradient and no operation was in a compiled function.
+    """
     for one in facts:
         if seen := watch.computed[one.name]:
             one.dtypes["compute"] = "/".join(sorted(map(dtype_name, seen)))
-        elif compiled and one.dtypes["compute"] == NOWHERE:
+        elif one.dtypes["compute"] == NOWHERE and (compiled or "gradient" in one.largest):
             one.dtypes["compute"] = f"{UNKNOWN} the operations inside torch.compile are not observed"
             if one.trains:
                 one.dtypes["gradient"] = f"{UNKNOWN} the casts inside torch.compile are not observed"

@@ -48,6 +48,11 @@ def _of_script(arguments: argparse.Namespace) -> Iterator[str]:
     say(f"megamix audit: runs {shlex.join(command)} up to its update {updates}, which is audited", sys.stderr)
     seen = audit_script(command, updates, quiet=arguments.json)
     yield _page(arguments, seen.report, f"update {updates} of {shlex.join(command)} on {seen.ranks} rank(s)")
+    if seen.waiting:
+        say(
+            f"megamix audit: the optimizer of {seen.waiting} parameter(s) made no step meanwhile: not judged; another "
+            "--updates may meet one", sys.stderr,
+        )  # fmt: skip
     if seen.unseen:
         say(f"megamix audit: {seen.unseen} tensor(s) that an optimizer moves are in no module: not judged", sys.stderr)
 

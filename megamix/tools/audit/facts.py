@@ -113,8 +113,10 @@ class ParamFacts:
 def describe(model: nn.Module) -> dict[nn.Parameter, ParamFacts]:
     """Return the facts that follow from the model alone, under names without wrappers' additions.
 
-    A shared parameter has its first name.
+    A shared parameter has its first name. Raises: ValueError for FSDP1, whose weights are views of flat parameters.
     """
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError("the weights of FullyShardedDataParallel cannot be watched, they are views; use fully_shard")
     state = model.state_dict(keep_vars=True)  # True: values of absent parameters are not asked for
     saved = {plain_name(name): dtype_name(tensor.dtype) for name, tensor in state.items()}
     modules, facts = dict(model.named_modules()), {}

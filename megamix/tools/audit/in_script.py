@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from megamix.tools.audit.watch import Watch
 
 WAIT_S = 60.0  # for ranks whose update takes longer
 MOST_SKIPPED = 40  # attempts in a row that overflow
+MOST_ANEW = 3  # updates in a row, each by an optimizer that is made for it
 
 Kind = TypeVar("Kind")
 
@@ -30,14 +32,17 @@ Kind = TypeVar("Kind")
 class ScriptAudit:
     """Watches everything between two updates of the optimizer that steps first, and ends the process behind the second.
 
-    Optimizers that take turns are all watched. An attempt that overflows is watched anew.
+    Optimizers that take turns are all watched. An attempt that overflows is watched anew, and so is the first update of
+    an optimizer that is made anew for the same parameters.
     """
 
     def __init__(self, updates: int, folder: str, tell: Callable[..., None]):
         """`updates`: number of the update to watch, at least 2. `tell`: writes this process's note into `folder`."""
         self._updates, self._folder, self._tell = updates, Path(folder), tell
-        self._leader: torch.optim.Optimizer | None = None
-        self._made = self._skipped = 0
+        self._leader: weakref.ref[torch.optim.Optimizer] | None = None
+        self._first: torch.Tensor | None = None  # parameter of the leader
+        self._made = self._again = 0
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: list[torch.optim.Optimizer] = []  # since the watch began
         self._watch: Watch | None = None
         self._stack = ExitStack()
@@ -46,23 +51,35 @@ class ScriptAudit:
         """Take note of an update. Raises: ValueError that says why the script cannot be audited."""
         if innermost(optimizer) is not optimizer:  # a wrapper, whose inner one has told it already
             return
-        self._leader = self._leader or optimizer
-        self._stepped.append(optimizer)
-        if optimizer is not self._leader:
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError("its optimizers step inside backward, where no watch can begin; step them behind it")
+        if self._watch is not None:
+            self._stepped.append(optimizer)
+        if not self._leads(optimizer):
             return
         if self._watch is None:
             self._made += 1
             if self._made == self._updates - 1:
                 self._begin()
-        elif self._watch.overflowed:
-            self._skipped += 1
-            if self._skipped > MOST_SKIPPED:
-                raise ValueError(f"{self._skipped} attempts in a row overflowed; audit it later: --updates 100")
+        elif self._watch.overflowed or optimizer not in self._optimizers:
+            self._again += 1
+            if self._watch.overflowed and self._again > MOST_SKIPPED:
+                raise ValueError(f"{self._again} attempts in a row overflowed; audit it later: --updates 100")
+            if not self._watch.overflowed and self._again > MOST_ANEW:
+                raise ValueError("it makes an optimizer for each update; one optimizer must make two in a row")
             self._stack.close()
             self._begin()
         else:
             self._stack.close()
             self._end(self._watch)
+
+    def _leads(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether this is the optimizer that stepped first, or has taken its place."""
+        first = next(param for group in optimizer.param_groups for param in group["params"])
+        leader = self._leader and self._leader()
+        if leader is None or first is self._first:
+            self._leader, self._first = weakref.ref(optimizer), first
+        return first is self._first
 
     def _begin(self) -> None:
         self._optimizers = [one for one in _living(torch.optim.Optimizer) if innermost(one) is one]
@@ -83,7 +100,8 @@ class ScriptAudit:
         held = {param for optimizer in self._stepped for group in optimizer.param_groups for param in group["params"]}
         unseen = len(held) - sum("held" in one.counts for one in judged)
         facts = [asdict(one) for one in judged]
-        self._tell("facts", facts=facts, world=world, loss_scale=watch.loss_scale, unseen=unseen)
+        waiting = len(self._facts) - len(judged)
+        self._tell("facts", facts=facts, world=world, loss_scale=watch.loss_scale, unseen=unseen, waiting=waiting)
         end = time.monotonic() + WAIT_S
         while len([*self._folder.glob("*.facts")]) < world and time.monotonic() < end:
             time.sleep(0.05)
@@ -105,15 +123,17 @@ class ScriptAudit:
 
 
 def trained_roots(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Module]:
-    """Return the outermost modules that hold what these optimizers move, or what has a gradient: an optimizer may hold
-    copies. Of modules that hold the same, as one and its compiled form do, the first one is taken.
+    """Return the outermost modules that hold what these optimizers move; or what has a gradient, if they move copies.
+
+    Of modules that hold the same, as one and its compiled form do, the first one is taken.
     """
+    modules = [*_living(nn.Module)]
     held = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    copies = bool(held.difference(*(module.parameters() for module in modules)))
 
     def trained(module: nn.Module) -> set[nn.Parameter]:
-        return {param for param in module.parameters() if param in held or param.grad is not None}
+        return {param for param in module.parameters() if param in held or (copies and param.grad is not None)}
 
-    modules = [*_living(nn.Module)]
     inner = {inside for module in modules for inside in module.children()}
     by_root = {module: found for module in modules if module not in inner and (found := trained(module))}
     roots, covered = list[nn.Module](), set[nn.Parameter]()

@@ -30,6 +30,7 @@ class ScriptReport(NamedTuple):
     report: AuditReport
     ranks: int
     unseen: int  # tensors that its optimizers move and no module holds
+    waiting: int  # parameters whose optimizer made no step
 
 
 def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -> ScriptReport:
@@ -58,7 +59,8 @@ def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -
             _end(child)
     report = AuditReport()
     report.fill(join_facts(note["facts"] for note in notes), notes[0]["loss_scale"], len(notes), skipped=False)
-    return ScriptReport(report, len(notes), max(note["unseen"] for note in notes))
+    unseen, waiting = (max(note[kind] for note in notes) for kind in ("unseen", "waiting"))
+    return ScriptReport(report, len(notes), unseen, waiting)
 
 
 def _wait(child: subprocess.Popen[bytes], folder: Path, updates: int) -> list[Note]:
@@ -99,7 +101,8 @@ def _why_not(ends: Sequence[Note], status: int, updates: int) -> str:
             "no torch.optim.Optimizer made an update: one that is written by hand, or is no subclass of it, cannot be "
             "seen from outside; docs/verify.md says how a loop is judged by its results"
         )
-    return f"it made {made} update(s); write --updates {max(made, 2)}, or give it more to do"
+    more = f"write --updates {made}, or give" if made > 1 else "give"
+    return f"it made {made} update(s) that can be audited; {more} it more to do"
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,13 +70,13 @@ def only_half_values(values: Tensor) -> bool:
 
 @contextmanager
 def optimizer_updates(
-    optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, ParamFacts], watch: Watch
+    optimizer: torch.optim.Optimizer, find_masters: Callable[[], dict[Tensor, ParamFacts]], watch: Watch
 ) -> Iterator[None]:
     """Count the changes that a torch optimizer makes between the hooks of its step.
 
-    `masters`: maps each tensor that the optimizer holds to its parameter's facts.
+    `find_masters`: maps each tensor that the optimizer holds to its parameter's facts.
     """
-    under_way: dict[Tensor, Update] = {}
+    masters, under_way = find_masters(), dict[Tensor, Update]()
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         under_way.clear()
@@ -102,6 +102,7 @@ def optimizer_updates(
             watch.overflowed = True
             return
         watch.steps += 1
+        masters.update(find_masters())  # parameters get the values of their masters behind a step
         for group in optimizer.param_groups:
             states = _states(optimizer, group)
             for param in (one for one in group["params"] if one in masters and one.grad is not None):

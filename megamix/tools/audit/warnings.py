@@ -52,7 +52,8 @@ def warnings_of(
     """
     rows = [row for row in rows if row.trains]
     trained = [facts[name] for row in rows for name in row.parameters]
-    found = [*_odd_ones(trained)]
+    held = [one for one in trained if one.counts.get("held")]
+    found = [*_odd_ones(held)]
     if skipped:
         return [*found, _warning("skipped", "all parameters")]
     broken: dict[str, list[tuple[float, ParamFacts]]] = {rule: [] for rule in _TEXTS}
@@ -65,7 +66,7 @@ def warnings_of(
             more = f" ({len(bad) - 1} more row(s) alike)" if len(bad) > 1 else ""
             found.append(_warning(rule, worst.name, more, row=worst, ranks=ranks))
     free = [one.name for one in trained if not one.counts.get("held")]
-    silent = [one.name for one in trained if one.counts.get("held") and not one.largest.get("gradient")]
+    silent = [one.name for one in held if not one.largest.get("gradient")]
     for rule, names in (("not held", free), ("no gradient", silent)):
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         found += [_warning(rule, ", ".join(names[:4]) + more)] if names else []

@@ -9,6 +9,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +17,7 @@ NUM_TOKENS = 64
 LR = 6e-6
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Embedding(NUM_TOKENS, 16), nn.Linear(16, NUM_TOKENS))
 
@@ -86,11 +87,100 @@ def in_turns() -> None:
 
 def twice() -> None:
     """End after two updates."""
+    take_updates(model(), 2)
+
+
+def once() -> None:
+    """End after one update."""
+    take_updates(model(), 1)
+
+
+def by_epochs() -> None:
+    """Make an optimizer for each epoch of two updates."""
     module = model()
+    for _ in range(8):
+        take_updates(module, 2)
+
+
+def by_many() -> None:
+    """Make an optimizer for each update."""
+    module = model()
+    for _ in range(8):
+        take_updates(module, 1)
+
+
+def take_updates(module: nn.Module, number: int) -> None:
+    """Make an optimizer, and take some updates with it."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in range(2):
+    for step in range(number):
+        optimizer.zero_grad()
         loss_of(module, step).backward()
         optimizer.step()
+
+
+def inside_backward() -> None:
+    """Update each parameter as soon as its gradient is there."""
+    module = model()
+    for param in module.parameters():
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        param.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    for step in range(8):
+        loss_of(module, step).backward()
+
+
+def flat() -> None:
+    """Train by FSDP1, which keeps weights as views of flat parameters."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    take_updates(FullyShardedDataParallel(model(), device_id=torch.device("cpu")), 9)
+
+
+def masters_by_hand() -> None:
+    """Train in BF16 with FP32 masters, whose values the parameters get behind each update."""
+    module = model().bfloat16()
+    masters = [param.detach().float() for param in module.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4)
+    for step in count():
+        module.zero_grad()
+        loss_of(module, step).backward()
+        for master, param in zip(masters, module.parameters(), strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        optimizer.step()
+        for master, param in zip(masters, module.parameters(), strict=True):
+            param.data.copy_(master)
+
+
+def partly_held() -> None:
+    """Leave a weight out of the optimizer, and let another model, which nothing trains, get gradients."""
+    module, judge = model(), model()
+    optimizer = torch.optim.SGD([*module[0].parameters(), module[1].bias], lr=0.1)
+    for step in count():
+        (loss_of(module, step) + loss_of(judge, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluating() -> None:
+    """Train in FP32, and evaluate in BF16 behind each update."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in count():
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            loss_of(module, step)
+        loss_of(module, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compiled_step() -> None:
+    """Compile the function that computes the loss, and not the module."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    compiled = torch.compile(lambda tokens: cross_entropy(module(tokens), tokens), backend="aot_eager")
+    for _ in count():
+        compiled(torch.arange(NUM_TOKENS)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def by_hand() -> None:
@@ -113,8 +203,12 @@ def loose_tensor() -> None:
 
 
 SCRIPTS: dict[str, Callable[[], None]] = {
-    one.__name__: one for one in (half, overflowing, by_closure, in_turns, twice, by_hand, loose_tensor)
-}
+    one.__name__: one
+    for one in (
+        half, overflowing, by_closure, in_turns, twice, once, by_epochs, by_many, inside_backward, flat,
+        masters_by_hand, partly_held, evaluating, compiled_step, by_hand, loose_tensor,
+    )
+}  # fmt: skip
 
 if __name__ == "__main__":
     SCRIPTS[sys.argv[1]]()

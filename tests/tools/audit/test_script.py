@@ -73,10 +73,48 @@ def test_optimizers_take_turns_and_the_one_that_waits_is_not_judged() -> None:
     assert wrong.where.startswith("Sequential1.")
 
 
+def test_the_parameters_of_an_optimizer_that_waits_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--", *script("in_turns")]) == 0
+    assert "the optimizer of 3 parameter(s) made no step meanwhile: not judged" in capfd.readouterr().err
+
+
+def test_an_optimizer_that_is_made_anew_is_audited_from_its_second_update() -> None:
+    report = audit_script(script("by_epochs"), 3).report
+    assert report.warnings == []
+    assert {row.lost is None for row in report.rows} == {False}
+
+
+def test_masters_whose_values_come_behind_the_step_are_found() -> None:
+    report = audit_script(script("masters_by_hand"), 2).report
+    assert report.warnings == []
+    assert {row.dtypes["master"] for row in report.rows} == {"fp32"}
+
+
+def test_a_parameter_that_is_not_held_accuses_no_other_one_and_another_model_is_not_trained() -> None:
+    report = audit_script(script("partly_held"), 2).report
+    (wrong,) = report.warnings
+    assert (wrong.where, wrong.what[:20]) == ("1.weight", "requires a gradient,")
+    assert {row.name for row in report.rows} == {"0.weight", "1.weight", "1.bias"}
+
+
+def test_an_evaluation_between_updates_is_no_part_of_them() -> None:
+    report = audit_script(script("evaluating"), 2).report
+    assert {row.dtypes["compute"] for row in report.rows} == {"fp32"}
+
+
+def test_what_a_compiled_function_computes_with_is_unknown() -> None:
+    report = audit_script(script("compiled_step"), 2).report
+    assert {row.dtypes[column][0] for row in report.rows for column in ("compute", "gradient")} == {"?"}
+
+
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        (script("twice"), r"it made 2 update\(s\); write --updates 2"),
+        (script("twice"), r"it made 2 update\(s\) that can be audited; write --updates 2, or give"),
+        (script("once"), r"it made 1 update\(s\) that can be audited; give it more to do"),
+        (script("by_many"), "one optimizer must make two in a row"),
+        (script("inside_backward"), "its optimizers step inside backward"),
+        (script("flat"), "the weights of FullyShardedDataParallel cannot be watched"),
         (script("by_hand"), "no torch.optim.Optimizer made an update"),
         (script("loose_tensor"), "no nn.Module holds what the optimizer moves"),
         ([sys.executable, "-c", "pass"], "no Python of this command has imported torch"),
