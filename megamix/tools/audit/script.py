@@ -51,12 +51,14 @@ def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -
         child = subprocess.Popen(
             command, env=os.environ | added, stdout=sys.stderr if quiet else None, start_new_session=True
         )
+        others = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the child, too
         try:
             notes = _wait(child, Path(folder), updates)
             with suppress(subprocess.TimeoutExpired):
                 child.wait(LEAVE_S)
         finally:
             _end(child)
+            signal.signal(signal.SIGTERM, others)
     report = AuditReport()
     report.fill(join_facts(note["facts"] for note in notes), notes[0]["loss_scale"], len(notes), skipped=False)
     unseen, waiting = (max(note[kind] for note in notes) for kind in ("unseen", "waiting"))

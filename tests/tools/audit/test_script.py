@@ -4,6 +4,7 @@ the script; where it cannot see, it says why.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -144,6 +145,17 @@ def test_another_sitecustomize_still_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match="ended with status 5"):
         audit_script([sys.executable, "-c", "raise SystemExit(told)"], 3)
+
+
+def test_a_script_ends_with_its_audit() -> None:
+    script = "import time; print('begun', flush=True); time.sleep(600)"
+    command = [sys.executable, "-m", "megamix", "audit", "--", sys.executable, "-c", script]
+    audit = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert audit.stdout is not None
+    assert audit.stdout.readline() == "begun\n"
+    audit.terminate()
+    assert audit.communicate(timeout=60)[0] == ""  # both have closed it
+    assert audit.returncode == 143
 
 
 @pytest.mark.parametrize(
