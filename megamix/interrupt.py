@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -66,12 +67,25 @@ def starts_deaf() -> Iterator[None]:
     """Start processes in the block that a Ctrl-C does not reach. It goes to all processes of a terminal, and one whose
     imports it breaks prints a traceback. The process that started them ends them.
     """
-    resource_tracker.ensure_running()  # its start would end the block
+    _start_tracker()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_tracker() -> None:
+    """Start Python's resource tracker: its start would end a block of `starts_deaf`. It removes what killed processes
+    leave, and shall not warn of that.
+    """
+    before = os.environ.get("PYTHONWARNINGS", "")
+    os.environ["PYTHONWARNINGS"] = f"{before},ignore:resource_tracker".removeprefix(",")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        os.environ.pop("PYTHONWARNINGS")
+        os.environ |= {"PYTHONWARNINGS": before} if before else {}
 
 
 def stay_deaf() -> None:

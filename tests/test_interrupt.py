@@ -4,6 +4,7 @@ imported; what the verb started ends with it.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from megamix import cli
 from megamix.cli import VERBS, main
 from megamix.interrupt import starts_deaf
 from megamix.supervise.processes import process_start
+from megamix.tools import ranks
 
 ROOT = Path(__file__).parents[1]
 # Sends the process a Ctrl-C as it begins to import a module, and then runs a verb.
@@ -113,6 +115,30 @@ def test_a_process_that_starts_deaf_is_not_reached() -> None:
 def _interrupted_rank() -> int:
     os.kill(os.getpid(), signal.SIGINT)
     return os.getpid()
+
+
+def test_a_rank_that_is_given_up_at_its_start_ends_in_silence() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    assert ranks._request(theirs) is None
+
+
+TRACKED = """
+import os
+from multiprocessing import resource_tracker
+from megamix.interrupt import starts_deaf
+with starts_deaf():
+    pass
+resource_tracker.register("/megamix-test-nothing", "semaphore")
+assert "PYTHONWARNINGS" not in os.environ
+"""
+
+
+def test_what_killed_processes_leave_is_removed_without_a_word() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    ended = subprocess.run([sys.executable, "-c", TRACKED], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert ended.returncode == 0
+    assert "leaked" not in ended.stderr
 
 
 def test_ranks_leave_a_ctrl_c_to_the_process_that_started_them(run_ranks) -> None:

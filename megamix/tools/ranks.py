@@ -197,7 +197,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
     if on_gpus:
         torch.cuda.set_device(rank)
     held: list[object] = []
-    while (request := pipe.recv()) is not None:
+    while (request := _request(pipe)) is not None:
         function, args, world, hold = request
         if world is not None:
             # Groups that a call has made cannot be destroyed one by one: torch would reuse their names, and the next
@@ -223,6 +223,14 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
             gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _request(pipe: Connection) -> Any:
+    """Return the next request; None at the end, or if the parent gave this rank up before it asked for anything."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 def _end_with(parent: BaseProcess) -> None:
