@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import Annotated, Any, get_args
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -314,6 +315,21 @@ WRONG_IN_PROGRAMS: list[tuple[Callable[[], object], str]] = [
 def test_a_program_is_refused_what_would_be_read_otherwise(build: Callable[[], object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         build()
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_become_python_s_own() -> None:
+    of_numpy = Muon(
+        lr=1.0, betas=[np.float32(0.5), np.float64(0.75)], ns_steps=np.int64(3), momentum=np.float64(0.5),
+        groups=(ParamGroup(pattern="*", weight_decay=np.float16(0.5)),),
+    )  # fmt: skip
+    same = Muon(
+        lr=1.0, betas=(0.5, 0.75), ns_steps=3, momentum=0.5, groups=(ParamGroup(pattern="*", weight_decay=0.5),)
+    )
+    assert repr(of_numpy) == repr(same)
+    scales = (DynamicLossScale(np.float32(2), growth_interval=np.int64(7)), DynamicLossScale(2.0, growth_interval=7))
+    assert repr(scales[0]) == repr(scales[1])
+    assert type(StaticLossScale(np.float32(1024)).max_scale) is float
 
 
 def test_what_a_class_works_out_is_no_setting() -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 # Words for bounds. Their names are pydantic's and those of the comparisons in Python's `operator`.
 _WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
 # The kind of a setting, by how its class declares it; others are not looked at.
-_KINDS = {
+_KINDS: dict[str, tuple[Any, str]] = {
     "bool": (bool, "True or False"), "int": (Integral, "a whole number"), "float": (Real, "a number"),
     "str": (str, "text"),
 }  # fmt: skip
@@ -64,42 +64,45 @@ PowerOfTwo = Annotated[float, Limits(gt=0, power_of_two=True)]
 
 
 def check(settings: Any, owner: str = "") -> None:
-    """Check each setting of a dataclass against its types in that class and in those that it derives from.
+    """Check each setting of a dataclass against its types in that class and in those that it derives from. Numbers of
+    other libraries become Python's own, as in a job: torch's kernels and its compiler refuse numpy's.
 
     Of types that are texts, as `from __future__ import annotations` makes them, bool, int, float and str are known.
     A union is looked at if it is one kind or None.
     Raises: TypeError for another kind, ValueError for a value beyond the limits, or for none of those that are listed.
     """
     for one in (known for known in fields(settings) if known.init):  # what a class works out comes later
-        value = getattr(settings, one.name)
+        value = given = getattr(settings, one.name)
         try:
             for base in type(settings).__mro__:
                 if declared := vars(base).get("__dataclass_fields__", {}).get(one.name):
-                    _require(declared.type, value)
+                    value = _own(declared.type, value)
         except (TypeError, ValueError) as error:
             fix = {MISSING: "", None: "; leave it out"}.get(one.default, f"; leave it out for {one.default}")
-            raise type(error)(f"{one.name} of {owner or type(settings).__name__} {error}, got {value!r}{fix}") from None
+            raise type(error)(f"{one.name} of {owner or type(settings).__name__} {error}, got {given!r}{fix}") from None
+        if value is not given:
+            object.__setattr__(settings, one.name, value)  # some are frozen
 
 
-def _require(kind: Any, value: Any) -> None:
-    """Raises: TypeError or ValueError saying what a value of a type must be."""
+def _own(kind: Any, value: Any) -> Any:
+    """Return a value of a type, with Python's own numbers. Raises: TypeError or ValueError saying what it must be."""
     bare, *notes = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     limits = [note for note in notes if isinstance(note, Limits)]
     parts, origin = get_args(bare), get_origin(bare)
     expected, words = _KINDS.get(getattr(bare, "__name__", bare), (object, ""))
     if origin in (Union, UnionType):
         kinds = [part for part in parts if part is not NoneType]
-        if len(kinds) == 1 and value is not None:
-            _require(kinds[0], value)
-    elif origin is Literal and value not in parts:
+        return _own(kinds[0], value) if len(kinds) == 1 and value is not None else value
+    if origin is Literal and value not in parts:
         raise ValueError(f"must be {' or '.join(map(repr, parts))}")
-    elif origin is tuple and limits:
+    if origin is tuple and limits:
         if not isinstance(value, Sequence) or [isinstance(one, Real) for one in value] != [True] * len(parts):
             raise ValueError(f"must be {len(parts)} numbers")
-        for part, one in zip(parts, value, strict=True):
-            _require(part, one)
-    elif not isinstance(value, expected) or (isinstance(value, bool) and expected in (Integral, Real)):
+        return tuple(_own(part, one) for part, one in zip(parts, value, strict=True))
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected in (Integral, Real)):
         raise TypeError(f"must be {words}")
-    else:
-        for limit in limits:
-            limit.require(value)
+    if expected in (Integral, Real) and type(value) not in (int, float):
+        value = int(value) if isinstance(value, Integral) else float(value)
+    for limit in limits:
+        limit.require(value)
+    return value
