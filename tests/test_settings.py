@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_args
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from torch import nn
 
 from megamix import (
     NAG,
@@ -292,6 +293,10 @@ def test_a_class_may_take_values_of_more_than_one_kind_and_functions() -> None:
         check(dataclasses.make_dataclass("Own", kinds)(setting_5="x"))
 
 
+def engine_of(**settings: Any) -> ShardedEngine:
+    return ShardedEngine(nn.Linear(2, 2), AdamW(lr=1.0), **settings)
+
+
 # Wrong in a program alone: a job's file holds no such value, or its section says more.
 WRONG_IN_PROGRAMS: list[tuple[Callable[[], object], str]] = [
     (lambda: AdamW(lr=True), "lr must be a finite number .* got True"),
@@ -308,6 +313,10 @@ WRONG_IN_PROGRAMS: list[tuple[Callable[[], object], str]] = [
     (lambda: StaticLossScale("1024"), "init_scale of StaticLossScale must be a number, got '1024'"),
     (lambda: StaticLossScale(2.0**200), r"init_scale must be a power of two .*; use 1.70141e\+38"),
     (lambda: DynamicLossScale(max_scale=10**400), "max_scale must be a power of two"),
+    (lambda: engine_of(grad_accum_steps=2.5), "grad_accum_steps must be a whole number, got 2.5; leave it out for 1"),
+    (lambda: engine_of(grad_accum_steps=True), "grad_accum_steps must be a whole number, got True"),
+    (lambda: engine_of(grad_accum_steps="2"), "grad_accum_steps must be a whole number, got '2'"),
+    (lambda: engine_of(clip_grad=True), "clip_grad must be a number, got True; 0 turns clipping off"),
 ]
 
 
@@ -330,6 +339,7 @@ def test_numbers_of_numpy_become_python_s_own() -> None:
     scales = (DynamicLossScale(np.float32(2), growth_interval=np.int64(7)), DynamicLossScale(2.0, growth_interval=7))
     assert repr(scales[0]) == repr(scales[1])
     assert type(StaticLossScale(np.float32(1024)).max_scale) is float
+    assert type(engine_of(clip_grad=np.float32(1.0), grad_accum_steps=np.int64(2)).clip_grad) is float
 
 
 def test_what_a_class_works_out_is_no_setting() -> None:

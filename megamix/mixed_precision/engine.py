@@ -90,7 +90,7 @@ class ShardedEngine:
         self.module = model
         self.optimizer = optimizer.for_model(model)
         self.loss_scale = precision.loss_scale or StaticLossScale()
-        self.clip_grad = clip_grad
+        self.clip_grad = float(clip_grad)
         self.grad_accum_steps = grad_accum_steps
         self.topology = sharding.topology or Topology.current()
         self.device = single_device(model)

@@ -6,6 +6,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
@@ -125,10 +126,12 @@ def check_arguments(
         )
     if sharding.topology is None:
         refuse_alone()
-    if not isinstance(clip_grad, int | float):
+    if not isinstance(clip_grad, Real) or isinstance(clip_grad, bool):
         raise TypeError(f"clip_grad must be a number, got {clip_grad!r}; 0 turns clipping off")
     if not clip_grad >= 0:  # NaN is refused, too
         raise ValueError(f"clip_grad must be a number of at least 0, got {clip_grad}; 0 turns clipping off")
+    if not isinstance(grad_accum_steps, Integral) or isinstance(grad_accum_steps, bool):
+        raise TypeError(f"grad_accum_steps must be a whole number, got {grad_accum_steps!r}; leave it out for 1")
     if grad_accum_steps < 1:
         raise ValueError(f"grad_accum_steps must be at least 1, got {grad_accum_steps}")
 
