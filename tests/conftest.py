@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import pkgutil
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 import megamix
+from megamix import progress
 from tests.programs import count_no_lines_in_programs, counting, lines_counted
 
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
@@ -28,6 +30,9 @@ FULL = os.environ.get("MEGAMIX_FULL") == "1"
 os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 # The idle threads of a program that a test starts sleep. Spinning, they would take what other processes compute with.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+# What a test reads on stderr must not depend on how long something takes.
+progress.SILENT_S = math.inf
 
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the programs that tests start would inherit
     signal.signal(signal.SIGHUP, lambda number, frame: None)

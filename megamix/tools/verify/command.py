@@ -104,4 +104,4 @@ def _config_lines(arguments: argparse.Namespace) -> Iterator[str]:
         return (runs_lines if arguments.runs else twice_lines)(config, layouts)
     from megamix.tools.verify.layouts.layout_lines import verify_lines
 
-    return verify_lines(config, layouts, arguments.bisect)
+    return verify_lines(config, layouts, arguments.progress, arguments.bisect)

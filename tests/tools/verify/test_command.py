@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -98,7 +99,8 @@ def test_how_long_the_rest_takes_is_told_by_the_ranks_so_far(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: Verdict(attempts=4))
-    monkeypatch.setattr(layout_lines.time, "monotonic", iter([0.0, 10.0, 40.0]).__next__)
+    clock = SimpleNamespace(monotonic=iter([0.0, 10.0, 40.0]).__next__)
+    monkeypatch.setattr(layout_lines, "time", clock)
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp1,dp2,dp4"]) == 0
     told = capsys.readouterr().err.splitlines()
     assert [line.rpartition("; ")[2] for line in told] == [layout_lines.ATTEMPTS, "about 60 s left", "about 53 s left"]

@@ -10,6 +10,7 @@ import torch
 
 from megamix.arguments import Failed
 from megamix.config import Config
+from megamix.progress import ProgressLine, duration
 from megamix.supervise.console import say
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
 from megamix.tools.verify.core.layout import Layout, size_told, without_dropout
@@ -24,25 +25,30 @@ ATTEMPTS = f"{UPDATES} updates each, 1 overflow, and the steps that find the los
 DEADLINE_S = 1800.0
 
 
-def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False) -> Iterator[str]:
+def verify_lines(
+    config: Config, layouts: Sequence[Layout], progress: ProgressLine, bisect: bool = False
+) -> Iterator[str]:
     """Yield the lines to print, as they become known. The beginning of each layout is reported on stderr."""
     yield size_told(config)
     yield row("layout", "attempts", "skipped", *COLUMNS, "")
     pools: dict[int, RankPool] = {}
     begin_s = time.monotonic()
+    # Weighted by the number of ranks, which share this machine.
+    progress.begin(f"{len(layouts)} layout(s)", total=sum(layout.world_size for layout in layouts))
     try:
         for number, layout in enumerate(layouts):
-            # Weighted by the number of ranks, which share this machine.
-            done, left = (sum(one.world_size for one in part) for part in (layouts[:number], layouts[number:]))
-            rest = f"about {(time.monotonic() - begin_s) / done * left:.0f} s left" if done else ATTEMPTS
             what = f"{layout.name} on {layout.world_size} rank(s), {number + 1} of {len(layouts)}"
-            say(f"megamix verify: {what}; {rest}", sys.stderr)
+            done, left = (sum(one.world_size for one in part) for part in (layouts[:number], layouts[number:]))
+            rest = f"about {duration((time.monotonic() - begin_s) / done * left)} left" if done else ATTEMPTS
+            with progress.aside():
+                say(f"megamix verify: {what}; {rest}", sys.stderr)
             # One pool of a size serves all layouts of that size.
             pool = pools.setdefault(layout.world_size, pool_for(layout.world_size))
             try:
                 yield from result_lines(layout.name, verify_layout(config, layout, pool, bisect), bisect)
             except RankFailure as failure:
                 yield Failed(f"{layout.name:<13} fails\n{failure}")
+            progress.advance(layout.world_size)
     finally:
         for pool in pools.values():
             pool.close()
