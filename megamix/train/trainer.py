@@ -14,6 +14,7 @@ from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, mix64
 from megamix.inspect.overflows import GaveUpError, OverflowHistory
 from megamix.inspect.replicas import check_replicas
+from megamix.inspect.scale_search import ScaleSearch
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
@@ -63,6 +64,7 @@ class Trainer:
         self.readout = Readout(self.device, len(engine.plan.pieces), self.batch_plan.lag)
         self.recorded = RecordedRows(engine.topology, config.parallelism.timeout_s)
         self.overflows = OverflowHistory(config.precision, engine, start.skipped)
+        self.scale_search = ScaleSearch(engine.loss_scale.min_scale)
         self._examinations: dict[int, Examination] = {}  # by attempts in flight
         self._last_overflowed = False  # whether the last outcome was an overflow
         self._validated = start.validated  # the update after which the last validation was
@@ -185,8 +187,10 @@ class Trainer:
         found_inf, loss = outcome.found_inf, outcome.loss
         words = self.overflows.note(found_inf, loss, outcome.loss_scale, outcome.by_piece, examination)
         if words:
-            self._tell_overflow(attempt, outcome, fate, words)
+            self._note_overflow(attempt, outcome, fate, words)
         self.overflows.spend(found_inf, loss, attempt.number + 1, self.batch_plan.applied)
+        if fate is Fate.APPLIED and (searched := self.scale_search.end(outcome.loss_scale)):
+            self.console.line(searched)
         # The first update has a line, so that a newcomer sees a loss soon; then every log_interval-th and the last.
         always = self.batch_plan.applied in (1, self.config.training.steps)
         if fate is Fate.APPLIED and (always or self.batch_plan.applied % self.config.metrics.log_interval == 0):
@@ -198,16 +202,21 @@ class Trainer:
             if self.writer is not None:
                 self.writer.write_precision(self.batch_plan.applied, layers)
 
-    def _tell_overflow(self, attempt: Attempt, outcome: Outcome, fate: Fate, words: str) -> None:
-        """Log an overflow and the fate of its batch, and record a batch that is set aside. Every rank must call it."""
+    def _note_overflow(self, attempt: Attempt, outcome: Outcome, fate: Fate, words: str) -> None:
+        """Record an overflow, and tell it unless it is one of the search for the first loss scale. Every rank must call
+        it.
+        """
         step, skipped, loss_scale = self.batch_plan.applied + 1, self.overflows.count, outcome.loss_scale
         recorded = self.recorded.row(outcome)
+        if self.writer is not None:
+            self.writer.write(step, {"loss_scale": loss_scale, "skipped_steps": skipped}, recorded)
+        if fate is Fate.REQUEUED and self.scale_search.takes(self.batch_plan.applied, outcome.loss, loss_scale):
+            self.console.show(f"overflow at scale {format_scale(loss_scale)}")
+            return
         self.console.line(
             f"step {step}/{self.config.training.steps} | overflow at scale {format_scale(loss_scale)}, nothing changed "
             f"| samples {attempt.batch} {fate.value} | skipped {skipped}\n{folded(words)}"
         )
-        if self.writer is not None:
-            self.writer.write(step, {"loss_scale": loss_scale, "skipped_steps": skipped}, recorded)
         if fate is Fate.SET_ASIDE:
             for line in self.overflows.origins:
                 self.console.line(f"  {line}")

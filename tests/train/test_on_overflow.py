@@ -53,6 +53,19 @@ def test_from_a_scale_far_too_high_every_sample_is_applied_exactly_once(tmp_path
     assert sorted(record.samples()) == list(range(40))
 
 
+def test_the_search_for_the_first_scale_is_one_line_and_later_overflows_are_told(tmp_path, data, capsys) -> None:
+    record = run_recorded(_job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**24}}, steps=6), frozenset([16]))
+    tries = len(record.attempts) - 7
+    assert tries > 3
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = (number for number, line in enumerate(lines) if line.startswith("loss scale"))
+    assert lines[at] == f"loss scale: 2^24 -> 2^{24 - tries} in {tries} tries, nothing lost"
+    assert lines[at + 1].startswith("step 1/6 | loss ")
+    assert len([line for line in lines if "| overflow at scale" in line]) == 1
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["optim/loss_scale"] for row in rows[:tries]] == [2.0 ** (24 - number) for number in range(tries)]
+
+
 @pytest.mark.uncounted
 def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks, tmp_path, data) -> None:
     bad = frozenset(random.Random(0).sample(range(15), 5))
