@@ -19,7 +19,7 @@ RUNS = [DOCS / "example_runs/quickstart", DOCS / "example_runs/quarter_batch"]
 MARK = "<!-- console: python docs/run_pictures.py writes it -->\n```text\n"
 LEFT_OUT = "[...]"
 # Of each page: the steps from which and up to which it shows the console.
-PAGES = {"operations.md": ((0, 10), (90, 100), (260, 260))}
+PAGES = {"operations.md": ((0, 10), (100, 100), (130, 130), (260, 260))}
 PICTURES = {"run_loss", "run_loss_scale", "run_headroom", "run_compared"}
 _DPI = 80
 

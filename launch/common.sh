@@ -13,6 +13,33 @@ die() {
   exit 2
 }
 
+# $1: what is done; the rest: the command that does it. Says how long it is at work, every 10 s in a log, and each
+# second on a terminal: nobody should wait without a word.
+at_work() {
+  local what="$1" status=0 clock
+  shift
+  tell_seconds "$what" &
+  clock=$!
+  "$@" || status=$?
+  kill "$clock" 2>/dev/null || true
+  wait "$clock" 2>/dev/null || true
+  [[ ! -t 2 ]] || printf '\r\033[K' >&2
+  return "$status"
+}
+
+# Ends with this script: a background process is sent no Ctrl-C.
+tell_seconds() {
+  local what="$1" seconds=0
+  while sleep 1 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+    seconds=$((seconds + 1))
+    if [[ -t 2 ]]; then
+      printf '\r%s: %d s' "$what" "$seconds" >&2
+    elif ((seconds % 10 == 0)); then
+      say "$what: $seconds s"
+    fi
+  done
+}
+
 # -h or --help: prints the first comment of the script that was called, and does nothing.
 for argument in "$@"; do
   if [[ "$argument" == -h || "$argument" == --help ]]; then
@@ -31,21 +58,22 @@ use_megamix_python() {
   [[ "$PYTHON" == /* ]] || PYTHON="$PWD/$PYTHON"
   export MEGAMIX_PYTHON="$PYTHON" # a script called by this one may stand in another folder
   local missing
-  missing="$(missing_modules "$@")" ||
+  missing="$(missing_modules "$@")" && [[ "$missing" == lacks* ]] ||
     die "MEGAMIX_PYTHON: got $MEGAMIX_PYTHON, it is no Python >= 3.11; name another interpreter or unset it"
-  [[ -z "$missing" ]] ||
-    die "MEGAMIX_PYTHON: got $MEGAMIX_PYTHON, it cannot import:$missing; install that there, or unset MEGAMIX_PYTHON"
+  [[ "$missing" == lacks ]] ||
+    die "MEGAMIX_PYTHON: got $MEGAMIX_PYTHON, it cannot import:${missing#lacks}; install that there, or unset MEGAMIX_PYTHON"
   # Nothing is installed there, megamix neither.
   export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-# Prints those of the named modules that $PYTHON has not; fails if it is too old. Imports none: torch takes seconds.
+# Prints "lacks" and those of the named modules that $PYTHON has not; fails if it is too old. The word shows that Python
+# has answered: any program may end with 0. Imports none: torch takes seconds.
 missing_modules() {
   "$PYTHON" - "$@" <<'PY'
 import sys
 from importlib.util import find_spec
 assert sys.version_info >= (3, 11)
-print("", *(name for name in sys.argv[1:] if find_spec(name) is None), end="")
+print("lacks", *(name for name in sys.argv[1:] if find_spec(name) is None), end="")
 PY
 }
 
@@ -110,15 +138,17 @@ install_megamix() {
   : >"$VENV/.megamix-unfinished"
   rm -f -- "$VENV/.megamix-all" "$VENV/.megamix-all,dev"
   say "installing into $VENV with $("$python" --version) (once; a few minutes, mostly $torch)"
-  [[ -x "$PYTHON" ]] || "$python" -m venv "$VENV"
+  [[ -x "$PYTHON" ]] || at_work "making $VENV" "$python" -m venv "$VENV"
   say "1 of 2: $torch, the longest part; its packages are downloaded unless pip has them"
   # torch first, by its exact version: left to a range, pip may choose a newer build for other hardware.
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" "$torch"
+  at_work "installing $torch" \
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" "$torch"
   say "2 of 2: megamix and what else it needs"
-  (cd "$ROOT" && "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]")
+  (cd "$ROOT" && at_work "installing megamix" \
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]")
   if [[ "$extras" == *dev* ]]; then
     # For the tests of a GPU's code, in a folder of its own: every process that compiles for the CPU would import it.
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$VENV/triton" \
+    at_work "installing triton" "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$VENV/triton" \
       "$(grep -m 1 -o 'triton==[0-9.]*' "$ROOT/pyproject.toml")"
   fi
   printf '%s\n' "$stamp" >"$VENV/.megamix-$extras"
@@ -140,8 +170,9 @@ find_installed_python() {
 
 # Prints the number of GPUs that torch can use, and torch's version.
 probe_machine() {
-  "$PYTHON" - <<'PY' || die "${MEGAMIX_PYTHON:+MEGAMIX_PYTHON: }got $PYTHON, it cannot import: torch; install that there, or name another"
-import sys
+  at_work "loading torch" "$PYTHON" - <<'PY' || die "${MEGAMIX_PYTHON:+MEGAMIX_PYTHON: }got $PYTHON, it cannot import: torch; install that there, or name another"
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads needs no traceback
 try:
     import torch
 except ImportError as error:

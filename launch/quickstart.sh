@@ -3,12 +3,22 @@
 #
 #   launch/quickstart.sh [section.key=value ...]
 #
-# Two ranks on a CPU, one rank per GPU where torch can use GPUs. The result lies in runs/quickstart.
+# Two ranks on a CPU, one rank per GPU where torch can use GPUs. The result lies in runs/quickstart, with its pictures.
+# Ctrl-C ends it: the same command then begins anew.
 #   MEGAMIX_PYTHON   an interpreter that already has torch: used as it is, nothing is installed
 #   NPROC_PER_NODE   another number of ranks
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
+
+# What the configuration as it is has reached, on any seed that was tried: docs/benchmarks.md, The quickstart.
+expected="3.4 to 3.6"
+
+say_interrupted() {
+  say "interrupted; ./launch/quickstart.sh starts anew"
+  exit 130
+}
+trap say_interrupted INT
 
 say "quickstart, in 3 stages: install, text, training; 5 to 10 minutes the first time, 2 or 3 after that"
 say "1/3 install: 1 to 5 minutes the first time, then nothing to do; a first look at torch takes up to a minute more"
@@ -43,6 +53,24 @@ if [[ -e "$run_folder" ]] && grep -qFx "folder = \"$run_folder\"" <<<"$effective
   mv -- "$run_folder" "$run_folder.$number"
   say "the earlier $run_folder is now $run_folder.$number"
 fi
-say "3/3 training: the first line of the log in 10 to 60 seconds, the last one 2 minutes later on two cores"
-say "afterwards: megamix generate $run_folder --prompt 'def ', megamix plot $run_folder, and docs/start_to_end.md"
-exec launch/pretrain.sh "$config" "$@"
+say "3/3 training: the first line of the log in 10 to 60 seconds, the last one 2 to 3 minutes later on two cores"
+status=0
+launch/pretrain.sh "$config" "$@" || status=$?
+[[ "$status" != 75 ]] || say_interrupted
+[[ "$status" == 0 ]] || exit "$status"
+
+folder="$(sed -n 's/^folder = "\(.*\)"$/\1/p' <<<"$effective")"
+reached="$(sed -n 's/.*"valid\/loss": \([0-9.]*\).*/\1/p' "$folder/metrics.jsonl" 2>/dev/null | tail -n 1 || true)"
+if [[ -n "$reached" ]]; then
+  expect="expect $expected"
+  [[ $# == 0 ]] || expect="$expect without your settings"
+  LC_ALL=C printf 'reached: validation %.2f nats a token; %s\n' "$reached" "$expect"
+fi
+say "pictures:"
+at_work "drawing" "$PYTHON" -m megamix plot "$folder" || say "no pictures: see above"
+megamix=".venv/bin/megamix"
+[[ -z "${MEGAMIX_PYTHON:-}" ]] || megamix="$PYTHON -m megamix"
+printf '%s\n' "next:" \
+  "  $megamix generate $folder --prompt def --temperature 0.5 --top-p 0.9" \
+  "  NPROC_PER_NODE=2 ./launch/pretrain.sh configs/quickstart_adamw.toml    # AdamW instead of Muon" \
+  "  $megamix prepare --input MY_TEXTS/ --output runs/data/mine    # then docs/start_to_end.md"

@@ -25,7 +25,7 @@ cd "$ROOT"
 
 # True if the tool is there. Our own environment has every tool; a MEGAMIX_PYTHON may lack some, which is said.
 has_tool() {
-  if [[ -n "${MEGAMIX_PYTHON:-}" && -n "$(missing_modules "$1")" ]]; then
+  if [[ -n "${MEGAMIX_PYTHON:-}" && "$(missing_modules "$1")" != lacks ]]; then
     say "$1 is left out: $PYTHON has none"
     return 1
   fi

@@ -6,8 +6,14 @@ The script has judged NNODES and NPROC_PER_NODE. Mistakes in the configuration a
 mistakes in files and numbers of ranks before any rank starts.
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the modules load leaves no traceback
+
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +22,7 @@ from megamix import cli
 from megamix.config import ConfigError
 from megamix.machine import many_imports
 from megamix.supervise.console import say, say_phase
-from megamix.supervise.launch import signals_passed_on, start_ranks
+from megamix.supervise.launch import PREEMPTED, signals_passed_on, start_ranks
 from megamix.train import command
 
 
@@ -43,7 +49,11 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
             return 0
         _gpus()  # tells in words if torch cannot be imported
         say_phase(f"no problems; starting {ranks} rank{'s' * (ranks > 1)}")
-        return start_ranks([*options, f"--nproc-per-node={ranks}", "-m", "megamix", "train", *job], request)
+        status = start_ranks([*options, f"--nproc-per-node={ranks}", "-m", "megamix", "train", *job], request)
+    if status == PREEMPTED:
+        command_line = shlex.join(["./launch/pretrain.sh", *job])
+        say(f"megamix: interrupted; the same command goes on with the run: {command_line}", sys.stderr)
+    return status
 
 
 def _gpus() -> int:

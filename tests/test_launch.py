@@ -171,6 +171,15 @@ def test_pretrain_runs_no_code_that_another_user_may_have_compiled(sandbox: Sand
     assert sandbox.lines() == []
 
 
+def test_ctrl_c_while_a_rank_loads_its_modules_leaves_no_traceback(tmp_path: Path) -> None:
+    interrupts = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "pydantic.py").write_text(interrupts)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "megamix", "train", str(ROOT / "configs/base.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def test_pretrain_without_an_install_says_what_to_run(sandbox: Sandbox) -> None:
     done = sandbox.run("pretrain.sh", "x.toml")
     assert done.returncode == 2
@@ -201,6 +210,32 @@ def test_quickstart_prepares_and_trains_on_what_is_there(
         *("--standalone", f"--nproc-per-node={ranks}", "-m", "megamix", "train", "configs/quickstart.toml"),
         *(*override, "optimizer.lr=1e-3"),
     ]
+
+
+def test_quickstart_ends_with_what_was_reached_the_pictures_and_the_next_commands(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    other = sandbox.repo / "runs/other"
+    other.mkdir(parents=True)
+    rows = '{"step": 130, "valid/loss": 4.02}\n{"step": 260, "train/loss": 3.3}\n{"step": 260, "valid/loss": 3.496}\n'
+    (other / "metrics.jsonl").write_text(rows)
+    done = sandbox.run("quickstart.sh", "checkpoint.folder=runs/other", LC_ALL="de_DE.UTF-8")
+    assert done.returncode == 0, done.stderr
+    reached, following, *commands = done.stdout.splitlines()
+    assert re.fullmatch(r"reached: validation 3\.50 nats a token; expect 3\.\d to 3\.\d without your settings", reached)
+    assert following == "next:"
+    assert len(commands) == 3
+    assert sandbox.lines()[-1] == "python -m megamix plot runs/other"
+
+
+def test_quickstart_that_was_interrupted_says_last_that_it_starts_anew(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    (sandbox.base / "interrupted").touch()
+    done = sandbox.run("quickstart.sh")
+    assert done.returncode == 130
+    *_, goes_on, last = done.stderr.splitlines()
+    command = "./launch/pretrain.sh configs/quickstart.toml"
+    assert goes_on == f"megamix: interrupted; the same command goes on with the run: {command}"
+    assert last == "interrupted; ./launch/quickstart.sh starts anew"
 
 
 def test_quickstart_says_when_torch_cannot_use_a_gpu_that_is_there(sandbox: Sandbox) -> None:

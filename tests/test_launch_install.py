@@ -1,5 +1,6 @@
 """The scripts choose the right Python, install only when needed, and leave everything else alone."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,19 @@ def test_torch_is_installed_first_at_its_pin_then_the_extras_and_triton_apart(sa
     assert extras.endswith("-c constraints.txt -e .[all,dev]")
     assert f"--target {sandbox.repo}/.venv/triton triton==" in triton
     assert "installed in " in done.stderr
+
+
+def test_an_install_that_takes_long_says_every_ten_seconds_that_it_is_at_work(sandbox: Sandbox) -> None:
+    """Seconds pass at once here: the stand-in for sleep takes none, and pip waits for 22 of them."""
+    python = sandbox.program("python3")
+    (sandbox.bin / "sleep").unlink()
+    sandbox.program("sleep", '#!/bin/bash\necho >>"$BASE/slept"\n[[ ! -e "$BASE/waited" ]]\n')
+    wait = 'rm -f "$BASE/slept"; until [[ -e "$BASE/slept" && $(grep -c "" "$BASE/slept") -gt 22 ]]; do :; done; touch "$BASE/waited"'
+    text = python.read_text().replace('echo "pip $*" >>"$BASE/log"', f'[[ "$*" != *torch==* ]] || {{ {wait}; }}')
+    sandbox.program("python3", text)
+    (sandbox.bin / "touch").symlink_to(shutil.which("touch") or "")
+    done = sandbox.run("quickstart.sh")
+    assert re.findall(r"^installing torch==\S+: (\d+) s$", done.stderr, flags=re.MULTILINE)[:2] == ["10", "20"]
 
 
 def test_second_call_installs_nothing_until_a_pin_changes(sandbox: Sandbox) -> None:
@@ -130,6 +144,7 @@ def test_megamix_python_may_be_relative_or_a_name(sandbox: Sandbox) -> None:
     [
         ("nowhere", "got nowhere, there is no such program; name an interpreter or unset it"),
         ("old", "it is no Python >= 3.11"),
+        ("silent", "it is no Python >= 3.11"),
         ("poor", "it cannot import: torch; install that there"),
         ("broken", "it cannot import: torch; install that there"),
     ],
@@ -137,6 +152,7 @@ def test_megamix_python_may_be_relative_or_a_name(sandbox: Sandbox) -> None:
 def test_megamix_python_that_cannot_work_is_a_message(sandbox: Sandbox, script: str, name: str, want: str) -> None:
     for program in ("old", "poor", "broken"):
         sandbox.program(program)
+    sandbox.program("silent", "#!/bin/bash\n")  # ends with 0 whatever it is asked, as /bin/true
     if name == "poor":
         sandbox.hide("torch")
     elif name == "broken":

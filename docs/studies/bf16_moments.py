@@ -81,7 +81,7 @@ def measure(small: bool = False) -> Findings:
 
 def make_config(way: Way, seed: int, small: bool, texts: Path, folder: str) -> Config:
     config = load_config(
-        study.ROOT / "configs/quickstart.toml",
+        study.ROOT / "configs/quickstart_adamw.toml",
         (
             *SETTINGS, *(SMALL if small else FULL), f"training.seed={seed}",
             f"optimizer.adamw.betas=[0.9, {way.beta2}]", f"optimizer.adamw.state_dtype={way.state_dtype}",

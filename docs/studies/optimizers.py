@@ -100,7 +100,7 @@ Curves = dict[Run, Curve]
 def train(run: Run, texts: Path, folder: Path) -> Curve:
     """`folder`: what another attempt has left there is continued."""
     config = load_config(
-        study.ROOT / "configs/quickstart.toml",
+        study.ROOT / "configs/quickstart_adamw.toml",
         (
             *SETTINGS, *SIZES[run.size], *WAYS[run.way], f"optimizer.lr={run.lr}", f"optimizer.min_lr={run.lr / 10}",
             f"training.seed={run.seed}", f"data.train={texts / 'train'}", f"data.valid={texts / 'valid'}",

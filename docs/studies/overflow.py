@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,7 +88,7 @@ def measure(small: bool = False) -> Findings:
         texts = study.prepare_text(small, Path(folder))
         for name, overrides in RUNS.items():
             config = load_config(
-                study.ROOT / "configs/quickstart.toml",
+                study.ROOT / "configs/quickstart_adamw.toml",
                 (
                     *SETTINGS, *(SMALL if small else FULL), *overrides,
                     f"data.train={texts / 'train'}", f"data.valid={texts / 'valid'}",
@@ -105,8 +106,10 @@ def measure(small: bool = False) -> Findings:
 def train(config: Config) -> Run:
     with contextlib.redirect_stdout(io.StringIO()) as log, contextlib.suppress(GaveUpError):
         run_job(config)
-    # Every overflow has a line, which says what becomes of its batch.
+    # An overflow has a line, which says what becomes of its batch; those of the search for the first scale share one.
     fates = {fate: log.getvalue().count(f" {fate.value} | skipped ") for fate in Fate}
+    searches = re.findall(r"^loss scale: .* in (\d+) tr", log.getvalue(), flags=re.MULTILINE)
+    fates[Fate.REQUEUED] += sum(map(int, searches))
     return Run(read_history(Path(config.checkpoint.folder)), config.precision.on_overflow, fates)
 
 

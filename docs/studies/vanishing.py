@@ -112,7 +112,7 @@ def layer_of(name: str) -> str:
 
 def measure(small: bool = False) -> Findings:
     overrides = ("precision.dtype=fp32", "optimizer.compile=false", *(SMALL if small else FULL))
-    config = load_config(study.ROOT / "configs/quickstart.toml", overrides)
+    config = load_config(study.ROOT / "configs/quickstart_adamw.toml", overrides)
     with tempfile.TemporaryDirectory() as folder:
         # Stays readable: the file is open.
         text_file = TokenFile(study.prepare_text(small, Path(folder)) / "train")

@@ -22,7 +22,9 @@ from megamix.model.generation import check_sampling, generate
 from megamix.run import run_folder
 from megamix.supervise.console import Console
 
-SAMPLE_TOKENS = 128
+SAMPLE_TOKENS = 192
+# Likelier tokens than those of `megamix generate`: what a small model has learned shows there.
+SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 0.5, 0.9
 TellText = Callable[[int, str, str], None]  # takes a step, a name and a text
 
 
@@ -62,7 +64,7 @@ def _write_sample(config: Config, model: nn.Module, console: Console, tell_text:
     assert isinstance(model, Decoder)
     assert config.data.tokenizer is not None
     model.eval()  # blocks would drop out in training mode
-    sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=config.training.seed)
+    sampling = Sampling(SAMPLE_TOKENS, config.training.seed, SAMPLE_TEMPERATURE, SAMPLE_TOP_P)
     text = sample_text(model, open_tokenizer(Path(config.data.tokenizer)), config.metrics.sample_prompt, sampling)
     if tell_text is not None:
         path = Path(config.checkpoint.folder) / run_folder.SAMPLE

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _PATIENCE_S = 5.0  # time in which all ranks start, and in which torchrun notices that one has ended
+_STILL_S = 5.0  # time without a line after which a phase says that it goes on
 
 
 def open_streams() -> None:
@@ -46,6 +48,26 @@ def say_on_first_rank(text: str, stream: TextIO | None = None) -> None:
 def say_phase(phase: str) -> None:
     """Print the phase of a starting run on stderr, for people who wait for its first step."""
     say_on_first_rank(f"megamix train: {phase}", sys.stderr)
+
+
+@contextmanager
+def phase(words: str) -> Iterator[None]:
+    """Print a phase that may take long, and until the end of the block how long it has taken."""
+    say_phase(words)
+    is_over = threading.Event()
+
+    def tell_seconds() -> None:
+        start_s = time.monotonic()
+        while not is_over.wait(_STILL_S):
+            say_phase(f"still {words.partition(';')[0]}, {time.monotonic() - start_s:.0f} s")
+
+    thread = threading.Thread(target=tell_seconds, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def say_unless_first_did(text: str, stream: TextIO | None = None) -> None:

@@ -29,8 +29,10 @@ from megamix.supervise.status import NO_MEMORY, NOTED, SHUTDOWN_VARIABLE, LeaveR
 
 PREEMPTED = PreemptedError().exit_status
 # Wrong input, gave up, no memory, preempted: a rank with such a status has printed the reason, so torchrun's line about
-# it is filtered out.
-_SAID = tuple(f"failed (exitcode: {status})" for status in (2, 3, NO_MEMORY, PREEMPTED))
+# it is filtered out. One that a noted signal killed was asked to leave while it started. That torchrun then ends the
+# other ranks is news to nobody.
+_SAID = tuple(f"failed (exitcode: {status})" for status in (2, 3, NO_MEMORY, PREEMPTED, *(-number for number in NOTED)))
+_SAID += ("Sending process",)
 # Seconds from a signal to the ranks' kill. torchrun's default, 30 s, may be less than a save takes. A scheduler kills
 # this process by its own limit in any case, and the ranks end a hang by themselves.
 SHUTDOWN_S = 3600
@@ -136,6 +138,7 @@ def _pass_on(woken: int, request: LeaveRequest, faults: int) -> None:
             if number in NOTED:  # torchrun and Python handle other signals
                 request.ask(number)
                 if not _send(number) and _faults_of_the_ended() == faults:
+                    say("megamix: interrupted before any rank had started; the same command starts anew", sys.stderr)
                     os._exit(PREEMPTED)
 
 

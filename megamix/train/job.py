@@ -20,7 +20,7 @@ from megamix.report.trackers import start_trackers
 from megamix.run.checkpointing import RunCheckpoints
 from megamix.run.results import write_results
 from megamix.run.resume import load_start
-from megamix.supervise.console import say_phase
+from megamix.supervise.console import phase
 from megamix.supervise.status import EndedEarlyError
 from megamix.train.joined import join, supervised
 from megamix.train.trainer import MakeTrainer, MemoryLine, Trainer
@@ -43,14 +43,18 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             # 2. The model, and the engine that takes its weights over.
             _set_torch(config)
             stages = plan_pipeline(config)
-            say_phase(f"building the model{_COMPILES if config.optimizer.compile else ''}")
-            model, placements = build_model(
-                config.model, job.topology, job.device, stages, sequence_parallel=config.parallelism.sequence_parallel
-            )
-            begins_anew = job.start.checkpoint is None
-            fill = job.counted(drawn(model, config.training.seed) if begins_anew else undrawn)
-            accumulation = grad_accum_steps(config, job.topology.data.size)
-            engine = build_engine(config, model, model.units, accumulation, job.topology, placements, fill)
+            with phase(f"building the model{_COMPILES if config.optimizer.compile else ''}"):
+                model, placements = build_model(
+                    config.model,
+                    job.topology,
+                    job.device,
+                    stages,
+                    sequence_parallel=config.parallelism.sequence_parallel,
+                )
+                begins_anew = job.start.checkpoint is None
+                fill = job.counted(drawn(model, config.training.seed) if begins_anew else undrawn)
+                accumulation = grad_accum_steps(config, job.topology.data.size)
+                engine = build_engine(config, model, model.units, accumulation, job.topology, placements, fill)
             job.engine = engine  # the watchdog reads from it, and from the trainer, whether this rank gets on
             console = job.console
             console.line(_describe(config, engine, job.device))

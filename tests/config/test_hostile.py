@@ -203,7 +203,7 @@ def test_a_pipe_that_nobody_writes_or_that_does_not_end_is_no_wait_for_ever(tmp_
 
 @pytest.mark.uncounted
 def test_no_change_of_a_file_s_bytes_ends_in_anything_but_lines(tmp_path: Path) -> None:
-    whole = (ROOT / "configs/quickstart.toml").read_bytes()
+    whole = (ROOT / "configs/base.toml").read_bytes()
     pieces = [
         b"[",
         b"]",

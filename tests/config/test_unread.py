@@ -20,7 +20,7 @@ from tests.config.test_errors import GOOD, Tree, changed, problems_of, put, scal
 from tests.conftest import FULL
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "configs/quickstart.toml"
+QUICKSTART = ROOT / "configs/quickstart_adamw.toml"
 SCALING = {"rule": "linear", "factor": 2.0}
 # Of each key: a value that is not its default, and beside what it is not read.
 CASES: dict[str, tuple[object, Tree]] = {

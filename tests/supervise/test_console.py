@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from megamix.supervise import console
 from tests.conftest import FULL
 
 ROOT = Path(__file__).parents[2]
@@ -57,3 +59,24 @@ def test_a_letter_that_the_console_lacks_is_written_by_its_number() -> None:
     ended = _run(["-m", "megamix", "config", config, "checkpoint.folder=rün", "--show"], "", PYTHONIOENCODING="ascii")
     assert ended.returncode == 0, ended.stderr.decode()
     assert b'folder = "r\\xfcn"' in ended.stdout
+
+
+def test_a_long_phase_says_how_long_it_has_taken_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    before_it = threading.active_count()
+    told_twice = threading.Event()
+
+    def say_phase(words: str) -> None:
+        said.append(words)
+        if len(said) == 3:
+            told_twice.set()
+
+    monkeypatch.setattr(console, "_STILL_S", 0.0)
+    monkeypatch.setattr(console, "say_phase", say_phase)
+    with console.phase("building the model; it takes a moment"):
+        assert told_twice.wait(60)
+    lines = len(said)
+    assert said[0] == "building the model; it takes a moment"
+    assert set(said[1:]) == {"still building the model, 0 s"}
+    assert threading.active_count() == before_it
+    assert len(said) == lines

@@ -58,7 +58,12 @@ def test_on_ranks_it_says_what_travels(reduce_dtype: str, sum_dtype: str, run_ra
 
 
 def test_moments_in_bf16_that_chance_rounds_are_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
-    moments = ["optimizer.adamw.state_dtype=bf16", "optimizer.adamw.betas=[0.9, 0.999]", "optimizer.compile=false"]
+    moments = [
+        "optimizer.name=adamw",
+        "optimizer.adamw.state_dtype=bf16",
+        "optimizer.adamw.betas=[0.9, 0.999]",
+        "optimizer.compile=false",
+    ]
     assert main(["audit", str(CONFIG), *SMALL, *moments]) == 0
     assert "moments in bf16" in capsys.readouterr().out  # a remark, no harm
 
