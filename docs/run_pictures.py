@@ -15,7 +15,7 @@ from typing import Any
 from megamix.report.metrics import TAGS, StepMetrics, format_lines
 
 DOCS = Path(__file__).parent
-RUNS = [DOCS / "example_runs/quickstart", DOCS / "example_runs/quarter_batch"]
+RUNS = [DOCS / "example_runs/quickstart", DOCS / "example_runs/quickstart_adamw"]
 MARK = "<!-- console: python docs/run_pictures.py writes it -->\n```text\n"
 LEFT_OUT = "[...]"
 # Of each page: the steps from which and up to which it shows the console.

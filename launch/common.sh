@@ -27,10 +27,10 @@ at_work() {
   return "$status"
 }
 
-# Ends with this script: a background process is sent no Ctrl-C.
+# Ends with this script, also where nobody has waited for that yet: a background process is sent no Ctrl-C.
 tell_seconds() {
   local what="$1" seconds=0
-  while sleep 1 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+  while sleep 1 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null && ! grep -q ') Z ' /proc/$$/stat 2>/dev/null; do
     seconds=$((seconds + 1))
     if [[ -t 2 ]]; then
       printf '\r%s: %d s' "$what" "$seconds" >&2

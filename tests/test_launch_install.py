@@ -49,7 +49,8 @@ def test_an_install_that_takes_long_says_every_ten_seconds_that_it_is_at_work(sa
     python = sandbox.program("python3")
     (sandbox.bin / "sleep").unlink()
     sandbox.program("sleep", '#!/bin/bash\necho >>"$BASE/slept"\n[[ ! -e "$BASE/waited" ]]\n')
-    wait = 'rm -f "$BASE/slept"; until [[ -e "$BASE/slept" && $(grep -c "" "$BASE/slept") -gt 22 ]]; do :; done; touch "$BASE/waited"'
+    slept = '[[ -e "$BASE/slept" && $(grep -c "" "$BASE/slept") -gt 22 ]]'
+    wait = f'rm -f "$BASE/slept"; until {slept}; do :; done; touch "$BASE/waited"'
     text = python.read_text().replace('echo "pip $*" >>"$BASE/log"', f'[[ "$*" != *torch==* ]] || {{ {wait}; }}')
     sandbox.program("python3", text)
     (sandbox.bin / "touch").symlink_to(shutil.which("touch") or "")

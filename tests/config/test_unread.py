@@ -20,7 +20,7 @@ from tests.config.test_errors import GOOD, Tree, changed, problems_of, put, scal
 from tests.conftest import FULL
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "configs/quickstart_adamw.toml"
+QUICKSTART = ROOT / "configs/quickstart.toml"
 SCALING = {"rule": "linear", "factor": 2.0}
 # Of each key: a value that is not its default, and beside what it is not read.
 CASES: dict[str, tuple[object, Tree]] = {
@@ -184,7 +184,7 @@ def lines(keys: Tree) -> str:
 def test_defaults_of_an_effective_configuration_are_no_choice_and_an_edit_is(
     tmp_path: Path,
 ) -> None:
-    shown = config_to_toml(load_config(QUICKSTART, ["precision.dtype=bf16"]))
+    shown = config_to_toml(load_config(QUICKSTART, ["precision.dtype=bf16", "optimizer.name=adamw"]))
     path = write(tmp_path / "config.toml", shown.replace('name = "adamw"', 'name = "nag"'))
     assert load_config(path).optimizer.name == "nag"  # AdamW's keys stand there with their defaults
     write(path, path.read_text().replace("betas = [0.9, 0.95]", "betas = [0.8, 0.95]"))
