@@ -24,6 +24,7 @@ from megamix.builders.objects import DTYPES, lr_table
 from megamix.config import Config
 from megamix.data.loader import Batch, BatchLoader
 from megamix.data.sampler import micro_batches
+from megamix.report.metrics import TAGS
 from megamix.run.run_folder import METRICS
 from megamix.tools.verify.core.judge_steps import judge_attempts
 from megamix.tools.verify.core.layout import Layout, without_dropout
@@ -62,9 +63,9 @@ class WatchedRun:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Return the metrics that depend on no clock."""
+        """Return the metrics that depend on no clock, nor on where the run went on."""
         text = (Path(self.configs[0].checkpoint.folder) / METRICS).read_text(encoding="utf-8")
-        rows = map(json.loads, text.splitlines())
+        rows = (row for row in map(json.loads, text.splitlines()) if TAGS["resumed"] not in row)
         return [{tag: row[tag] for tag in row if tag == "step" or tag.startswith(_LOGGED)} for row in rows]
 
 
