@@ -1,13 +1,16 @@
-"""The README's example runs as it stands, and what it names exists."""
+"""The README's example runs as it stands, its audit says what it shows, what it names exists, and it stays short."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from megamix.cli import main
 from tests.programs import no_compiler
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +25,23 @@ def test_the_library_example_learns() -> None:
         exec(example, scope)  # the promise is that a reader can paste it
     assert float(scope["loss"]) < 4.5  # ln(256) is 5.55
     assert not bool(scope["result"].found_inf)
+
+
+def test_the_audit_says_what_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (shown,) = re.findall(r"^```\n(parameters .*?)```$", README, flags=re.MULTILINE | re.DOTALL)
+    assert main(["audit", "--", sys.executable, "docs/examples/wrong/half_weights.py"]) == 1
+    said = [_without_digits(line) for line in capsys.readouterr().out.splitlines()]
+    for line in map(_without_digits, shown.splitlines()):
+        assert any(one.startswith(line) for one in said), line
+
+
+def _without_digits(line: str) -> str:
+    return " ".join(re.sub(r"\d", "0", line).split())
+
+
+def test_it_takes_no_longer_than_seven_minutes_to_read() -> None:
+    assert len(README.split()) <= 1500
 
 
 def test_every_linked_page_exists() -> None:
