@@ -31,7 +31,7 @@ os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK":
 # The idle threads of a program that a test starts sleep. Spinning, they would take what other processes compute with.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
-# What a test reads on stderr must not depend on how long something takes.
+# The stderr that a test reads must not depend on how long something takes.
 progress.SILENT_S = math.inf
 
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the programs that tests start would inherit
