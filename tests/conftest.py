@@ -36,6 +36,8 @@ progress.SILENT_S = math.inf
 
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the programs that tests start would inherit
     signal.signal(signal.SIGHUP, lambda number, frame: None)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # behind a shell's &, likewise
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
