@@ -73,16 +73,24 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
     if not argv:
         say(_parser(argv).format_help().rstrip(), sys.stderr)
         return 2
+    arguments = argparse.Namespace(verb="")
     with Interrupt() as interrupt:
         try:
             arguments = _parse(argv)
-            if arguments.verb != "train":
-                status = _run(arguments, run)
+            if arguments.verb == "train":
+                interrupt.end()  # a run takes signals as its launcher does
+            import_plugins(arguments.plugins)
+            status: int | None = (run or arguments.run)(arguments)
+        except (ConfigError, EndedEarlyError, PluginError) as error:
+            return _say_error(arguments, error)
         except BaseException:
             if not interrupt.seen:
                 raise
             return _say_interrupted(argv)
-    return _run(arguments, run) if arguments.verb == "train" else status  # a run takes signals as its launcher does
+        finally:
+            if arguments.verb == "train":  # train's exit status decides whether it is started again
+                drop_unwritten()
+    return status or 0
 
 
 def _say_interrupted(argv: Sequence[str]) -> int:
@@ -92,22 +100,15 @@ def _say_interrupted(argv: Sequence[str]) -> int:
     return INTERRUPTED
 
 
-def _run(arguments: argparse.Namespace, run: Callable[[argparse.Namespace], int] | None) -> int:
-    try:
-        import_plugins(arguments.plugins)
-        status: int | None = (run or arguments.run)(arguments)
-    except (ConfigError, EndedEarlyError, PluginError) as error:
-        # All ranks end early alike. Wrong input may be one rank's own, or be the RANK itself.
-        tell = say_on_first_rank if isinstance(error, EndedEarlyError) else say_unless_first_did
-        tell = say if getattr(error, "source", "") == "environment" else tell
-        if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # name the file instead
-            error = ConfigError(error.problems, str(arguments.config))
-        tell(f"megamix {arguments.verb}: {error}", sys.stderr)
-        return error.exit_status if isinstance(error, EndedEarlyError) else 2
-    finally:
-        if arguments.verb == "train":  # train's exit status decides whether it is started again
-            drop_unwritten()
-    return status or 0
+def _say_error(arguments: argparse.Namespace, error: ConfigError | EndedEarlyError | PluginError) -> int:
+    """Print an error, and return the exit status."""
+    # All ranks end early alike. Wrong input may be one rank's own, or be the RANK itself.
+    tell = say_on_first_rank if isinstance(error, EndedEarlyError) else say_unless_first_did
+    tell = say if getattr(error, "source", "") == "environment" else tell
+    if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # name the file instead
+        error = ConfigError(error.problems, str(arguments.config))
+    tell(f"megamix {arguments.verb}: {error}", sys.stderr)
+    return error.exit_status if isinstance(error, EndedEarlyError) else 2
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -35,10 +35,15 @@ class Interrupt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Note no Ctrl-C from here on."""
         if self.seen:
             signal.setitimer(signal.ITIMER_REAL, 0)
         elif self._takes:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._takes = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.seen = True

@@ -61,27 +61,23 @@ def _raise_other(arguments: object, run: object) -> int:
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb.name != "train"], ids=lambda verb: verb.name)
-def test_a_verb_says_what_is_left(
-    verb: cli.Verb, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "_run", _raise_other)
+def test_a_verb_says_what_is_left(verb: cli.Verb, capsys: pytest.CaptureFixture[str]) -> None:
     needed = {
         "plan": ["a.toml"], "prepare": ["--output", "a"], "import": ["a", "--output", "b"],
         "export": ["a", "b", "--to", "hf"], "generate": ["a"], "evaluate": ["a"], "plot": ["a"],
         "checkpoint": ["ls", "a"], "config": ["--schema"],
     }  # fmt: skip
-    assert main([verb.name, *needed.get(verb.name, [])]) == 130
+    assert main([verb.name, *needed.get(verb.name, [])], _raise_other) == 130
     assert capsys.readouterr().err == f"megamix {verb.name}: interrupted: {verb.left}\n"
     assert "the same command" in verb.left
 
 
-def test_an_error_without_an_interruption_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_an_interruption_is_none() -> None:
     def fail(*_: object) -> int:
         raise ImportError("a part is missing")
 
-    monkeypatch.setattr(cli, "_run", fail)
     with pytest.raises(ImportError, match="a part is missing"):
-        main(["doctor"])
+        main(["doctor"], fail)
 
 
 @pytest.mark.parametrize("module", ["numpy", "torch", "torch.nn", "torch.distributed"])

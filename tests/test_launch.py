@@ -70,7 +70,7 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
 @pytest.mark.parametrize(
     ("nproc", "overrides", "told"),
     [
-        ("", ["optimizer.lr=-1", "training.steps=0"], ["2 problems", "optimizer.lr: got -1", "training.steps: got 0"]),
+        ("", ["optimizer.lr=-1", "training.steps=0"], ["5 problems", "optimizer.lr: got -1", "training.steps: got 0"]),
         ("2", ["training.global_batch_size=8"], ["4 problems", "data.train", "data.valid", "global_batch_size"]),
     ],
 )

@@ -214,7 +214,7 @@ def commands() -> list[tuple[str, list[str]]]:
     """(page, words behind `megamix VERB` or a script) of every command of the pages that reads a configuration."""
     found = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "configs").glob("*"))]:
-        text = page.read_text(encoding="utf-8")
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")  # a command on several lines
         for match in re.finditer(r"(?:megamix (?:config|train|plan|verify)|launch/\w+\.sh) ([^`\n|]*)", text):
             words = shlex.split(match[1].partition("  #")[0].rstrip("):;,."), comments=True)
             if any(re.fullmatch(r"\w+(\.\w+)+=.+", word) or word.endswith(".toml") for word in words):

@@ -73,7 +73,8 @@ def _run(config: Config) -> None:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "run/resumed" not in row]
     own = (*TIMELESS, "ffn/", "norm/", "overflowed/", "step")
     return [{tag: value for tag, value in row.items() if tag.startswith(own)} for row in rows]
 

@@ -215,11 +215,10 @@ def test_every_command_of_the_readme_runs(
         if command.startswith("NNODES=4") or (not FULL and ("bench" in command or "NPROC_PER_NODE=4" in command)):
             continue  # three more machines; minutes of measuring, four more starts
         said[command] = clone.run(command, capsys)
-    assert len(said) == commands.count("\n") - (1 if FULL else 5)
+    assert len(said) == commands.count("\n") - (1 if FULL else 2)
 
     assert "no problems; 1 rank" in said["./launch/pretrain.sh job.toml --check"]
     assert "2 rank" in said["megamix plan job.toml --world 2"]
     assert "perplexity" in said["megamix evaluate runs/mine"]
-    assert said['megamix generate runs/mine --prompt "def "'].startswith("def ")
-    assert f"step_{80 if FULL else 2:08d}" in said["megamix checkpoint ls runs/mine"]
+    assert said["megamix generate runs/mine --prompt def"].startswith("def")
     assert {path.name for path in Path("runs/mine").glob("*.png")} >= {"loss.png", "loss_scale.png"}
