@@ -51,7 +51,7 @@ def _signals_as_before() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def _raise_other(arguments: object, run: object) -> int:
+def _raise_other(arguments: object) -> int:
     """Be interrupted as an import of an extension is: another exception takes the place of KeyboardInterrupt."""
     try:
         os.kill(os.getpid(), signal.SIGINT)
