@@ -13,7 +13,7 @@ die() {
   exit 2
 }
 
-# $1: what is done; the rest: the command that does it. Says how long it is at work, every 10 s in a log, and each
+# $1: what is done; the rest: the command that does it. Says how long it is at work, every 4 s in a log, and each
 # second on a terminal: nobody should wait without a word.
 at_work() {
   local what="$1" status=0 clock
@@ -34,7 +34,7 @@ tell_seconds() {
     seconds=$((seconds + 1))
     if [[ -t 2 ]]; then
       printf '\r%s: %d s' "$what" "$seconds" >&2
-    elif ((seconds % 10 == 0)); then
+    elif ((seconds % 4 == 0)); then
       say "$what: $seconds s"
     fi
   done
