@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.config import ModelConfig
+from megamix.config import ModelConfig, ParallelismConfig
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_layout
 from megamix.mixed_precision.settings import Placement
 from megamix.model.transformer import Transformer
@@ -37,7 +37,7 @@ BLOCK = ModelConfig(
 
 def places() -> list[Topology]:
     """Every rank of a mesh of 2 stages, 2 data-parallel and 2 tensor-parallel ranks."""
-    return [Topology.place(rank, pp_size=2, dp_size=2, tp_size=2) for rank in range(8)]
+    return [Topology.place(rank, pp=2, dp=2, tp=2) for rank in range(8)]
 
 
 def draw_mesh(axes: Any) -> None:
@@ -102,8 +102,8 @@ MATRICES = (
 
 def blocks(tp_size: int = 4) -> Iterator[Block]:
     for rank in range(tp_size):
-        topology = Topology.place(rank, tp_size=tp_size)
-        model, placements = outline(BLOCK, topology, sequence_parallel=True)
+        topology = Topology.place(rank, tp=tp_size)
+        model, placements = outline(BLOCK, ParallelismConfig(), topology)
         for name, param in model.named_parameters():
             yield Block(name, rank, placements[name], tuple(param.shape))
 
@@ -167,8 +167,8 @@ STREAM = "residual\nstream"
 
 def block_shapes() -> list[Held | str]:
     """What one of two ranks holds on the way through a block, and what travels in between (a text)."""
-    topology, recorder = Topology.place(0, tp_size=2), _Recorder()
-    model, _ = outline(BLOCK, topology, sequence_parallel=True)
+    topology, recorder = Topology.place(0, tp=2), _Recorder()
+    model, _ = outline(BLOCK, ParallelismConfig(), topology)
     divide_layers(model, Border(recorder, sequence=True))
     model.to_empty(device="cpu")
     block: Any = model.blocks[0]

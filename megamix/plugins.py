@@ -17,6 +17,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
+from megamix.axes import AxisKind, add_axis
+
 
 class Section(BaseModel):
     """A frozen table of a configuration. Unknown keys, wrong types, inf and nan are errors; an integer may stand for a
@@ -90,6 +92,7 @@ FAMILIES = Registry("model family")
 SOURCES = Registry("data source")
 READERS = Registry("reader", names=r"(\.[\w-]+)+")
 TRACKERS = Registry("tracker")
+MORE_AXES = Registry("axis")
 # Kinds of corpus files, by the end of their names, that are read without a plugin. All other files are text, one
 # document each.
 FILE_KINDS = {
@@ -153,6 +156,19 @@ def register_tracker(name: str, section: type[Section], build: Callable[..., Any
     `megamix.report.trackers.Tracker`.
     """
     TRACKERS.register(name, section, build)
+
+
+def register_axis(name: str, section: type[Section], divide: Callable[..., Any], kind: AxisKind) -> None:
+    """Add an axis to a job's mesh: a table [parallelism.NAME] with the section's keys turns it on, and its key `size`
+    is the number of ranks along it. `kind` says what these ranks have in common.
+
+    `divide(model, collectives, **keys)` makes a `megamix.model.decoder.Decoder` compute this rank's part; its rules say
+    by `along` which parameters the axis divides. `collectives`: those of the axis (megamix/comm/collectives.py).
+    """
+    if getattr(section, "model_fields", {}).keys().isdisjoint(["size"]):
+        raise ValueError(f"axis {name!r}: its section needs the key size, a PositiveInt: the ranks along the axis")
+    MORE_AXES.register(name, section, divide)
+    add_axis(name, kind)
 
 
 MODULE = re.compile(r"[\w.]{1,100}")

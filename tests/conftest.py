@@ -120,12 +120,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def doors(tmp_path: Path) -> Iterator[None]:
     """Forget the registrations of a test's plugins after it, so that they are imported anew."""
-    from megamix import plugins
+    from megamix import axes, plugins
 
     registries = [value for value in vars(plugins).values() if isinstance(value, plugins.Registry)]
     before = [(registry, dict(registry.sections), dict(registry.registered)) for registry in registries]
-    path = list(sys.path)
+    path, known_axes = list(sys.path), dict(axes.AXES)
     yield
+    axes.AXES.clear()
+    axes.AXES.update(known_axes)
     sys.path[:] = path
     for registry, sections, registered in before:
         registry.sections, registry.registered = sections, registered

@@ -133,7 +133,15 @@ DIFFERS = {
     **{f"parallelism.{key}": OBJECT for key in ("units", "topology", "placements", "collectives")},
     **{
         f"parallelism.{key}": "an argument of Topology.connect, or of a pipeline, in a program"
-        for key in ("dp_size", "tp_size", "pp_size", "pp_schedule", "pp_stages_per_rank", "sequence_parallel")
+        for key in (
+            "dp_size",
+            "replicas",
+            "tp_size",
+            "pp_size",
+            "pp_schedule",
+            "pp_stages_per_rank",
+            "sequence_parallel",
+        )
     },
     "parallelism.timeout_s": "of the whole run in a job; an argument of start_ranks and of Checkpoints in a program",
     "checkpoint.engine": OBJECT,

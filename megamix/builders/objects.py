@@ -13,6 +13,7 @@ from megamix.config import (
     DecoderConfig,
     OptimizerConfig,
     PrecisionConfig,
+    axis_sizes,
     grad_accum_steps,
     loss_scale_rule,
     stages_per_rank,
@@ -147,10 +148,10 @@ def build_training(config: Config, device: torch.device) -> MicroBatchRunner:
     """Return the runner of a job that begins, with its engine and the model's initial weights. Every rank must call
     it.
     """
-    section, stages = config.parallelism, plan_pipeline(config)
-    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
-    model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
-    accumulation = grad_accum_steps(config, topology.data.size)
+    stages = plan_pipeline(config)
+    topology = Topology.connect(**axis_sizes(config.parallelism))
+    model, placements = build_model(config.model, config.parallelism, topology, device, stages)
+    accumulation = grad_accum_steps(config, topology.dp.size)
     fill = drawn(model, config.training.seed)
     engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
     return build_runner(config, engine, model, stages)

@@ -120,8 +120,8 @@ def _row(path: Path, check: Check | None) -> tuple[str, ...]:
         manifest = read_manifest(path / MANIFEST)
         for record in manifest.files:
             check_size(path / record.name, record)
-        sizes = {"pp": manifest.layout.pp_size, "dp": manifest.layout.dp_size, "tp": manifest.layout.tp_size}
-        layout = " ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
+        axes = manifest.layout.axes
+        layout = " ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1 or axis == "dp")
         step = str(manifest.applied_updates)
         if check is not None:
             check(manifest)

@@ -77,7 +77,8 @@ def _each_once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _VERSION = re.compile(rb'\{\s*"format": "megamix checkpoint",\s*"version": (\d{1,9}),')
-_LAST_TO_READ_1 = "50476c4"  # last commit that reads version 1, and the configuration keys renamed until then
+# The last commit that reads each version. 1: other configuration keys, too. 2: other names in `layout`.
+_LAST_TO_READ = {"1": "50476c4", "2": "27f03f17"}
 LARGEST = 16 << 20  # bytes: no larger file is read as a manifest; 10,000 parameters take 2 MB
 _MOST_VALUES = 1 << 20  # values in a manifest: one may be two bytes of text, and takes some 100 bytes of memory
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
@@ -129,9 +130,7 @@ class ParamRecord(Record):
 class LayoutRecord(Record):
     """The layout of the ranks that saved. It informs people: loading does not depend on it."""
 
-    dp_size: _Ranks
-    tp_size: _Ranks = 1
-    pp_size: _Ranks = 1
+    axes: dict[_Name, _Ranks]  # ranks along each axis, in the order of the mesh
     buckets: tuple[Count, ...]  # elements of each bucket of the first rank, with padding
 
 
@@ -157,7 +156,7 @@ class Manifest(Record):
     """All that a checkpoint says about itself."""
 
     format: Literal["megamix checkpoint"] = "megamix checkpoint"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     applied_updates: Count
     skipped_steps: Count
     loss_scale: dict[_Name, _Number | list[_Number]]  # by the loss scale's own state names
@@ -199,12 +198,13 @@ def _refuse_other_version(path: Path, body: bytes) -> None:
     aside only because this code cannot read it.
     """
     found = _VERSION.match(body)
-    if found is None or found[1] == b"2":
+    if found is None or found[1] == b"3":
         return
+    version = found[1].decode()
     fix = "update megamix to the version that saved it"
-    if found[1] == b"1":
-        fix = f"commit {_LAST_TO_READ_1} is the last that reads it: load and save it there"
-    raise ConfigError([f"{path}: its version is {found[1].decode()}, but this megamix reads version 2; {fix}"], "job")
+    if version in _LAST_TO_READ:
+        fix = f"commit {_LAST_TO_READ[version]} is the last that reads it: train on there, or export its weights there"
+    raise ConfigError([f"{path}: its version is {version}, but this megamix reads version 3; {fix}"], "job")
 
 
 def read_manifest(path: Path) -> Manifest:

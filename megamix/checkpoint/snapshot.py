@@ -153,9 +153,7 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
         loss_scale_rule=engine.loss_scale.rule,
         run=run,
         layout=LayoutRecord(
-            dp_size=engine.topology.dp.size,
-            tp_size=engine.topology.tp.size,
-            pp_size=engine.topology.pp.size,
+            axes=dict(engine.topology.sizes),
             buckets=tuple(bucket.padded_numel for bucket in engine.plan.layout.buckets),
         ),
         states=tuple(map(dict, places)),

@@ -123,6 +123,16 @@ class Collectives:
         """Return this rank's row of the ranks' sum; wait for it. Shapes: parts (size, n) -> (n,)."""
         return parts[0]
 
+    def sum_whole(self, flat: Tensor) -> Tensor:
+        """Return the ranks' sum, the same bits on every rank; wait for it. Shapes: (n,) -> (n,)."""
+        size, numel = self.axis.size, flat.numel()
+        parts = torch.nn.functional.pad(flat, (0, -numel % size)).view(size, -1)
+        return self.gather(self.sum_parts(parts)).view(-1)[:numel]
+
+    def all_reduce(self, flat: Tensor) -> Pending:
+        """Start replacing `flat` (n,) by the ranks' sum, the same bits on every rank."""
+        return Pending()
+
     def exchange(self, sent: Tensor, arrived: Tensor, to: Sequence[int], of: Sequence[int]) -> Pending:
         """Start sending `to[r]` elements to each rank r, in rank order, and receiving `of[r]` elements of each into
         `arrived`.
@@ -175,6 +185,10 @@ class _ManyRanks(Collectives):
         plain = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
         dist.broadcast(plain, group=self.axis.group, group_src=source)
 
+    def all_reduce(self, flat: Tensor) -> Pending:
+        # By the first `wait`: Gloo's own sums in an order that differs between the parts of a tensor.
+        return Pending(then=lambda: flat.copy_(self.sum_whole(flat)))
+
     def exchange(self, sent: Tensor, arrived: Tensor, to: Sequence[int], of: Sequence[int]) -> Pending:
         group = self.axis.group
         return Pending(dist.all_to_all_single(arrived, sent, [*of], [*to], group=group, async_op=True))
@@ -208,6 +222,9 @@ class NcclCollectives(_ManyRanks):
         out = parts.new_empty(parts.shape[1])
         _reduce_scatter(out, parts, group=self.axis.group)
         return out
+
+    def all_reduce(self, flat: Tensor) -> Pending:
+        return Pending(dist.all_reduce(flat, group=self.axis.group, async_op=True))
 
 
 class GlooCollectives(_ManyRanks):
@@ -264,7 +281,8 @@ class Unconnected(Collectives):
             "Topology.connect(), with these axes, on every rank of a process group"
         )
 
-    reduce_scatter = all_gather = table = gather = sum_parts = exchange = broadcast = agree = _refuse
+    reduce_scatter = all_gather = table = gather = sum_parts = _refuse
+    sum_whole = all_reduce = exchange = broadcast = agree = _refuse
 
 
 def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
 
+from megamix.axes import AXES, AxisKind
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -34,23 +36,26 @@ class Axis:
 
 @dataclass(frozen=True)
 class Topology:
-    """A mesh of named axes, as seen by one rank. Neighbouring ranks differ in the last axis first, so tp, the axis that
-    communicates most, stays within a machine.
+    """A mesh of named axes, as seen by one rank. Neighbouring ranks differ in the last axis first.
 
-    pp: pipeline stages of one copy of the model. dp: ranks that hold the same part of it. tp: ranks that divide each
-    layer of one stage, and read the same data. A program may add any other axis. Along an axis without a size there is
-    one rank.
+    `megamix.axes.AXES` says what the ranks along each axis have in common. An axis without a size has one rank.
     """
 
-    sizes: Mapping[str, int] = field(default_factory=lambda: {"pp": 1, "dp": 1, "tp": 1})
+    sizes: Mapping[str, int] = field(default_factory=dict)
     place_in_mesh: int = 0
-    reads: Sequence[str] = ("dp",)  # axes along which ranks read different data
-    owns: Sequence[str] = ("dp",)  # axes along which ranks with the same part of the model divide its FP32 masters
     ranks: Sequence[int] | None = None  # numbers of the mesh's ranks in the world; None: their places in the mesh
     groups: Mapping[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        for name in self.sizes:
+            if name not in AXES:
+                raise ValueError(
+                    f"the mesh has an axis {name!r}, which is none of {', '.join(AXES)}: add it by "
+                    "megamix.plugins.register_axis"
+                )
+
     def __str__(self) -> str:
-        sizes = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+        sizes = " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1 or name == "dp")
         return f"{self.world.size} rank(s)" + (f" ({sizes})" if self.dp.size < self.world.size else "")
 
     def along(self, *names: str) -> Axis:
@@ -59,8 +64,8 @@ class Topology:
         Raises: ValueError if there is no such axis.
         """
         for name in names:
-            if name not in (*self.sizes, "pp", "dp", "tp"):
-                raise ValueError(f"the mesh has no axis {name!r}; it has {', '.join(self.sizes)}")
+            if name not in AXES:
+                raise ValueError(f"there is no axis {name!r}; there are {', '.join(AXES)}")
         return self._axis(self._places(names))
 
     def _places(self, names: Sequence[str]) -> list[int]:
@@ -95,17 +100,36 @@ class Topology:
     @cached_property
     def data(self) -> Axis:
         """Return the ranks that read different data for the same part of the model."""
-        return self.along(*self.reads)
+        return self.along(*self._named(lambda kind: kind.reads))
+
+    @cached_property
+    def parts(self) -> Axis:
+        """Return the ranks whose losses are parts of one loss."""
+        return self.along(*self._named(lambda kind: kind.parts))
 
     @cached_property
     def owners(self) -> Axis:
         """Return the ranks that each own a share of the part of the model that all of them hold."""
-        return self.along(*self.owns)
+        return self.along(*self._sharded)
 
     @cached_property
     def replicas(self) -> Axis:
         """Return the ranks that own the same share, each a copy of it."""
-        return self.along(*(name for name in self.sizes if name not in ("pp", "tp", *self.owns)))
+        return self.along(*self._named(lambda kind: kind.weights == "copied"))
+
+    def owners_of(self, divided: str | None) -> Axis:
+        """Return the ranks that own shares of this rank's block of a parameter, which the ranks along one axis divide.
+        None: none divide it.
+        """
+        holders = self._named(lambda kind: kind.weights != "copied")
+        return self.along(*(name for name in holders if name not in ("pp", divided)))
+
+    @property
+    def _sharded(self) -> list[str]:
+        return self._named(lambda kind: kind.weights == "sharded")
+
+    def _named(self, suits: Callable[[AxisKind], bool]) -> list[str]:
+        return [name for name in self.sizes if suits(AXES[name])]
 
     @cached_property
     def ends(self) -> Axis:
@@ -115,15 +139,15 @@ class Topology:
         if 0 < self.pp.rank < self.pp.size - 1:
             return self._axis([self.place_in_mesh])
         stride = self._strides().get("pp", 0)
-        own = {place - self.pp.rank * stride for place in self._places(self.owns)}
+        own = {place - self.pp.rank * stride for place in self._places(self._sharded)}
         return self._axis(sorted(own | {place + (self.pp.size - 1) * stride for place in own}))
 
     @property
     def counts_sums(self) -> bool:
-        """Return whether this rank is the first of its stage's ranks that compute together on the same samples: only
-        its sums count.
+        """Return whether this rank is the first of its stage's ranks that compute the same loss together: only its sums
+        count.
         """
-        return self._is_first_of("pp", *self.reads)
+        return self._is_first(lambda name, kind: not (kind.reads or kind.parts or name == "pp"))
 
     @property
     def counts_loss(self) -> bool:
@@ -135,10 +159,10 @@ class Topology:
     @property
     def saves_shard(self) -> bool:
         """Return whether this rank is the first of the ranks that own the same share: it counts and saves the share."""
-        return self._is_first_of("pp", "tp", *self.owns)
+        return self._is_first(lambda name, kind: kind.weights == "copied")
 
-    def _is_first_of(self, *others: str) -> bool:
-        return all(self._place(name) == 0 for name in self.sizes if name not in others)
+    def _is_first(self, along: Callable[[str, AxisKind], bool]) -> bool:
+        return all(self._place(name) == 0 for name in self.sizes if along(name, AXES[name]))
 
     def _place(self, name: str) -> int:
         return self.place_in_mesh // self._strides()[name] % self.sizes[name]
@@ -161,45 +185,50 @@ class Topology:
             group = dist.group.WORLD
             assert group is not None
         ranks = tuple(dist.get_process_group_ranks(group))
-        sizes = {"pp": 1, "dp": len(ranks), "tp": 1}
-        return Topology(sizes, dist.get_rank(group), ranks=ranks, groups={ranks: group})
+        return Topology({"dp": len(ranks)}, dist.get_rank(group), ranks=ranks, groups={ranks: group})
 
     @staticmethod
-    def place(rank: int, *, pp_size: int = 1, dp_size: int = 1, tp_size: int = 1) -> Topology:
-        """Return the place of rank `rank` in a mesh of these sizes, by arithmetic alone and without connected axes.
+    def place(rank: int, **sizes: int) -> Topology:
+        """Return the place of rank `rank` in a job's mesh, by arithmetic alone and without connected axes. `sizes`:
+        ranks along each axis, by its name; 1 for an axis without one.
 
-        Raises: ValueError if there is no such rank.
+        Raises: ValueError if there is no such axis or rank.
         """
-        world_size = pp_size * dp_size * tp_size
+        if unknown := sizes.keys() - AXES.keys():
+            raise ValueError(f"there is no axis {min(unknown)!r}; there are {', '.join(AXES)}")
+        mesh = {name: sizes.get(name, 1) for name in AXES}
+        world_size = math.prod(mesh.values())
         if not 0 <= rank < world_size:
-            sizes = f"pp_size {pp_size} * dp_size {dp_size} * tp_size {tp_size} = {world_size}"
-            raise ValueError(f"rank {rank} is none of a mesh of {sizes} ranks; give one from 0 to {world_size - 1}")
-        return Topology({"pp": pp_size, "dp": dp_size, "tp": tp_size}, rank)
+            product = " * ".join(f"{name} {size}" for name, size in mesh.items() if name in sizes)
+            raise ValueError(
+                f"rank {rank} is none of a mesh of {product} = {world_size} ranks; give one from 0 to {world_size - 1}"
+            )
+        return Topology(mesh, rank)
 
     @staticmethod
-    def connect(*, pp_size: int = 1, tp_size: int = 1, timeout_s: float | None = None) -> Topology:
+    def connect(timeout_s: float | None = None, **sizes: int) -> Topology:
         """Return this rank's place in the mesh of the whole world, with connected axes. Every rank must call it.
 
-        Raises: ValueError if the sizes do not divide the world.
+        `sizes`: ranks along each axis but dp, by its name; dp gets all that they leave.
+        Raises: ValueError if there is no such axis, or the sizes do not divide the world.
         """
         if not dist.is_initialized():
-            return Topology.place(0, pp_size=pp_size, tp_size=tp_size)
-        world_size, model_size = dist.get_world_size(), pp_size * tp_size
-        if world_size % model_size:
+            return Topology.place(0, **sizes)
+        world_size, size = dist.get_world_size(), math.prod(sizes.values())
+        if world_size % size:
+            product = " * ".join(f"{name} {ranks}" for name, ranks in sizes.items())
             raise ValueError(
-                f"pp_size {pp_size} * tp_size {tp_size} = {model_size} must divide the number of ranks, which is "
-                f"{world_size}; start a multiple of {model_size}"
+                f"{product} = {size} must divide the number of ranks, which is {world_size}; start a multiple of {size}"
             )
-        dp_size = world_size // model_size
-        return Topology.place(dist.get_rank(), pp_size=pp_size, dp_size=dp_size, tp_size=tp_size).connected(timeout_s)
+        return Topology.place(dist.get_rank(), **sizes, dp=world_size // size).connected(timeout_s)
 
     def connected(self, timeout_s: float | None = None) -> Topology:
         """Return this mesh with its axes connected. Every rank of the world must call it, and be in the mesh."""
         groups = {tuple(self.world.ranks): dist.group.WORLD}
         # In the same order on every rank, because a group's ranks meet when it is created. With NCCL each of these
         # calls splits the world, so every rank must be in one group of each axis, which it is.
-        shared = self.along(*self.owns, "tp")
-        for axis in (self.tp, self.owners, shared, self.data, self.replicas, self.stage, self.pp):
+        own = (self.along(name) for name in reversed([*self.sizes]))
+        for axis in (*own, self.owners, self.owners_of(None), self.data, self.parts, self.replicas, self.stage):
             _connect(axis, groups, timeout_s)
         if 0 < self.pp.rank < self.pp.size - 1:
             # A rank between the ends makes a group of its own. torch names these groups by their ranks and by the

@@ -22,7 +22,10 @@ from megamix.config.load import config_from_dict as config_from_dict
 from megamix.config.load import effective_tables as effective_tables
 from megamix.config.load import load_config as load_config
 from megamix.config.loss_scales import loss_scale_rule as loss_scale_rule
+from megamix.config.mesh_checks import AXIS_KEYS as AXIS_KEYS
+from megamix.config.mesh_checks import axis_sizes as axis_sizes
 from megamix.config.mesh_checks import data_parallel_size as data_parallel_size
+from megamix.config.mesh_checks import reading_ranks as reading_ranks
 from megamix.config.mesh_checks import stages_per_rank as stages_per_rank
 from megamix.config.model_and_data import FAMILY as FAMILY
 from megamix.config.model_and_data import DataSource as DataSource
@@ -37,6 +40,7 @@ from megamix.config.problems import ConfigError as ConfigError
 from megamix.config.problems import nearest as nearest
 from megamix.config.problems import override_meant as override_meant
 from megamix.config.sections import Config as Config
+from megamix.config.sections import ParallelismConfig as ParallelismConfig
 from megamix.config.sections import PrecisionConfig as PrecisionConfig
 from megamix.config.sections import config_schema as config_schema
 from megamix.config.toml_text import config_to_toml as config_to_toml

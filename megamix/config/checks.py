@@ -1,5 +1,6 @@
 """Checks over more than one field. Each proposes values that pass."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -9,10 +10,12 @@ from typing import Any, cast
 from megamix.config.choices import Tree, section_at
 from megamix.config.mesh_checks import (
     MESH_CHECKS,
+    axis_sizes,
     data_parallel_size,
     largest_divisor,
     mesh_problems,
     micro_batch_problems,
+    reading_ranks,
 )
 from megamix.config.model_and_data import ModelConfig
 from megamix.config.sections import Config
@@ -61,13 +64,15 @@ def check_world_size(config: Config, world_size: int) -> list[str]:
 
 
 def grad_accum_steps(config: Config, dp_size: int) -> int:
-    """Return the micro-batches that each rank adds up in one step.
+    """Return the micro-batches that each rank adds up in one step. `dp_size`: ranks along dp.
 
     Raises: ValueError if the global batch does not divide.
     """
     for problem in _batch_problems(config, dp_size):
         raise ValueError(problem)
-    return config.training.global_batch_size // (config.training.micro_batch_size * dp_size)
+    return config.training.global_batch_size // (
+        config.training.micro_batch_size * reading_ranks(config.parallelism, dp_size)
+    )
 
 
 def _multiples(value: int, factor: int) -> str:
@@ -182,20 +187,24 @@ def _ranks_fill_batch(config: Config) -> Iterator[str]:
 
 def _batch_problems(config: Config, dp_size: int | None) -> Iterator[str]:
     global_batch_size, micro_batch_size = config.training.global_batch_size, config.training.micro_batch_size
-    share = micro_batch_size * (dp_size or 1)
+    copies = reading_ranks(config.parallelism, 1)
+    share = micro_batch_size * copies * (dp_size or 1)
     if global_batch_size % share:
-        factors = f"{micro_batch_size}" if dp_size is None else f"{micro_batch_size} * dp_size {dp_size} = {share}"
+        factors = f"{micro_batch_size}"
+        if dp_size is not None or copies > 1:
+            factors += f" * dp_size {dp_size}" * (dp_size is not None) + f" * {copies} replicas" * (copies > 1)
+            factors += f" = {share}"
         fix = f"write global_batch_size = {_multiples(global_batch_size, share)}"
-        if dp_size and global_batch_size % micro_batch_size == 0:
-            fewer = largest_divisor(global_batch_size // micro_batch_size, dp_size)
-            ranks = fewer * config.parallelism.tp_size * config.parallelism.pp_size
+        if dp_size and global_batch_size % (micro_batch_size * copies) == 0:
+            fewer = largest_divisor(global_batch_size // (micro_batch_size * copies), dp_size)
+            ranks = fewer * math.prod(axis_sizes(config.parallelism).values())
             fix += f", or take {ranks} rank{'s' if ranks > 1 else ''} (dp_size {fewer})"
         yield (
             f"training.global_batch_size: got {global_batch_size}, must be a multiple of micro_batch_size "
             f"{factors}; {fix}"
         )
     elif dp_size is not None:
-        yield from micro_batch_problems(config, dp_size)
+        yield from micro_batch_problems(config, copies * dp_size)
 
 
 def _validation_is_named_once(config: Config) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Checks of the mesh of ranks: what its sizes must divide and multiply to, and what a pipeline's schedule takes."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
+from megamix.axes import AXES, OWN_AXES
 from megamix.config.model_and_data import default_ffn_hidden_size
 from megamix.config.sections import Config, ParallelismConfig
 
@@ -15,28 +16,58 @@ _STAGES = {
 }
 
 
+# The key of each axis that has a setting of its own.
+AXIS_KEYS = {"pp": "pp_size", "replicas": "replicas", "dp": "dp_size", "tp": "tp_size"}
+
+
+def axis_sizes(section: ParallelismConfig) -> dict[str, int]:
+    """Return the ranks along each axis of the job's mesh, in its order, without dp: dp gets the ranks that these
+    leave.
+    """
+    own = {"pp": section.pp_size, "replicas": section.replicas, "tp": section.tp_size}
+    tables = {name: getattr(section, name, None) for name in AXES if name not in OWN_AXES}
+    sizes = own | {name: 1 if table is None else table.size for name, table in tables.items()}
+    return {name: sizes.get(name, 1) for name in AXES if name != "dp"}
+
+
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Return the ranks that read different data: what tensor and pipeline parallelism leave, at least one."""
-    return max(1, world_size // (config.parallelism.tp_size * config.parallelism.pp_size))
+    """Return the size of dp: the ranks that all other axes leave, at least one."""
+    return max(1, world_size // math.prod(axis_sizes(config.parallelism).values()))
+
+
+def reading_ranks(section: ParallelismConfig, dp_size: int | None = None) -> int:
+    """Return the number of ranks that read different samples. `dp_size`: None for the section's own, or 1."""
+    return (dp_size or section.dp_size or 1) * math.prod(
+        size for name, size in axis_sizes(section).items() if AXES[name].reads
+    )
 
 
 def mesh_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield why this number of ranks is no mesh of the configured sizes."""
-    section = config.parallelism
-    dp_size, tp_size, pp_size = section.dp_size, section.tp_size, section.pp_size
-    model_size = tp_size * pp_size
-    if world_size % model_size:
+    sizes, dp_size = axis_sizes(config.parallelism), config.parallelism.dp_size
+    others = math.prod(sizes.values())
+    if world_size % others:
+        least = [name for name, size in sizes.items() if size > 1][-1]
+        key = AXIS_KEYS.get(least, f"{least}.size")
+        product = " * ".join(f"{AXIS_KEYS.get(name, name)} {size}" for name, size in sizes.items() if size > 1)
+        fits = largest_divisor(math.gcd(world_size, sizes[least]), sizes[least])
+        if least == "tp":
+            fits = _largest_fit(config, sizes["tp"], world_size)
         yield (
-            f"parallelism.tp_size: got {tp_size}, tp_size {tp_size} * pp_size {pp_size} = {model_size} must divide the "
-            f"number of ranks, but {world_size} were started; write tp_size = "
-            f"{_largest_fit(config, tp_size, world_size)} and pp_size = 1, or start {model_size}"
+            f"parallelism.{key}: got {sizes[least]}, {product} = {others} must divide the number of ranks, but "
+            f"{world_size} were started; start a multiple of {others}, or write {key} = {fits}"
         )
-    elif dp_size is not None and dp_size * model_size != world_size:
+    elif dp_size is not None and dp_size * others != world_size:
+        product = " * ".join(f"{name} {size}" for name, size in _with_dp(sizes, dp_size).items() if size > 1)
         yield (
-            f"parallelism.dp_size: got {dp_size}, parallel sizes must multiply to the number of ranks: "
-            f"pp {pp_size} * dp {dp_size} * tp {tp_size} = {dp_size * model_size}, but {world_size} were started; "
-            f"write dp_size = {world_size // model_size} or start {dp_size * model_size}"
+            f"parallelism.dp_size: got {dp_size}, parallel sizes must multiply to the number of ranks: {product} = "
+            f"{dp_size * others}, but {world_size} were started; write dp_size = {world_size // others} or start "
+            f"{dp_size * others}"
         )
+
+
+def _with_dp(sizes: Mapping[str, int], dp_size: int) -> dict[str, int]:
+    return {name: sizes.get(name, dp_size) for name in AXES}
 
 
 def _tensor_parallel_divides(config: Config) -> Iterator[str]:
@@ -81,13 +112,13 @@ def stages_per_rank(section: ParallelismConfig) -> int:
     return section.pp_stages_per_rank or _STAGES[section.pp_schedule][2]
 
 
-def micro_batch_problems(config: Config, dp_size: int) -> Iterator[str]:
+def micro_batch_problems(config: Config, num_readers: int) -> Iterator[str]:
     """Yield why the schedule cannot run the micro-batches into which the global batch divides."""
     section, training = config.parallelism, config.training
     schedule, pp_size = section.pp_schedule, section.pp_size
     if pp_size == 1:
         return
-    share = training.micro_batch_size * dp_size
+    share = training.micro_batch_size * num_readers
     count = training.global_batch_size // share
     rounds = max(1, count // pp_size)
     got = f"training.global_batch_size: got {training.global_batch_size}, which is {count} micro-batches a step, but "
@@ -148,10 +179,21 @@ def _stages_keep_their_parameters(config: Config) -> Iterator[str]:
         )
 
 
+def _stages_hand_over_known_shapes(config: Config) -> Iterator[str]:
+    pp_size = config.parallelism.pp_size
+    for name, size in axis_sizes(config.parallelism).items():
+        if pp_size > 1 and size > 1 and name not in OWN_AXES:
+            yield (
+                f"parallelism.pp_size: got {pp_size} with {name}.size {size}, but a pipeline does not know the shapes "
+                f"that a plugin's axis leaves; write pp_size = 1, or {name}.size = 1"
+            )
+
+
 MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _tensor_parallel_divides,
     _stages_suit_schedule,
     _stages_have_layers,
     _stages_keep_their_parameters,
+    _stages_hand_over_known_shapes,
     _split_backward_is_not_compiled,
 )

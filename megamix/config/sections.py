@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megamix.axes import AXES
 from megamix.config.choices import ChosenTable, ExtendedTable, left_out
 from megamix.config.loss_scales import LOSS_SCALE, LossScaleConfig
 from megamix.config.model_and_data import FAMILY, DataConfig, ModelConfig, Text
 from megamix.config.optimizers import OPTIMIZER, OptimizerConfig
-from megamix.plugins import TRACKERS, Section, import_plugins
+from megamix.plugins import MORE_AXES, TRACKERS, Section, import_plugins
 
 
 class LrScheduleConfig(Section):
@@ -63,8 +64,8 @@ class TrainingConfig(Section):
     micro_batch_size: Annotated[PositiveInt, Field(examples=[8])]
     """Sequences in one forward and backward of one rank."""
     global_batch_size: Annotated[PositiveInt, Field(examples=[16])]
-    """Sequences in one step over all ranks; a multiple of micro_batch_size * dp_size. Accumulation supplies the
-    factor."""
+    """Sequences in one step over all ranks; a multiple of micro_batch_size * dp_size * replicas. Accumulation supplies
+    the factor."""
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1234
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
@@ -79,7 +80,10 @@ class ParallelismConfig(Section):
     """Divides the work among the ranks."""
 
     dp_size: PositiveInt | None = None
-    """Data-parallel ranks. Not set: the number of ranks / (tp_size * pp_size)."""
+    """Data-parallel ranks that share out the masters. Not set: the number of ranks / the product of all other sizes."""
+    replicas: PositiveInt = 1
+    """Groups of data-parallel ranks (hybrid sharding). The ranks of a group share out the masters, and each group has a
+    copy of them. Gradients are summed within a group, then across the groups."""
     tp_size: PositiveInt = 1
     """Tensor-parallel ranks: neighbours that divide each layer. Must divide heads, ffn_hidden_size and vocab_size."""
     pp_size: PositiveInt = 1
@@ -106,6 +110,9 @@ class ParallelismConfig(Section):
     """Whether communication runs beside backward and forward; the result is the same either way."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that a rank may make no progress, computing or waiting for another one, before all ranks end."""
+
+
+MORE_AXES.reserved = (*ParallelismConfig.model_fields, *AXES)
 
 
 class CheckpointConfig(Section):
@@ -176,7 +183,7 @@ class Config(Section):
     lr_schedule: LrScheduleConfig = left_out()
     precision: PrecisionConfig = left_out()
     training: TrainingConfig = left_out()
-    parallelism: ParallelismConfig = left_out()
+    parallelism: Annotated[ParallelismConfig, ExtendedTable(MORE_AXES, ParallelismConfig)] = left_out()
     checkpoint: CheckpointConfig = left_out()
     metrics: Annotated[MetricsConfig, ExtendedTable(TRACKERS, MetricsConfig)] = left_out()
     profiling: ProfilingConfig = left_out()

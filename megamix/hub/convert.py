@@ -73,7 +73,7 @@ def _write_checkpoint(
     tied = (HEAD_WEIGHT,) if model.tie_embeddings else ()
     manifest = Manifest(
         applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=config),
-        layout=LayoutRecord(dp_size=1, buckets=()), states=(UNTRAINED,),
+        layout=LayoutRecord(axes={"dp": 1}, buckets=()), states=(UNTRAINED,),
         params=tuple(
             ParamRecord(name=name, shape=shape, aliases=tied if name == EMBEDDING_WEIGHT else ())
             for name, shape in shapes.items()

@@ -162,6 +162,7 @@ class Bucket:
         self._waiting: dict[str, Tensor] = {}  # this pass's gradients that are not in `grads` yet
         self._paddings: list[Tensor] = []  # padding of `grads` behind each parameter
         self.sum_pending: Pending | None = None
+        self.is_summed_across = False  # True: this step's sum over replicas is launched
         self.gather_pending: Pending | None = None
         self._rows: Tensor | None = None  # statistics of the sum, taken while it was computed
         self._total_begun = False
@@ -366,6 +367,15 @@ class Bucket:
         self._total_begun = True
         self._free_sum(self.rank_sum)
 
+    def launch_sum_across(self, replicas: Collectives) -> Pending:
+        """Start summing `grad_sum`, the sum over the owners, over the replicas. Wait for the sum over the owners."""
+        self.wait_for_sum()
+        self._rows = None  # statistics of the sum over the owners alone
+        self.sum_pending = sent = replicas.all_reduce(self.grad_sum)
+        sent.what = f"while the gradients of {self.plan.name} were summed across replicas"
+        self.is_summed_across = True
+        return sent
+
     def wait_for_sum(self) -> None:
         """Return once `grad_sum` may be read, and free the gradients' memory."""
         if self.sum_pending is not None:
@@ -384,6 +394,7 @@ class Bucket:
 
     def discard_sum(self) -> None:
         """Forget the step's sums and free their memory. No sum may be under way."""
+        self.is_summed_across = False
         self._rows = None
         self._total_begun = False
         self._free_sum(self.rank_sum)

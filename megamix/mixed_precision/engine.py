@@ -159,9 +159,12 @@ class ShardedEngine:
         kernels = choose_kernels(self.optimizer, groups, buckets, self.world, compile_update)
         self.update_path = kernels.path
         self._row_stats = kernels.row_stats
-        self._grads = grads = GradReduce(buckets, kernels.row_stats, overlap, clock, observers)
+        self._grads = grads = GradReduce(buckets, self._links.replicas, kernels.row_stats, overlap, clock, observers)
         self.progress = StepProgress(
-            self.grad_accum_steps, self.device, lambda: model.training and not grads.inside_backward
+            self.grad_accum_steps,
+            self.device,
+            lambda: model.training and not grads.inside_backward,
+            self.topology.parts.size,
         )
         self._unseen_writes = UnseenWrites(buckets, self.plan.param_names, self.progress)
         self._gather: ParamGather | UnitGather
@@ -373,8 +376,7 @@ class ShardedEngine:
         self._release_for_write(call)  # waits for gathers that no forward has awaited, e.g. of a skipped unit
         if self._unseen_writes.due:
             self._unseen_writes.look(self._kept_buckets)
-        for bucket in self.buckets:
-            self._grads.wait(bucket)
+        self._grads.wait_all()
         with self.clock.span("update"):
             by_piece = stats_by_piece(self.buckets, self._row_stats, self.topology.saves_shard)
             lr = lr_of(self._lr_table, self.applied_updates + 1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megamix.clock import Clock
+from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.row_stats import RowStats
@@ -34,10 +35,11 @@ class GradReduce:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], row_stats: RowStats, overlap: bool, clock: Clock,
+        self, buckets: Sequence[Bucket], replicas: Collectives, row_stats: RowStats, overlap: bool, clock: Clock,
         observers: Sequence[StepObserver],
     ):  # fmt: skip
         self._buckets = buckets
+        self._replicas = replicas
         self._row_stats = row_stats
         self._overlap = overlap
         self._clock = clock
@@ -142,16 +144,35 @@ class GradReduce:
                 yield bucket
                 for observer in self._observers:
                     observer.on_transfer("reduce_scatter", bucket, bucket.sum_sent)
+                if self._travelling is not None and not self.takes_each:
+                    self._sum_across(self._travelling)
                 if not self._overlap:
                     self.wait(bucket)
                 elif self._travelling is not None and bucket.storage.grads_pass:
                     self._travelling.wait_for_sum()  # only two buckets of gradients have memory at a time
             self._travelling = bucket
 
+    def _sum_across(self, bucket: Bucket) -> None:
+        """Start a bucket's sum over replicas, unless it is started, and wait for the sum over its owners before. During
+        backward that one has had the time of a further bucket.
+        """
+        if self._replicas.axis.size > 1 and not bucket.is_summed_across:
+            sent = bucket.launch_sum_across(self._replicas)
+            for observer in self._observers:
+                observer.on_transfer("sum_across", bucket, sent)
+
     def wait(self, bucket: Bucket) -> None:
-        """Return once a bucket's `grad_sum` is the sum over ranks and micro-batches, on this rank's part."""
+        """Return once a bucket's `grad_sum` is the sum over its owners and this step's micro-batches so far."""
         with self._clock.span("exposed_reduce_scatter"):
             bucket.wait_for_sum()
+
+    def wait_all(self) -> None:
+        """Return once each bucket's `grad_sum` is the sum over all ranks and micro-batches, on this rank's part."""
+        for bucket in self._buckets:
+            with self._clock.span("exposed_reduce_scatter"):
+                self._sum_across(bucket)
+        for bucket in self._buckets:
+            self.wait(bucket)
 
     @contextmanager
     def freed_after(self) -> Iterator[None]:

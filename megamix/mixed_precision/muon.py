@@ -353,7 +353,7 @@ def _plan(muon: Muon, buckets: Sequence[Bucket], topology: Topology) -> dict[Buc
         if axis is None:
             device = holders[0].master.device
             row = torch.tensor([among.axis.rank, topology.tp.rank], device=device)
-            among = make_collectives(topology.along(*topology.owns, "tp"), device)
+            among = make_collectives(topology.owners_of(None), device)
             places = [Place(*place) for place in among.table(row).tolist()]
         both = zip(holders, matrix_layout.find_homes(layout, numbers, places), strict=True)
         exchanges |= {bucket: _exchange(muon, among, matrices) for bucket, matrices in both}

@@ -19,7 +19,7 @@ GRADIENT: Used = "gradient"
 SOURCE: Used = "direction's input"
 DIRECTION: Used = "direction"
 
-TransferKind = Literal["reduce_scatter", "matrices", "all_gather"]
+TransferKind = Literal["reduce_scatter", "sum_across", "matrices", "all_gather"]
 
 
 class StepObserver:

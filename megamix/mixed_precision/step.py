@@ -105,8 +105,9 @@ class StepProgress:
 
     latest: ClassVar[Callable[[], StepProgress | None]] = lambda: None  # progress of the last engine in use
 
-    def __init__(self, grad_accum_steps: int, device: torch.device, counts: Callable[[], bool]):
-        self.grad_accum_steps = grad_accum_steps
+    def __init__(self, grad_accum_steps: int, device: torch.device, counts: Callable[[], bool], num_parts: int = 1):
+        """Begin before the first step. `num_parts`: number of ranks whose losses are parts of one loss."""
+        self.grad_accum_steps, self._num_parts = grad_accum_steps, num_parts
         self.micro_batches, self._ended = 0, False
         self.examined = False  # True: this step is examined, or the next one will be
         self.scale_used = torch.ones((), dtype=torch.float32, device=device)
@@ -172,11 +173,15 @@ class StepProgress:
     def scaled(self, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
         """Return the tensor to back-propagate for a micro-batch's loss. `counts`: the loss is added to the step's loss;
         among the ranks that compute one loss together, one counts it.
+
+        A part's mean is divided by the number of parts. So gradients, in half, are as large as those of one rank that
+        computes the whole loss.
         """
+        part = loss.float() / self._num_parts if self._num_parts > 1 else loss.float()
         if counts:
-            self.loss_sum += loss.detach().view(())
-            self.weight_sum += weight
-        return loss.float() * self.scale_used
+            self.loss_sum += part.detach().view(())
+            self.weight_sum += weight / self._num_parts
+        return part * self.scale_used
 
     def add(self, micro_batches: int, last: bool) -> bool:
         """Add to the number of micro-batches; return whether the step has all of them. `last`: the step ends with

@@ -23,11 +23,12 @@ from megamix.model.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class ParamRule:
-    """The rule by which a parameter is drawn at first, and by which tensor-parallel ranks divide it."""
+    """The rule by which a parameter is drawn at first, and by which the ranks along an axis divide it."""
 
     draw: Literal["zeros", "ones", "normal"]
     std: float = 0.0  # standard deviation of "normal"; the mean is 0
     divided: int | None = None  # the dim that ranks divide into equal parts; None: each rank holds the whole parameter
+    along: str = "tp"  # the axis whose ranks divide it
     # True: each rank holds the whole parameter but uses it for its own heads only, so its gradient is always a part of
     # the sum over ranks.
     within_heads: bool = False

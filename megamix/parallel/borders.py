@@ -73,10 +73,7 @@ class Border:
 
     def _sum(self, x: Tensor) -> Tensor:
         """Return the ranks' sum: in FP32, in rank order and rounded once, if the backend lets us choose. Any shape."""
-        flat = x.reshape(-1)
-        short = -flat.numel() % self.tp.axis.size
-        parts = torch.nn.functional.pad(flat, (0, short)).view(self.tp.axis.size, -1)
-        return self.tp.gather(self.tp.sum_parts(parts)).view(-1)[: flat.numel()].view(x.shape)
+        return self.tp.sum_whole(x.reshape(-1)).view(x.shape)
 
     def _sum_positions(self, x: Tensor) -> Tensor:
         """Return this rank's positions of the ranks' sum."""

@@ -1,14 +1,14 @@
 """The model of a job on this rank, and the initial weights that one process would draw."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from megamix.comm.collectives import make_collectives
-from megamix.comm.topology import Topology
-from megamix.config import DecoderConfig
+from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.topology import Axis, Topology
+from megamix.config import DecoderConfig, ParallelismConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.weights import Fill, without_values
@@ -17,20 +17,19 @@ from megamix.model.family import family_of
 from megamix.parallel.borders import Border
 from megamix.parallel.stages import StagePlan, keep_layers
 from megamix.parallel.tensor_parallel import divide_layers, place_params, take_blocks
+from megamix.plugins import MORE_AXES
 
 
 def build_model(
-    config: DecoderConfig, topology: Topology, device: torch.device, stages: Sequence[StagePlan] = (), *,
-    sequence_parallel: bool,
+    config: DecoderConfig, parallelism: ParallelismConfig, topology: Topology, device: torch.device,
+    stages: Sequence[StagePlan] = (),
 ) -> tuple[Decoder, dict[str, Placement]]:  # fmt: skip
     """Build this rank's part of the model, with weights that have no values yet. Return it with the placement of each
     parameter in the whole model, by name. Every rank must call it. `stages`: all stages of the pipeline, if there is
     one.
     """
-    model, placements = outline(config, topology, stages, sequence_parallel=sequence_parallel)
-    if topology.tp.size > 1:
-        tp = make_collectives(topology.tp, device)
-        divide_layers(model, Border(tp, sequence=sequence_parallel))
+    model, placements = outline(config, parallelism, topology, stages)
+    divide_work(model, parallelism, topology, lambda axis: make_collectives(axis, device))
     without_values(model, device)
     for name, module in model.named_modules():
         if module._buffers:
@@ -49,8 +48,22 @@ def build_model(
     return model, placements
 
 
+def divide_work(
+    model: Decoder, parallelism: ParallelismConfig, topology: Topology, connect: Callable[[Axis], Collectives]
+) -> None:
+    """Make a model whose parameters are this rank's blocks compute its part of the work. Its calls are collective then.
+
+    `connect`: returns the collectives of an axis.
+    """
+    if topology.tp.size > 1:
+        divide_layers(model, Border(connect(topology.tp), sequence=parallelism.sequence_parallel))
+    for name, divide in MORE_AXES.registered.items():
+        if (axis := topology.along(name)).size > 1:
+            divide(model, connect(axis), **{key: value for key, value in getattr(parallelism, name) if key != "size"})
+
+
 def outline(
-    config: DecoderConfig, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
+    config: DecoderConfig, parallelism: ParallelismConfig, topology: Topology, stages: Sequence[StagePlan] = ()
 ) -> tuple[Decoder, dict[str, Placement]]:
     """Build a rank's part of the model on the meta device, without memory and without divided operations. Return it
     with the placements. `topology`: any rank's, connected or not.
@@ -58,12 +71,12 @@ def outline(
     layers = sorted(layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers)
     with torch.device("meta"):
         model = family_of(config).part(config, layers or range(config.num_layers))
-    placements = place_params(model, topology, sequence_parallel=sequence_parallel)
+    placements = place_params(model, topology, sequence_parallel=parallelism.sequence_parallel)
     if stages:
         keep_layers(model, layers)
         if config.tie_embeddings and stages[0].rank != stages[-1].rank:
             placements[EMBEDDING_WEIGHT] = replace(placements[EMBEDDING_WEIGHT], owners=topology.ends)
-    take_blocks(model, topology.tp.size)
+    take_blocks(model, topology)
     return model, placements
 
 

@@ -94,7 +94,7 @@ class Pipeline(MicroBatchRunner):
         if not torch.is_grad_enabled():
             return loss
         # In a V-shaped schedule the last rank does not have the last stage. torch calls this only where it is.
-        counts = self.engine.topology.tp.rank == 0
+        counts = self.engine.topology.counts_sums
         return self.engine.progress.scaled(loss, next(self._weights), counts=counts)
 
 

@@ -38,14 +38,19 @@ def place_params(model: Decoder, topology: Topology, *, sequence_parallel: bool)
         _check_branches(model, topology.tp.size)
     placements = {}
     for name, param in model.named_parameters():
-        rule, tp_size = model.rules[name], topology.tp.size
-        if rule.divided is not None and (size := param.shape[rule.divided]) % tp_size:
+        rule = model.rules[name]
+        if rule.divided is not None and (size := param.shape[rule.divided]) % (ranks := _num_blocks(rule, topology)):
             raise ValueError(
-                f"parallelism.tp_size: got {tp_size}, must divide {size}, of {name} {[*param.shape]}; take another "
-                "one, or other sizes under [model]"
+                f"parallelism.{rule.along}_size: got {ranks}, must divide {size}, of {name} {[*param.shape]}; take "
+                "another one, or other sizes under [model]"
             )
         placements[name] = _place(rule, tuple(param.shape), topology, sequence_parallel)
     return placements
+
+
+def _num_blocks(rule: ParamRule, topology: Topology) -> int:
+    """Return the number of equal blocks into which ranks divide a parameter."""
+    return 1 if rule.divided is None else topology.along(rule.along).size
 
 
 def _check_branches(model: Decoder, tp_size: int) -> None:
@@ -71,14 +76,14 @@ def _check_branches(model: Decoder, tp_size: int) -> None:
 
 
 def _place(rule: ParamRule, shape: tuple[int, ...], topology: Topology, sequence_parallel: bool) -> Placement:
-    tp = topology.tp
+    # With whole activations every tp rank computes the same gradient, so one rank's counts. With a part of the
+    # positions, or of the heads, each rank computes a part of the gradient, and all count.
+    counts = sequence_parallel or topology.tp.rank == 0 or rule.within_heads
     if rule.divided is None:
-        # With whole activations every rank computes the same gradient, so one rank's counts. With a part of the
-        # positions, or of the heads, each rank computes a part of the gradient, and all count.
-        counts = sequence_parallel or tp.rank == 0 or rule.within_heads
-        return Placement(shape, (0,) * len(shape), topology.along(*topology.owns, "tp"), counts)
-    start = shape[rule.divided] // tp.size * tp.rank
-    return Placement(shape, tuple(start if dim == rule.divided else 0 for dim in range(len(shape))), topology.owners)
+        return Placement(shape, (0,) * len(shape), topology.owners_of(None), counts)
+    start = shape[rule.divided] // _num_blocks(rule, topology) * topology.along(rule.along).rank
+    offset = tuple(start if dim == rule.divided else 0 for dim in range(len(shape)))
+    return Placement(shape, offset, topology.owners_of(rule.along), counts or rule.along == "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +120,17 @@ class _PositionOps(_DividedOps):
         return torch.where(kept, x * (1 / (1 - share)), 0.0)
 
 
-def take_blocks(model: Decoder, tp_size: int) -> None:
+def take_blocks(model: Decoder, topology: Topology) -> None:
     """Put an empty block in place of each parameter that is divided, under all its names. The values are lost, so call
     it before they are drawn, as on the meta device.
     """
     blocks: dict[nn.Parameter, nn.Parameter] = {}
     for name, param in [*model.named_parameters(remove_duplicate=False)]:
         if param not in blocks:
-            divided = model.rules[name].divided
-            shape = tuple(size // tp_size if dim == divided else size for dim, size in enumerate(param.shape))
-            blocks[param] = param if shape == param.shape else nn.Parameter(param.new_empty(shape))
+            rule, shape = model.rules[name], [*param.shape]
+            if rule.divided is not None:
+                shape[rule.divided] //= _num_blocks(rule, topology)
+            blocks[param] = param if shape == [*param.shape] else nn.Parameter(param.new_empty(shape))
         put_parameter(model, name, blocks[param])
 
 

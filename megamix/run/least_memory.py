@@ -25,7 +25,7 @@ def least_held(config: Config, world_size: int) -> dict[str, float]:
         from megamix.model.family import parameter_count
 
         params = parameter_count(config.model)
-    part, owned = params / (section.tp_size * section.pp_size), params / world_size
+    part, owned = params / (section.tp_size * section.pp_size), params * section.replicas / world_size
     half = 4 if config.precision.dtype == "fp32" else 2
     state = 2 if getattr(getattr(optimizer, optimizer.name), "state_dtype", "fp32") == "bf16" else 4
     return {

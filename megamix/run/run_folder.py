@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megamix.builders.data import data_problems, data_warnings
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
-from megamix.config import Config, ConfigError, check_world_size, config_to_toml, load_config
+from megamix.config import Config, ConfigError, axis_sizes, check_world_size, config_to_toml, load_config
 from megamix.config.problems import short
 from megamix.data import installing
 from megamix.data.tokenizer import open_tokenizer
@@ -167,7 +167,7 @@ def _division_problems(config: Config) -> Iterator[str]:
 
         plain = config.model.model_copy(update={"compile": False})
         try:
-            outline(plain, Topology({"pp": 1, "dp": 1, "tp": tp_size}), sequence_parallel=False)
+            outline(plain, config.parallelism, Topology.place(0, **axis_sizes(config.parallelism)))
         except ValueError as error:
             yield str(error)
 

@@ -59,7 +59,7 @@ def check_run(manifest: Manifest) -> None:
     with _by_code_of_now(tables):
         config = saved_config(manifest)
     layout = manifest.layout
-    if (ranks := layout.dp_size * layout.tp_size * layout.pp_size) != len(manifest.files):
+    if (ranks := math.prod(layout.axes.values())) != len(manifest.files):
         raise ValueError(f"layout: {ranks} ranks, but {len(manifest.files)} files")
     if not all(map(_DIGEST.fullmatch, manifest.run.fingerprints.values())):
         raise ValueError("fingerprints: they are no digests")

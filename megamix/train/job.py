@@ -44,16 +44,10 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             _set_torch(config)
             stages = plan_pipeline(config)
             with phase(f"building the model{_COMPILES if config.optimizer.compile else ''}"):
-                model, placements = build_model(
-                    config.model,
-                    job.topology,
-                    job.device,
-                    stages,
-                    sequence_parallel=config.parallelism.sequence_parallel,
-                )
+                model, placements = build_model(config.model, config.parallelism, job.topology, job.device, stages)
                 begins_anew = job.start.checkpoint is None
                 fill = job.counted(drawn(model, config.training.seed) if begins_anew else undrawn)
-                accumulation = grad_accum_steps(config, job.topology.data.size)
+                accumulation = grad_accum_steps(config, job.topology.dp.size)
                 engine = build_engine(config, model, model.units, accumulation, job.topology, placements, fill)
             job.engine = engine  # the watchdog reads from it, and from the trainer, whether this rank gets on
             console = job.console

@@ -17,7 +17,7 @@ from torch import Tensor
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import NotMetError, Topology, leave_ranks, local_device, meet_ranks, side_store
-from megamix.config import Config, ConfigError
+from megamix.config import Config, ConfigError, axis_sizes
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.weights import Fill
@@ -153,7 +153,7 @@ def join(config: Config, stack: ExitStack) -> Job:
         raise NoAnswerError(str(error)) from None
     stack.push(_leave_ranks)
     data = known_data(config)
-    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
+    topology = Topology.connect(limit_s, **axis_sizes(config.parallelism))
     # Signals are noted only from here on: earlier there is nothing to save, and a rank that waits for the others must
     # be free to die.
     leave = stack.enter_context(signals_noted(launched=launcher is not None))

@@ -49,7 +49,7 @@ def write_sealed(path: Path, content: bytes, params: Sequence[ParamRecord]) -> N
     (path / SHARD).write_bytes(content)
     manifest = Manifest(
         applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(), states=(UNTRAINED,), params=tuple(params),
-        layout=LayoutRecord(dp_size=1, buckets=()),
+        layout=LayoutRecord(axes={"dp": 1}, buckets=()),
         files=(FileRecord(name=SHARD, size=len(content), crc32=zlib.crc32(content)),),
     )  # fmt: skip
     (path / MANIFEST).write_bytes(manifest_text(manifest))

@@ -166,7 +166,7 @@ def _want(part: Part) -> Tensor:
 def _save_simulated(folder: Path, ranks: list[list[Part]]) -> Path:
     manifest = Manifest(
         applied_updates=3, skipped_steps=0, loss_scale={"loss_scale": 1.0}, run=RunRecord(),
-        layout=LayoutRecord(dp_size=1, buckets=()), states=(dict.fromkeys(STATES, "F32"),),
+        layout=LayoutRecord(axes={"dp": 1}, buckets=()), states=(dict.fromkeys(STATES, "F32"),),
         params=tuple(ParamRecord(name=name, shape=shape, aliases=()) for name, shape in SHAPES.items()),
     )  # fmt: skip
     files = Files()

@@ -29,19 +29,19 @@ def test_every_rank_has_one_place_with_tensor_parallel_ranks_as_neighbours(sizes
     pp_size, dp_size, tp_size = sizes
     places = itertools.product(range(pp_size), range(dp_size), range(tp_size))
     for rank, (pp_rank, dp_rank, tp_rank) in enumerate(places):
-        here = Topology.place(rank, pp_size=pp_size, dp_size=dp_size, tp_size=tp_size)
+        here = Topology.place(rank, pp=pp_size, dp=dp_size, tp=tp_size)
         assert (here.pp.rank, here.dp.rank, here.tp.rank) == (pp_rank, dp_rank, tp_rank)
         assert (here.pp.size, here.dp.size, here.tp.size) == sizes
         assert here.stage.size == dp_size * tp_size
         for axis in (here.world, here.pp, here.dp, here.tp, here.stage):
             assert axis.ranks[axis.rank] == rank
     with pytest.raises(ValueError, match=f"from 0 to {rank}"):
-        Topology.place(rank + 1, pp_size=pp_size, dp_size=dp_size, tp_size=tp_size)
+        Topology.place(rank + 1, pp=pp_size, dp=dp_size, tp=tp_size)
 
 
 def _sums(pp_size: int, tp_size: int) -> list[float]:
     """Return the sums of the ranks' numbers over each axis."""
-    here = Topology.connect(pp_size=pp_size, tp_size=tp_size)
+    here = Topology.connect(pp=pp_size, tp=tp_size)
     sums = []
     for axis in (here.pp, here.dp, here.tp, here.stage, here.world):
         total = torch.tensor(float(dist.get_rank()))
@@ -60,8 +60,8 @@ def test_each_axis_connects_its_own_ranks(run_ranks) -> None:
 
 
 def _connect_badly() -> str:
-    with pytest.raises(ValueError, match="tp_size 3 = 3 must divide the number of ranks, which is 4") as caught:
-        Topology.connect(tp_size=3)
+    with pytest.raises(ValueError, match="tp 3 = 3 must divide the number of ranks, which is 4") as caught:
+        Topology.connect(tp=3)
     return str(caught.value)
 
 
@@ -73,12 +73,12 @@ def test_a_bad_mesh_names_one_that_works() -> None:
     config = config_from_dict(changed(parallelism={"tp_size": 2}))
     assert check_world_size(config, 4) == []
     assert check_world_size(config, 3) == [
-        "parallelism.tp_size: got 2, tp_size 2 * pp_size 1 = 2 must divide the number of ranks, but 3 were started; "
-        "write tp_size = 1 and pp_size = 1, or start 2"
+        "parallelism.tp_size: got 2, tp_size 2 = 2 must divide the number of ranks, but 3 were started; start a "
+        "multiple of 2, or write tp_size = 1"
     ]
     config = config_from_dict(changed(parallelism={"tp_size": 2, "dp_size": 2}))
     assert check_world_size(config, 8) == [
-        "parallelism.dp_size: got 2, parallel sizes must multiply to the number of ranks: pp 1 * dp 2 * tp 2 = 4, but "
+        "parallelism.dp_size: got 2, parallel sizes must multiply to the number of ranks: dp 2 * tp 2 = 4, but "
         "8 were started; write dp_size = 4 or start 4"
     ]
 
@@ -107,7 +107,7 @@ def test_what_tensor_parallelism_cuts_must_divide_and_all_of_it_is_told() -> Non
 def test_torchcomms_which_makes_no_group_by_its_own_ranks_is_named(monkeypatch) -> None:
     monkeypatch.setattr(dist, "new_group", Mock(side_effect=NotImplementedError("use_local_synchronization=True")))
     with pytest.raises(NotImplementedError, match="unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"):
-        Topology.place(0, dp_size=2, tp_size=2).connected()
+        Topology.place(0, dp=2, tp=2).connected()
 
 
 def _without_an_interface() -> str:

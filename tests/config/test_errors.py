@@ -453,7 +453,7 @@ def test_world_size_that_does_not_fit_is_multiplied_out() -> None:
         "write global_batch_size = 12 or 24, or take 2 ranks (dp_size 2)"
     ]
     assert check_world_size(config_from_dict(changed(parallelism={"dp_size": 4})), 2) == [
-        "parallelism.dp_size: got 4, parallel sizes must multiply to the number of ranks: pp 1 * dp 4 * tp 1 = 4, but "
+        "parallelism.dp_size: got 4, parallel sizes must multiply to the number of ranks: dp 4 = 4, but "
         "2 were started; write dp_size = 2 or start 4"
     ]
     assert len(check_world_size(config_from_dict(changed(parallelism={"dp_size": 4})), 3)) == 2

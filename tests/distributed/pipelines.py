@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
-from megamix.config import ModelConfig
+from megamix.config import ModelConfig, ParallelismConfig
 from megamix.data.loader import Batch
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.loss_scale import DynamicLossScale
@@ -74,7 +74,9 @@ def pipeline_engine(
 def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tuple[ShardedEngine, Pipeline]:
     config, per_rank = case.config(), 1 if case.schedule == "1f1b" else 2
     stages = plan_stages(config, topology.pp.size, per_rank, v_shaped=case.schedule in V_SHAPED)
-    model, placements = build_model(config, topology, rank_device(), stages, sequence_parallel=sequence)
+    model, placements = build_model(
+        config, ParallelismConfig(sequence_parallel=sequence), topology, rank_device(), stages
+    )
     engine = pipeline_engine(case, model, topology, placements, fill=drawn(model, 5))
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
     handover = Handover(topology.pp, len(stages), (B, T), topology.tp.size if sequence else 1)

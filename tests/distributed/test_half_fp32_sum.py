@@ -49,7 +49,7 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
         bucket.grads.copy_(_halves(rank, number, bucket.plan.padded_numel, dtype))
         bucket.param_grads["weight"].touched = True  # otherwise it would count as zeros
     stats = RowStats(chunked_row_stats, partial(sum_in_chunks, chunked_row_stats))
-    reduce = GradReduce(buckets, stats, overlap=True, clock=Clock(cpu), observers=[])
+    reduce = GradReduce(buckets, Collectives(Axis()), stats, overlap=True, clock=Clock(cpu), observers=[])
     reduce.end_micro_batch(ends=True)
     results = []
     for number, numel in enumerate(numels):

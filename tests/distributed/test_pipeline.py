@@ -93,7 +93,7 @@ def _differences(case: Case, topology: Topology) -> list[str]:
 
 
 def _all_differences(cases: list[Case]) -> list[str]:
-    topology = Topology.connect(pp_size=cases[0].pp_size)
+    topology = Topology.connect(pp=cases[0].pp_size)
     return [f"{case}: {line}" for case in cases for line in _differences(case, topology)[:3]]
 
 
@@ -151,7 +151,7 @@ def _table_bound(case: Case, dp_size: int) -> Tensor:
 
 
 def _tied(case: Case) -> list[str]:
-    topology = Topology.connect(pp_size=case.pp_size)
+    topology = Topology.connect(pp=case.pp_size)
     engine, pipeline = make_pipeline(case, topology)
     whole = make_whole(case, topology)
     wrong = []
@@ -202,7 +202,7 @@ def _order(schedule: str) -> list[str]:
     """Return this rank's calls in one step on the group of both ends: messages between stages, and the table's sum."""
     issued: list[str] = []
     case = Case(schedule=schedule, tied=True, rounds=2)
-    engine, pipeline = make_pipeline(case, Topology.connect(pp_size=2))
+    engine, pipeline = make_pipeline(case, Topology.connect(pp=2))
     ends = next(bucket.owners for bucket in engine.buckets if bucket.owners.axis.size > 1)
     send_and_receive, reduce_scatter = schedules._batch_p2p, ends.reduce_scatter
 
@@ -240,7 +240,7 @@ class _Trained(NamedTuple):
 
 
 def _on_a_full_mesh(cases: list[Case]) -> list[_Trained]:
-    topology = Topology.connect(pp_size=2, tp_size=2)
+    topology = Topology.connect(pp=2, tp=2)
     trained = []
     for number, case in enumerate(cases):
         engine, pipeline = make_pipeline(case, topology, sequence=number % 2 == 0)
@@ -309,7 +309,7 @@ def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[st
 
 def _moves(folder: Path) -> list[str]:
     """Move from a pipeline to data-parallel ranks, take a step there, and move on to a pipeline of another schedule."""
-    case, topology = Case(dtype=FP16, tied=True), Topology.connect(pp_size=2)
+    case, topology = Case(dtype=FP16, tied=True), Topology.connect(pp=2)
     first, pipeline = make_pipeline(case, topology)
     for step in range(2):
         pipeline.forward_backward(micro_batches(case, step, 0))
@@ -344,7 +344,7 @@ class _Poison(torch.autograd.Function):
 
 def _overflows(schedule: str) -> list[str]:
     """Return the failures of steps in which one stage alone overflows, or that stage and those before it."""
-    topology = Topology.connect(pp_size=2)
+    topology = Topology.connect(pp=2)
     case = Case(schedule=schedule, dtype=FP16, tied=True, rounds=2)
     engine, pipeline = make_pipeline(case, topology)
     wrong = []

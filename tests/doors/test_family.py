@@ -17,7 +17,7 @@ from torch import nn
 
 from megamix.cli import main
 from megamix.comm.topology import Topology
-from megamix.config import Config, config_to_toml
+from megamix.config import Config, ParallelismConfig, config_to_toml
 from megamix.model.family import family_of, parameter_count
 from megamix.model.layers import Linear, ParamRule
 from megamix.model.ops import Ops
@@ -166,7 +166,7 @@ def _as_no_branch(module: nn.Module, config: Any, ops: Ops) -> None:
 def test_a_buffer_that_would_be_saved_is_refused_by_name(toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy.Toy, "last_norm", lambda self: _Counting())
     with pytest.raises(ValueError, match="has persistent buffers tally, .* with persistent=False"):
-        build_model(toy.ToyConfig(**MODEL), Topology(), torch.device("cpu"), sequence_parallel=False)
+        build_model(toy.ToyConfig(**MODEL), ParallelismConfig(), Topology(), torch.device("cpu"))
 
 
 def test_its_blocks_cost_what_they_are_and_stages_are_cut_by_it(toy: ModuleType) -> None:

@@ -29,7 +29,7 @@ from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.cli import main
 from megamix.comm.topology import Topology
-from megamix.config import Config, config_to_toml
+from megamix.config import Config, ParallelismConfig, config_to_toml
 from megamix.mixed_precision import fused_update
 from megamix.mixed_precision.bucket import OwnedRange
 from megamix.mixed_precision.optimizers import Optimizer
@@ -115,8 +115,8 @@ PLAIN = {"lion": _lion, "by kind": _by_kind}
 
 
 def _build(name: str, tp_size: int = 1, grad_accum_steps: int = 1, compiled: bool = False) -> ShardedEngine:
-    topology = Topology.connect(tp_size=tp_size)
-    model, placements = build_model(CASE.config(), topology, torch.device("cpu"), sequence_parallel=tp_size > 1)
+    topology = Topology.connect(tp=tp_size)
+    model, placements = build_model(CASE.config(), ParallelismConfig(), topology, torch.device("cpu"))
     sharding = Sharding([*model.blocks], topology, 3000, placements=placements)
     return ShardedEngine(
         model, _optimizer(name), Precision(torch.float32), sharding, grad_accum_steps=grad_accum_steps,

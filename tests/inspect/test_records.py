@@ -218,13 +218,13 @@ def test_stages_have_names_of_their_own_and_tensor_parallel_ranks_one_sum() -> N
     first = [("in", "mean", 6.0, 2), ("all", "max", 3.0, 1), ("tokens", "sum", 5.0, 1)]
     last = [("out", "min", 1.0, 1), ("all", "max", 4.0, 1)]
 
-    def of(sizes: dict[str, int], reads: tuple[str, ...] = ("dp",)) -> dict[str, float]:
-        ranks = (Topology(sizes, place, reads=reads) for place in range(4))
+    def of(sizes: dict[str, int]) -> dict[str, float]:
+        ranks = (Topology(sizes, place) for place in range(4))
         return combine([FromRank(here.pp.rank, here.counts_sums, [first, last][here.pp.rank]) for here in ranks])
 
     want = {"in": 3.0, "all": 4.0, "tokens": 5.0, "out": 1.0}
-    assert of({"pp": 2, "dp": 1, "tp": 2}) == of({"pp": 2, "cp": 2}) == of({"tp": 2, "pp": 2}) == want
-    assert of({"pp": 2, "dp": 2}) == of({"x": 2, "pp": 2}, ("x", "dp")) == want | {"tokens": 10.0}
+    assert of({"pp": 2, "dp": 1, "tp": 2}) == of({"tp": 2, "pp": 2}) == want
+    assert of({"pp": 2, "dp": 2}) == of({"replicas": 2, "pp": 2}) == want | {"tokens": 10.0}
     with pytest.raises(
         ValueError, match=r"rank 0 recorded 'in' \(mean\), 'tokens' \(sum\) where rank 2 recorded 'out'"
     ):

@@ -279,7 +279,7 @@ def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> 
 def _tried_dtypes() -> set[torch.dtype]:
     """Return the dtypes of gradient sums that the trial meets, with one layer divided and the other with two owners."""
     world = Topology.current().world
-    topology = Topology.connect(tp_size=world.size)
+    topology = Topology.connect(tp=world.size)
     placements = {
         "0.weight": Placement((8, 8), (0, 0), topology.stage),
         "1.weight": Placement((16, 8), (8 * topology.tp.rank, 0), topology.dp),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamix import AdamW, Optimizer, Precision, ShardedEngine, Sharding, StaticLossScale
 from megamix.comm.topology import Topology
-from megamix.config import ModelConfig
+from megamix.config import ModelConfig, ParallelismConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, drawn
@@ -57,6 +57,9 @@ class Case:
         accumulation = self.grad_accum_steps * self.dp_size
         return replace(self, dp_size=1, tp_size=1, grad_accum_steps=accumulation, bucket_size=None)
 
+    def parallelism(self) -> ParallelismConfig:
+        return ParallelismConfig(sequence_parallel=self.sequence_parallel)
+
     def config(self) -> ModelConfig:
         kind: dict[str, Any] = GPT if self.model == "gpt" else LLAMA
         return ModelConfig(
@@ -84,9 +87,9 @@ class Outcome:
 
 
 def build(case: Case, optimizer: Optimizer = OPTIMIZER) -> tuple[Transformer, ShardedEngine]:
-    topology = Topology.connect(tp_size=case.tp_size)
+    topology = Topology.connect(tp=case.tp_size)
     device = rank_device()
-    model, placements = build_model(case.config(), topology, device, sequence_parallel=case.sequence_parallel)
+    model, placements = build_model(case.config(), case.parallelism(), topology, device)
     scale = StaticLossScale(2.0**10) if case.dtype == torch.float16 else None
     sharding = Sharding([*model.blocks], topology, case.bucket_size, placements=placements)
     engine = ShardedEngine(

@@ -49,7 +49,7 @@ def _buffers_through_the_engine() -> tuple[dict[str, Tensor], bool]:
     """(full weights, whether what was loaded from them is what there was) of stages that count for themselves."""
     stage = world_rank()
     model = nn.ModuleDict({f"stage{stage}": _Counting()})
-    sharding = Sharding(topology=Topology.connect(pp_size=2))
+    sharding = Sharding(topology=Topology.connect(pp=2))
     engine = ShardedEngine(model, AdamW(lr=0.1), Precision(torch.bfloat16), sharding, compile_update=False)
     for buffer in model.buffers():
         buffer.add_(stage + 1)

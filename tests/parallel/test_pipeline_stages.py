@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megamix.comm.topology import Topology
-from megamix.config import ModelConfig
+from megamix.config import ModelConfig, ParallelismConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.model.family import flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
@@ -73,8 +73,8 @@ def test_parts_have_the_whole_model_s_names_and_weights_and_compute_its_loss(mod
     plans = plan_stages(config, 3, 2, v_shaped=v_shaped)
     parts, seen = [], set()
     for rank in range(3):
-        here = Topology.place(rank, pp_size=3)
-        part, placements = build_model(config, here, torch.device("cpu"), plans, sequence_parallel=False)
+        here = Topology.place(rank, pp=3)
+        part, placements = build_model(config, ParallelismConfig(), here, torch.device("cpu"), plans)
         parts.append(part)
         own = dict(part.named_parameters())
         for name, param in own.items():

@@ -43,7 +43,7 @@ STAGES = (("first", "tied"), ("tied", "last"))
 
 def _build(pp_size: int) -> ShardedEngine:
     """Build two stages that both hold one layer, or all in one process with the sum of both gradients."""
-    topology = Topology.connect(pp_size=pp_size)
+    topology = Topology.connect(pp=pp_size)
     placements = {}
     if pp_size == 2:  # both hold it, and each adds its gradient
         placements["tied"] = Placement(LAYERS["tied"], (0, 0), topology.pp)
@@ -107,4 +107,4 @@ def test_a_frozen_parameter_is_refused_where_ranks_divide_the_model() -> None:
     model = nn.Linear(4, 4)
     model.bias.requires_grad_(False)
     with pytest.raises(ValueError, match="parameter bias is frozen, but ranks that divide the model must train every"):
-        ShardedEngine(model, AdamW(lr=0.1), sharding=Sharding(topology=Topology.place(0, tp_size=2)))
+        ShardedEngine(model, AdamW(lr=0.1), sharding=Sharding(topology=Topology.place(0, tp=2)))

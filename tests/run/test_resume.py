@@ -357,13 +357,16 @@ def test_where_the_load_finds_all_damaged_the_run_ends_with_its_logs_as_they_wer
     assert json.loads((stopped / "run/status.json").read_text())["state"] == "failed"
 
 
-@pytest.mark.parametrize(("version", "fix"), [(1, r"commit \w{7} is the last that reads it"), (3, "update megamix")])
+_LAST = r"commit \w{7,8} is the last that reads it"
+
+
+@pytest.mark.parametrize(("version", "fix"), [(1, _LAST), (2, _LAST), (4, "update megamix")])
 def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(
     stopped, data, capsys, version: int, fix: str
 ) -> None:
     path = checkpoints(stopped / "run/checkpoints")[0]
     edit(path, lambda fields: fields.update(version=version))
-    told = f"its version is {version}, but this megamix reads version 2; {fix}"
+    told = f"its version is {version}, but this megamix reads version 3; {fix}"
     with pytest.raises(ConfigError, match=told):
         _run(_config(stopped, data))
     for action in ("ls", "verify"):

@@ -138,7 +138,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a configuration without end": (lambda fields: fields["run"].update(config="x = " + "[" * 99), "than 8 others"),
     "a key without end": (lambda fields: fields["run"].update(config="a." * 9999 + "a = 1"), "more than 8 parts"),
     "a number beyond 64 bits": (_in_config("num_layers = 1\n", f"num_layers = {10**30}\n"), "more than 64 bits"),
-    "ranks": (lambda fields: fields["layout"].update(dp_size=2), "layout"),
+    "ranks": (lambda fields: fields["layout"]["axes"].update(dp=2), "layout"),
     "no digest": (lambda fields: fields["run"]["fingerprints"].update({"data.train": "\x1b[2J"}), "fingerprints"),
     "a terminal's escape": (lambda fields: fields.update({"\x1b[2J": 1}), r"\\x1b\[2J"),
 }  # fmt: skip

@@ -114,7 +114,8 @@ def _save(folder: Path, run: str, update: int, **overrides: object) -> Path:
     config = tiny_job(folder, checkpoint={"folder": str(folder / run)}, **overrides)
     record = record_of(config, data_fingerprints(config)).model_copy(update={"progress": {"cursor": 8 * update}})
     manifest = Manifest(
-        applied_updates=update, skipped_steps=0, loss_scale={}, run=record, layout=LayoutRecord(dp_size=1, buckets=()),
+        applied_updates=update, skipped_steps=0, loss_scale={}, run=record,
+        layout=LayoutRecord(axes={"dp": 1}, buckets=()),
         states=(UNTRAINED,), params=(ParamRecord(name="weight", shape=(1,), aliases=()),),
         files=(FileRecord(name="rank_00000.safetensors", size=4, crc32=0),),
     )  # fmt: skip

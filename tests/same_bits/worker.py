@@ -151,10 +151,16 @@ class Training:
             self._hook(net.units)
             units = [*net.units] if self.chosen["units"] else []
             return build_engine(config, net, units, self.count, fill=self._fill if self.chosen["fill"] else None)
-        topology, stages = megamix.Topology.connect(pp_size=self.pp, tp_size=self.tp), plan_pipeline(config)
+        is_new = hasattr(megamix.Topology, "parts")
+        sizes = {"pp": self.pp, "tp": self.tp}
+        topology = megamix.Topology.connect(**{axis if is_new else f"{axis}_size": sizes[axis] for axis in sizes})
+        stages = plan_pipeline(config)
         self.tp_rank, self.dp_rank = topology.tp.rank, topology.data.rank
         sequence = config.parallelism.sequence_parallel
-        model, placements = build_model(config.model, topology, self.device, stages, sequence_parallel=sequence)
+        if is_new:
+            model, placements = build_model(config.model, config.parallelism, topology, self.device, stages)
+        else:
+            model, placements = build_model(config.model, topology, self.device, stages, sequence_parallel=sequence)
         self._hook([unit for unit in model.units if [*unit.parameters()]])  # a stage has some of the layers
         fill = drawn(model, self.seed)
         engine = build_engine(config, model, model.units, self.count, topology, placements, fill)

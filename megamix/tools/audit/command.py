@@ -6,6 +6,7 @@ Imports no torch before the configuration is read, so that a mistake in it shows
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -14,7 +15,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from megamix.arguments import Failed, Parser, add_config, check_plugins, lines_told
-from megamix.config import Config, ConfigError, load_config
+from megamix.config import Config, ConfigError, axis_sizes, load_config
 from megamix.supervise.console import say
 from megamix.tools.verify.core.layout import Layout, at_own_size, size_told
 
@@ -71,10 +72,10 @@ def _of_job(arguments: argparse.Namespace) -> Iterator[str]:
     check_plugins(arguments, config)
     config = at_own_size(config, arguments.overrides)
     section, started = config.parallelism, int(os.environ.get("WORLD_SIZE", "1"))
-    own = section.tp_size * section.pp_size
+    others = axis_sizes(section)
+    own = math.prod(others.values())
     ranks = max(started, own)
-    sizes = (("dp", ranks // own), ("tp", section.tp_size), ("pp", section.pp_size))
-    config = Layout("audit", sizes, section.sequence_parallel).apply(config)
+    config = Layout("audit", (("dp", ranks // own), *others.items()), section.sequence_parallel).apply(config)
     config = config.with_keys(optimizer={"compile": False})  # the same dtypes, without 10 s of compiler
     from megamix.comm.topology import leave_ranks, local_device, meet_ranks  # imports torch, which takes seconds
     from megamix.tools.ranks import RankPool

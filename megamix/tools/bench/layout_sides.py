@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamix.comm.topology import Topology
+from megamix.config import ParallelismConfig
 from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.settings import Precision, Sharding
@@ -34,7 +35,9 @@ def _make_part(
 ) -> tuple[Decoder, ShardedEngine]:
     """Return this rank's part of the model, with the weights that make_model has, and its engine."""
     cpu = torch.device("cpu")
-    model, placements = build_model(work.model, topology, cpu, stages, sequence_parallel=sequence_parallel)
+    model, placements = build_model(
+        work.model, ParallelismConfig(sequence_parallel=sequence_parallel), topology, cpu, stages
+    )
     sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
     return model, make_engine(work, model, Precision(dtype), sharding, drawn(model, SEED))
 
@@ -43,7 +46,7 @@ class OursTensorParallel(Ours):
     """megamix with every rank in one tensor-parallel axis."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sequence_parallel: bool = True):
-        topology = Topology.connect(tp_size=dist.get_world_size())
+        topology = Topology.connect(tp=dist.get_world_size())
         _, self.engine = _make_part(work, dtype, topology, sequence_parallel=sequence_parallel)
 
 
@@ -51,7 +54,7 @@ class OursPipeline(Ours):
     """megamix with one stage on each rank."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
-        topology = Topology.connect(pp_size=dist.get_world_size())
+        topology = Topology.connect(pp=dist.get_world_size())
         stages = plan_stages(work.model, topology.pp.size, 1)
         model, self.engine = _make_part(work, dtype, topology, stages, sequence_parallel=False)
         own = {topology.pp.rank: stages[topology.pp.rank].layers}

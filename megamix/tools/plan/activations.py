@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Literal
 
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from megamix.comm.collectives import ShapesAlone
 from megamix.comm.topology import Topology
-from megamix.config import DecoderConfig
+from megamix.config import DecoderConfig, ParallelismConfig, axis_sizes
 from megamix.live_storage import LiveStorage
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
 from megamix.model.ops import Ops
-from megamix.parallel.borders import Border
+from megamix.parallel.build import divide_work
 from megamix.parallel.stages import Stage
-from megamix.parallel.tensor_parallel import divide_layers, take_blocks
+from megamix.parallel.tensor_parallel import take_blocks
 from megamix.tools.plan.stand_ins import CompiledGpuShapes, GpuShapes, few_slices, without_memory
 
 Machine = Literal["cpu", "gpu"]
@@ -54,14 +54,13 @@ class TracedWork:
     dtype: torch.dtype
     machine: Machine
     packed: bool = False
-    tp_size: int = 1
-    sequence_parallel: bool = False
+    division: ParallelismConfig = field(default_factory=ParallelismConfig)
     in_halves: bool = False  # each backward is in halves, except the first stage's
 
     @property
     def hidden(self) -> tuple[int, int, int]:
         """Return the shape of the tensor that passes between stages, in `dtype`, while activations are kept."""
-        parts = self.tp_size if self.sequence_parallel else 1
+        parts = self.division.tp_size if self.division.sequence_parallel else 1
         return self.batch[0], self.batch[1] // parts, self.model.hidden_size
 
     @property
@@ -75,10 +74,9 @@ class TracedWork:
         It needs no connection to other ranks.
         """
         part = family_of(self.model).on_meta(self.model, like)
-        take_blocks(part, self.tp_size)
-        if self.tp_size > 1:
-            tp = ShapesAlone(Topology.place(0, tp_size=self.tp_size).tp)
-            divide_layers(part, Border(tp, sequence=self.sequence_parallel))
+        topology = Topology.place(0, **axis_sizes(self.division))
+        take_blocks(part, topology)
+        divide_work(part, self.division, topology, ShapesAlone)
         return part
 
 
@@ -121,7 +119,7 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
     twice = {kind: _trace(work, (kind, *kinds), is_first, is_last) for kind in kinds}
     found = dataclasses.replace(one)
     for kind, count in counts.items():
-        for name in (field.name for field in dataclasses.fields(one)):
+        for name in (one_of.name for one_of in dataclasses.fields(one)):
             added = getattr(twice[kind], name) - getattr(one, name)
             setattr(found, name, getattr(found, name) + (count - 1) * added)
         found.blocks += count * (twice[kind].kept - one.kept)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from megamix.config import Config, check_world_size
+from megamix.config import Config, axis_sizes, check_world_size
 from megamix.config.checks import check_config
 from megamix.mixed_precision.settings import Shard
 from megamix.tools.plan.limits import MOST_RANKS
@@ -26,7 +27,7 @@ class Advice:
 def by_shard(config: Config, plan: MemoryPlan) -> Iterator[tuple[Shard, int | str]]:
     """Yield the peak with each `parallelism.shard`, in bytes, or why the job cannot have it."""
     for shard in get_args(Shard):
-        changed = config.with_keys(parallelism={"dp_size": plan.dp_size, "shard": shard})
+        changed = config.with_keys(parallelism={"dp_size": plan.axes["dp"], "shard": shard})
         problems = check_config(changed)
         yield shard, problems[0] if problems else _peak(changed, plan)
 
@@ -36,7 +37,7 @@ def advise(config: Config, plan: MemoryPlan, memory: int) -> list[Advice]:
 
     `shard` comes first, for it changes no bit. The others follow, the smallest peak last.
     """
-    config = config.with_keys(parallelism={"dp_size": plan.dp_size})
+    config = config.with_keys(parallelism={"dp_size": plan.axes["dp"]})
     shards = _least(_shards(config), plan, memory)
     others = [one for changes in _kinds(config, plan) for one in _least(changes, plan, memory)]
     return [*shards, *sorted(others, key=lambda one: -one.peak)]
@@ -106,7 +107,7 @@ def _micro_batches(config: Config) -> Changes:
 def _ranks(config: Config) -> Changes:
     section = config.parallelism
     more = 2 * (section.dp_size or 1)
-    while more * section.tp_size * section.pp_size <= MOST_RANKS:
+    while more * math.prod(axis_sizes(section).values()) <= MOST_RANKS:
         yield f"{more} data-parallel ranks", config.with_keys(parallelism={"dp_size": more})
         more *= 2
 
@@ -114,17 +115,17 @@ def _ranks(config: Config) -> Changes:
 def _meshes(config: Config, sizes: list[tuple[int, int]]) -> Changes:
     """Yield the same ranks, with these sizes for `tp_size` and `pp_size`."""
     before = config.parallelism
-    world = (before.dp_size or 1) * before.tp_size * before.pp_size
+    ranks = (before.dp_size or 1) * before.tp_size * before.pp_size  # the other axes stay
     for tp_size, pp_size in sizes:
-        if world % (tp_size * pp_size) == 0:
+        if ranks % (tp_size * pp_size) == 0:
             words = [f"tp_size = {tp_size}"] * (tp_size != before.tp_size)
             words += [f"pp_size = {pp_size}"] * (pp_size != before.pp_size)
-            dp_size = world // (tp_size * pp_size)
+            dp_size = ranks // (tp_size * pp_size)
             sizes_of_mesh = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size}
             yield f"parallelism.{' and '.join(words)} on the same ranks", config.with_keys(parallelism=sizes_of_mesh)
 
 
 def _can_be(config: Config) -> bool:
     section = config.parallelism
-    world = (section.dp_size or 1) * section.tp_size * section.pp_size
+    world = (section.dp_size or 1) * math.prod(axis_sizes(section).values())
     return not check_config(config) and not check_world_size(config, world)

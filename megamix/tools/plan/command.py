@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from threading import Timer
 from typing import TYPE_CHECKING
 
 from megamix.arguments import Parser, add_config, lines_told
-from megamix.config import Config, ConfigError, check_world_size, load_config
+from megamix.config import Config, ConfigError, axis_sizes, check_world_size, load_config
 from megamix.supervise.console import say
 from megamix.tools.plan.limits import MOST_RANKS, bytes_of
 
@@ -43,7 +44,7 @@ def plan_lines(
     Raises: ConfigError for a job that cannot be planned.
     """
     section, problems = config.parallelism, list[str]()
-    parts = section.tp_size * section.pp_size
+    parts = math.prod(axis_sizes(section).values())
     if world is None:
         world = (section.dp_size or 1) * parts
     if 1 <= world <= MOST_RANKS:

@@ -49,7 +49,7 @@ def plan_matrices(
     engine: EngineMemory,
 ) -> MatrixPlan:  # fmt: skip
     """Return the plan of this stage's matrices. `specs` and `axis_sizes`: those that the layout was built for."""
-    blocks = [Place(dp, tp) for dp in range(topology.dp.size) for tp in range(topology.tp.size)]
+    blocks = [Place(dp, tp) for dp in range(topology.owners.size) for tp in range(topology.tp.size)]
     found = list[BucketMatrices]()
     for axis, numbers in buckets_with_matrices(layout).items():
         owners = [Place(shard) for shard in range(layout.buckets[numbers[0]].num_shards)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megamix.builders.objects import build_optimizer, build_precision, plan_pipeline
 from megamix.checkpoint.snapshot import pinned_sizes
 from megamix.comm.topology import Topology
-from megamix.config import Config, grad_accum_steps
+from megamix.config import Config, ParallelismConfig, axis_sizes, grad_accum_steps
 from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.engine import ShardedEngine
@@ -22,6 +22,7 @@ from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
 from megamix.parallel.stages import StagePlan
+from megamix.plugins import MORE_AXES
 from megamix.tools.plan.activations import Activations, Machine, TracedWork, trace_stage
 from megamix.tools.plan.engine_memory import FP32, EngineMemory
 from megamix.tools.plan.matrix_memory import MatrixPlan, plan_matrices
@@ -42,9 +43,7 @@ class MemoryPlan:
     """
 
     machine: Machine
-    dp_size: int
-    tp_size: int
-    pp_size: int
+    axes: dict[str, int]  # ranks along each axis
     pp_rank: int  # pipeline rank that needs the most
     micro_batch_size: int
     grad_accum_steps: int
@@ -83,9 +82,9 @@ def plan_rank(
     config: Config, dp_size: int, pp_rank: int, machine: Machine, stages: list[StagePlan] | None = None
 ) -> MemoryPlan:
     """Return the plan of one of a pipeline's ranks; see `plan_memory`. `stages`: those of all ranks, if known."""
-    section = config.parallelism
     stages = plan_pipeline(config) if stages is None else stages
-    part = _plan_part(config, dp_size, pp_rank * dp_size * section.tp_size, machine, stages)
+    mesh = Topology.place(0, dp=dp_size, **axis_sizes(config.parallelism))
+    part = _plan_part(config, dp_size, mesh.pp.ranks[pp_rank], machine, stages)
     activations = _activations(part)
     passes = _passes(part, activations)
     if activations.moved:
@@ -95,9 +94,7 @@ def plan_rank(
         part.held[EVALUATION] = part.pipeline.evaluation_buffers()
     return MemoryPlan(
         machine=machine,
-        dp_size=dp_size,
-        tp_size=section.tp_size,
-        pp_size=section.pp_size,
+        axes=dict(mesh.sizes),
         pp_rank=pp_rank,
         micro_batch_size=config.training.micro_batch_size,
         grad_accum_steps=grad_accum_steps(config, dp_size),
@@ -120,6 +117,14 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
     return part.held, _host(config, part)
 
 
+def _division(section: ParallelismConfig) -> ParallelismConfig:
+    """Return the section with the keys alone that decide how a micro-batch is divided, so that other keys do not trace
+    it again.
+    """
+    kept = {key: getattr(section, key) for key in ("tp_size", "sequence_parallel", *MORE_AXES.sections)}
+    return type(section)(**kept)
+
+
 class _RankPart(NamedTuple):
     """Part of the model on one rank, and the engine that will train it."""
 
@@ -135,9 +140,9 @@ def _plan_part(
     config: Config, dp_size: int, rank: int, machine: Machine, stages: list[StagePlan], *, own_states: bool = False
 ) -> _RankPart:
     section, training = config.parallelism, config.training
-    topology = Topology.place(rank, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
+    topology = Topology.place(rank, dp=dp_size, **axis_sizes(config.parallelism))
     plain = config.model.model_copy(update={"compile": False})
-    module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
+    module, placements = outline(plain, section, topology, stages)
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
     precision, micro_batches = build_precision(config.precision), grad_accum_steps(config, dp_size)
     sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
@@ -165,8 +170,7 @@ def _plan_part(
         dtype=precision.dtype,
         machine=machine,
         packed=config.data.packing == "documents",
-        tp_size=section.tp_size,
-        sequence_parallel=section.sequence_parallel,
+        division=_division(section),
         in_halves=bool(stages) and section.pp_schedule.endswith("zero_bubble"),
     )
     pipeline = None

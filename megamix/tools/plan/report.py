@@ -75,8 +75,8 @@ def _record(
 
 def _table(plan: MemoryPlan) -> Iterator[str]:
     kind = "a GPU" if plan.machine == "gpu" else "a CPU"
-    mesh = Topology.place(0, pp_size=plan.pp_size, dp_size=plan.dp_size, tp_size=plan.tp_size)
-    of_stage = f"; those of pp rank {plan.pp_rank}, which need the most" if plan.pp_size > 1 else ""
+    mesh = Topology.place(0, **plan.axes)
+    of_stage = f"; those of pp rank {plan.pp_rank}, which need the most" if mesh.pp.size > 1 else ""
     yield (
         f"{mesh}, each on {kind}: {plan.parameters:,} parameters in {plan.buckets} bucket(s), "
         f"micro_batch_size {plan.micro_batch_size}, accumulation {plan.grad_accum_steps}{of_stage}"

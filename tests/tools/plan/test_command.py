@@ -157,7 +157,7 @@ def test_sixteen_thousand_ranks_need_no_ranks() -> None:
     config = load_config(CONFIGS / "llama3.2-1b.toml", ["training.global_batch_size=32768"])
     (text,) = plan_lines(config, 16_384, None, "gpu", True)
     plan = json.loads(text)
-    assert plan["dp_size"] == 16_384
+    assert plan["axes"]["dp"] == 16_384
     assert plan["held"]["FP32 masters"] * 16_384 == 2 * plan["held"]["half parameters"]
 
 
@@ -195,4 +195,4 @@ def test_whoever_waits_is_told_what_for(monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["plan", str(CONFIGS / "quickstart.toml"), "--world", "2", "--json"]) == 0
     said = capsys.readouterr()
     assert said.err == "megamix plan: counting 2 rank(s); large models take seconds\n"
-    assert json.loads(said.out)["dp_size"] == 2
+    assert json.loads(said.out)["axes"]["dp"] == 2

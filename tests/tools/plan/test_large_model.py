@@ -46,7 +46,7 @@ def _train(config: Config) -> tuple[list[float], int]:
     """
     torch.set_num_threads(1)
     topology, cpu = Topology.connect(), torch.device("cpu")
-    model, placements = build_model(config.model, topology, cpu, sequence_parallel=False)
+    model, placements = build_model(config.model, config.parallelism, topology, cpu)
     engine = build_engine(config, model, model.units, 1, topology, placements, drawn(model, seed=0))
     runner, losses = build_runner(config, engine, model, []), []
     generator = torch.Generator().manual_seed(topology.dp.rank)

@@ -8,7 +8,7 @@ import torch
 
 from megamix.builders.objects import build_engine, plan_pipeline
 from megamix.comm.topology import Topology
-from megamix.config import Config, grad_accum_steps
+from megamix.config import Config, axis_sizes, grad_accum_steps
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, undrawn
@@ -65,10 +65,8 @@ def test_every_storage_counts_once_while_a_tensor_refers_to_it(others: int) -> N
 def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
     """Return (planned, held) by this rank of a job."""
     section, stages = config.parallelism, plan_pipeline(config)
-    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
-    model, placements = build_model(
-        config.model, topology, torch.device("cpu"), stages, sequence_parallel=section.sequence_parallel
-    )
+    topology = Topology.connect(**axis_sizes(section))
+    model, placements = build_model(config.model, section, topology, torch.device("cpu"), stages)
     accumulation = grad_accum_steps(config, topology.dp.size)
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, undrawn)
     held = held_by(engine)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megamix.builders.objects import DTYPES, build_optimizer, lr_table
-from megamix.config import Config
+from megamix.config import Config, reading_ranks
 from megamix.data.loader import Batch
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
@@ -60,7 +60,7 @@ def judge_attempts(
         after = assemble([attempt.owned for attempt in seen])
         _ownership(verdict, number, after)
         scalars = [attempt.scalars for attempt in seen]
-        by_rank = [[*batches_of(number, rank)] for rank in range(config.parallelism.dp_size or 1)]
+        by_rank = [[*batches_of(number, rank)] for rank in range(reading_ranks(config.parallelism))]
         step = _Judged(config, reference, optimizer, number, by_rank, before, after, scalars, earlier)
         step.scalars(verdict)
         if number in planted:

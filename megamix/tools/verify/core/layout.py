@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megamix.config import Config, ConfigError, check_world_size
+from megamix.axes import AXES, OWN_AXES
+from megamix.config import AXIS_KEYS, Config, ConfigError, check_world_size, reading_ranks
 from megamix.config.checks import check_config
 
-_AXES = {"dp": "dp_size", "tp": "tp_size", "pp": "pp_size"}
 _SHARDS = ("states", "gradients", "parameters")
 ACCUMULATION = 2  # 2, so that micro-batches are summed and divided by as well
 # Longer sequences and larger batches prove nothing more. 2, 3, 4, 6, 8 and 12 ranks divide 24 positions evenly.
@@ -43,24 +43,31 @@ class Layout:
         """
         if accumulation is None:
             accumulation = ACCUMULATION * self.size("pp")  # every schedule can run 2 * pp micro-batches
-        settings: dict[str, object] = {key: self.size(axis) for axis, key in _AXES.items()}
-        settings |= {"sequence_parallel": self.sequence_parallel} | ({"shard": self.shard} if self.shard else {})
-        batch = config.training.micro_batch_size * self.size("dp") * accumulation
-        return config.with_keys(parallelism=settings, training={"global_batch_size": batch})
+        settings: dict[str, object] = {"sequence_parallel": self.sequence_parallel}
+        settings |= {"shard": self.shard} if self.shard else {}
+        for axis in AXES:
+            if axis in OWN_AXES:
+                settings[AXIS_KEYS[axis]] = self.size(axis)
+            elif (table := getattr(config.parallelism, axis, None)) is not None:
+                settings[axis] = table.model_copy(update={"size": self.size(axis)})
+        config = config.with_keys(parallelism=settings)
+        batch = config.training.micro_batch_size * reading_ranks(config.parallelism, self.size("dp")) * accumulation
+        return config.with_keys(training={"global_batch_size": batch})
 
 
 def parse_layout(name: str) -> Layout:
     """Return the layout that `name` means. Raises: ValueError if it means none."""
     axes, _, shard = name.partition("-")
-    if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*)+(sp)?", axes):
+    axis = "|".join(map(re.escape, AXES))
+    if not re.fullmatch(rf"(({axis})[1-9]\d*)+(sp)?", axes):
         raise ValueError(f"--layouts: got {name}, must name axes and their ranks; write dp2, dp4 or dp2tp2")
     if name != axes and shard not in _SHARDS:
         raise ValueError(
             f"--layouts: got {name}, must end in what ranks keep a share of; write {axes}, {axes}-gradients or "
             f"{axes}-parameters"
         )
-    sizes = tuple((axis, int(size)) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", axes))
-    if len({axis for axis, _ in sizes}) < len(sizes):
+    sizes = tuple((axis, int(size)) for axis, size in re.findall(rf"({axis})(\d+)", axes))
+    if len(dict(sizes)) < len(sizes):
         raise ValueError(f"--layouts: got {name}, which names an axis twice; write each one once")
     layout = Layout(name, sizes, axes.endswith("sp"), shard or None)
     if layout.sequence_parallel and layout.size("tp") == 1:

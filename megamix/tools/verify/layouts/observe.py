@@ -9,7 +9,7 @@ import torch
 
 from megamix.builders.data import plugin_source
 from megamix.builders.objects import build_training
-from megamix.config import Config
+from megamix.config import Config, reading_ranks
 from megamix.data.loader import Batch, BatchLoader
 from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.source import MarkovSource, Numbers, Rows
@@ -64,7 +64,7 @@ def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[Batch]:
     own = plugin_source(config)
     source = made_up(config) if own is None else own
     samples = (range(attempt * batch_size, (attempt + 1) * batch_size),)
-    size, ranks = config.training.micro_batch_size, config.parallelism.dp_size or 1
+    size, ranks = config.training.micro_batch_size, reading_ranks(config.parallelism)
     with BatchLoader(source, torch.device("cpu")) as loader:
         for (part,) in cut_batch(samples, micro_batch_size=size, dp_rank=dp_rank, dp_size=ranks):
             yield loader.get(part)
