@@ -35,13 +35,14 @@ AXES = {
     "pp": AxisKind("divided"),
     "replicas": AxisKind("copied", reads=True),
     "dp": AxisKind("sharded", reads=True),
+    "cp": AxisKind("sharded", parts=True),
     "tp": AxisKind("divided"),
 }
 OWN_AXES = tuple(AXES)
 
 
 def add_axis(name: str, kind: AxisKind) -> None:
-    """Add an axis behind dp and those added before, in front of tp. The caller checks the name."""
-    last = AXES.pop("tp")
+    """Add an axis behind dp and those added before, in front of cp and tp. The caller checks the name."""
+    last = {axis: AXES.pop(axis) for axis in ("cp", "tp")}
     AXES[name] = kind
-    AXES["tp"] = last
+    AXES.update(last)

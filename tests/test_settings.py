@@ -136,6 +136,7 @@ DIFFERS = {
         for key in (
             "dp_size",
             "replicas",
+            "cp_size",
             "tp_size",
             "pp_size",
             "pp_schedule",

@@ -108,9 +108,9 @@ def build_runner(
 
     topology = engine.topology
     batch = (config.training.micro_batch_size, config.model.seq_len)
-    parts = topology.tp.size if config.parallelism.sequence_parallel else 1
+    parts = topology.tp.size if config.parallelism.sequence_parallel else 1  # in training
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
-    handover = Handover(topology.pp, len(stages), batch, parts)
+    handover = Handover(topology.pp, len(stages), batch, topology.cp.size, parts)
     return Pipeline(engine, model, own, config.parallelism.pp_schedule, handover)
 
 

@@ -93,6 +93,10 @@ class Topology:
         return self.along("tp")
 
     @cached_property
+    def cp(self) -> Axis:
+        return self.along("cp")
+
+    @cached_property
     def stage(self) -> Axis:
         """Return all ranks of this pipeline stage."""
         return self.along(*(name for name in self.sizes if name != "pp"))

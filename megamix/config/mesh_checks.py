@@ -17,14 +17,14 @@ _STAGES = {
 
 
 # The key of each axis that has a setting of its own.
-AXIS_KEYS = {"pp": "pp_size", "replicas": "replicas", "dp": "dp_size", "tp": "tp_size"}
+AXIS_KEYS = {"pp": "pp_size", "replicas": "replicas", "dp": "dp_size", "cp": "cp_size", "tp": "tp_size"}
 
 
 def axis_sizes(section: ParallelismConfig) -> dict[str, int]:
     """Return the ranks along each axis of the job's mesh, in its order, without dp: dp gets the ranks that these
     leave.
     """
-    own = {"pp": section.pp_size, "replicas": section.replicas, "tp": section.tp_size}
+    own = {"pp": section.pp_size, "replicas": section.replicas, "cp": section.cp_size, "tp": section.tp_size}
     tables = {name: getattr(section, name, None) for name in AXES if name not in OWN_AXES}
     sizes = own | {name: 1 if table is None else table.size for name, table in tables.items()}
     return {name: sizes.get(name, 1) for name in AXES if name != "dp"}
@@ -92,6 +92,20 @@ def _divided(config: Config) -> Iterator[tuple[str, int, str]]:
     yield "vocab_size", model.vocab_size, "rows of the embedding table"
     if config.parallelism.sequence_parallel:
         yield "seq_len", model.seq_len, "positions (sequence_parallel = false keeps them whole)"
+
+
+def _context_parallel_divides(config: Config) -> Iterator[str]:
+    """Each rank has two chunks of every sequence, and tensor-parallel ranks may divide these again."""
+    section, seq_len = config.parallelism, config.model.seq_len
+    divisor = 2 * section.cp_size
+    if section.sequence_parallel and section.tp_size > 1:
+        divisor = math.lcm(divisor, section.cp_size * section.tp_size)
+    if section.cp_size > 1 and seq_len % divisor:
+        fits = seq_len // divisor * divisor or divisor
+        yield (
+            f"parallelism.cp_size: got {section.cp_size}, needs a model.seq_len that is a multiple of {divisor}, not "
+            f"{seq_len}, since each rank computes two chunks of every sequence; write seq_len = {fits}"
+        )
 
 
 def _largest_fit(config: Config, tp_size: int, world_size: int = 0) -> int:
@@ -191,6 +205,7 @@ def _stages_hand_over_known_shapes(config: Config) -> Iterator[str]:
 
 MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _tensor_parallel_divides,
+    _context_parallel_divides,
     _stages_suit_schedule,
     _stages_have_layers,
     _stages_keep_their_parameters,

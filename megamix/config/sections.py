@@ -84,6 +84,8 @@ class ParallelismConfig(Section):
     replicas: PositiveInt = 1
     """Groups of data-parallel ranks (hybrid sharding). The ranks of a group share out the masters, and each group has a
     copy of them. Gradients are summed within a group, then across the groups."""
+    cp_size: PositiveInt = 1
+    """Context-parallel ranks: they divide the positions of each sequence. 2 * cp_size must divide seq_len."""
     tp_size: PositiveInt = 1
     """Tensor-parallel ranks: neighbours that divide each layer. Must divide heads, ffn_hidden_size and vocab_size."""
     pp_size: PositiveInt = 1

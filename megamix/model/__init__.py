@@ -5,6 +5,7 @@ transformer    GPT-2, Llama, Mistral and Qwen
 family         the family that a configuration names, and its size
 layers         the leaf modules: how they are drawn and divided, and what they cost
 context        what a token sees: its document, the text so far
+span           the positions of a sequence that one of several ranks computes, and the keys that they see
 ops            how each operation is computed
 wide           half tensors of a CPU, computed in FP32
 cross_entropy  head and loss in one

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamix.config import DecoderConfig
-from megamix.model.context import KeyValueCache, find_borders, find_documents, most_borders
+from megamix.model.context import Documents, KeyValueCache, find_borders, find_documents, most_borders
 from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
 from megamix.model.formats import Format
 from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, param_rules
 from megamix.model.ops import Ops, takes_borders
+from megamix.model.span import Chunks, Span
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter if they are tied
 
@@ -72,6 +73,7 @@ class Decoder(nn.Module):
     # Patterns of parameters of two dims that do not map hidden states to hidden states.
     tables: ClassVar[Sequence[str]] = (EMBEDDING_WEIGHT, "position_embedding.weight", HEAD_WEIGHT)
     config: Any  # a `section`; typed Any wherever a family overrides
+    span: Span | None = None  # divides the positions of sequences with targets among ranks; None: all are here
 
     def __init__(self, config: DecoderConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
         """Build the modules and draw their weights. `like`: the layers whose blocks the model gets, in this order, for
@@ -255,13 +257,22 @@ class Decoder(nn.Module):
                 f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
                 f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
             )
-        documents = None
+        documents: Documents | Chunks | None = None
         if cache is not None:
             positions, documents = cache.places(tokens), cache.seen(tokens)
         elif positions is not None:
             positions = positions.expand((tokens if targets is None else targets).shape)
+        whole_positions, part = positions, None if self.span is None else self.span.begin(targets)
+        if part is not None:
+            assert targets is not None
+            places = torch.arange(num_positions, device=targets.device) if positions is None else positions
+            targets, positions = part.own(targets, 1), part.own(places, -1)
+            tokens = tokens if layers.start else part.own(tokens, 1)
         x = tokens if layers.start else self._embed(tokens, positions)
-        if cache is None and positions is not None:
+        if part is not None:
+            part.see(whole_positions, num_documents, x, by_borders=takes_borders(x, self.head_dim()))
+            documents = part
+        elif cache is None and positions is not None:
             if 0 < num_documents <= most_borders(positions) and takes_borders(x, self.head_dim()):
                 documents = find_borders(positions)
             else:

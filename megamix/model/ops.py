@@ -1,9 +1,12 @@
 """The operations of a block: torch's own, or those of wide.py for half tensors on a CPU."""
 
+from __future__ import annotations
+
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from torch import Tensor
 from megamix.machine import native_halves
 from megamix.model import wide
 from megamix.model.context import Documents
+from megamix.model.wide import aten
 
 _VARLEN_KNOWS_GROUPS = torch.__version__ >= "2.12"
 
@@ -30,6 +34,33 @@ def takes_borders(x: Tensor, head_dim: int) -> bool:
     return fits and (x.is_meta or (x.is_cuda and _flash_takes_borders(x.device)))
 
 
+def has_values(x: Tensor) -> bool:
+    """Return whether a tensor has values. A meta tensor and a fake one have a shape and a dtype alone."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none; the import takes a second
+    return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
+
+
+class Segments(NamedTuple):
+    """Borders of segments of queries and of keys, INT32 (segments + 1,) each, among those of all sequences."""
+
+    queries: Tensor
+    keys: Tensor
+
+
+class Segmented(NamedTuple):
+    """Attention by segments, and what its backward needs."""
+
+    out: Tensor  # as the queries
+    logsumexp: Tensor  # FP32 (heads, queries)
+    rng_state: Tensor
+
+
+Product = Callable[["Ops", Tensor, Tensor, Tensor | None], Tensor]
+LookUp = Callable[["Ops", Tensor, Tensor], Tensor]
+Attend = Callable[["Ops", Tensor, Tensor, Tensor, Any], Tensor]
+Keep = Callable[["Ops", Tensor, float], Tensor]
+
+
 @dataclass(frozen=True)
 class Ops:
     """The operations that modules call in place of torch.nn.functional.
@@ -37,10 +68,18 @@ class Ops:
     With `wide`, a CPU stores half tensors in half and computes every operation in FP32. In a dtype of `native` it
     computes only those in FP32 that would otherwise sum or keep statistics in half (embedding, norms). `wide=False`
     computes as torch does; FP32 tensors and tensors on a GPU are always computed so.
+
+    The fields below replace an operation. Each is called with the Ops first, whose `whole_...` method is the operation
+    of one process, and may call the function that it replaces. So several ways to divide or to round an operation
+    compose, in any order, and with a subclass's own fields: `dataclasses.replace(ops, product=...)`.
     """
 
     wide: bool = True
     native: frozenset[torch.dtype] = field(default_factory=native_halves)
+    product: Product = lambda ops, x, weight, bias: ops.whole_linear(x, weight, bias)
+    look_up: LookUp = lambda ops, tokens, weight: ops.whole_embedding(tokens, weight)
+    attend: Attend = lambda ops, query, key, value, documents: ops.whole_attention(query, key, value, documents)
+    keep: Keep = lambda ops, x, share: ops.whole_keep(x, share)
 
     def _sums_wide(self, x: Tensor) -> bool:
         return self.wide and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
@@ -49,12 +88,19 @@ class Ops:
         return self._sums_wide(x) and x.dtype not in self.native
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Return the tokens' rows. On a CPU torch sums their gradients in half: 2000 times 0.3 makes 128 in BF16."""
+        """Return the tokens' rows."""
+        return self.look_up(self, tokens, weight)
+
+    def whole_embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """Return the rows of a whole table. On a CPU torch sums gradients in half: 2000 times 0.3 makes 128 in BF16."""
         if self._sums_wide(weight):
             return wide.apply(wide.WideEmbedding, tokens, weight)
         return F.embedding(tokens, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.product(self, x, weight, bias)
+
+    def whole_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self._computes_wide(weight):
             return wide.apply(wide.WideLinear, x, weight, bias)
         return F.linear(x, weight, bias)
@@ -78,8 +124,11 @@ class Ops:
         torch's own dropout is not used: on a CPU it rounds 1 / (1 - share) to half first, so that every element would
         be off in the same direction.
         """
-        kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - share)
-        return torch.where(kept, x * (1 / (1 - share)), 0.0)
+        return torch.where(self.keep(self, x, share), x * (1 / (1 - share)), 0.0)
+
+    def whole_keep(self, x: Tensor, share: float) -> Tensor:
+        """Draw which elements of x dropout keeps: BOOL, like x."""
+        return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - share)
 
     def gelu(self, x: Tensor, approximate: str = "none") -> Tensor:
         """Return the exact GELU; with approximate="tanh" the tanh form of Hendrycks and Gimpel (2016)."""
@@ -103,10 +152,14 @@ class Ops:
 
         Shapes: query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim) -> like query.
         """
+        return self.attend(self, query, key, value, documents)
+
+    def whole_attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+        """Return attention whose keys are all here."""
         if documents is not None and documents.lengths:
             return self._attention_by_document(query, key, value, documents.lengths)
         if documents is not None and documents.borders is not None:
-            return self._attention_by_borders(query, key, value, documents.borders)
+            return self._by_borders(query, key, value, documents.borders)
         mask = None if documents is None else documents.mask
         if self._computes_wide(query):
             return wide.attention(query, key, value, mask)
@@ -122,12 +175,12 @@ class Ops:
         # Each piece is (tokens of a document, heads, head_dim).
         pieces = (torch.split(x.transpose(1, 2).flatten(0, 1), [*lengths]) for x in (query, key, value))
         outs = [
-            self.attention(*(x.transpose(0, 1).unsqueeze(0) for x in document)).squeeze(0).transpose(0, 1)
+            self.whole_attention(*(x.transpose(0, 1).unsqueeze(0) for x in document)).squeeze(0).transpose(0, 1)
             for document in zip(*pieces, strict=True)
         ]
         return torch.cat(outs).view(batch, num_positions, *outs[0].shape[1:]).transpose(1, 2)
 
-    def _attention_by_borders(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor) -> Tensor:
+    def _by_borders(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn  # imported late: it imports some of the compiler
 
         batch, num_heads, num_positions, _ = query.shape
@@ -139,3 +192,29 @@ class Ops:
         attend: Callable[..., Any] = varlen_attn  # for mypy: it returns one tensor, or two if asked for more
         out: Tensor = attend(*flat, borders, borders, num_positions, num_positions, window_size=(-1, 0), **more)
         return out.view(batch, num_positions, *out.shape[1:]).transpose(1, 2)
+
+    def segments(self, query: Tensor, key: Tensor, value: Tensor, borders: Segments) -> Segmented:
+        """Return attention by segments: each query sees its segment's keys up to its own place, counted from the
+        segment's end. A segment may have fewer queries than keys, or none. No autograd: see `segments_backward`.
+
+        Shapes: query half (queries, heads, head_dim), key and value (keys, kv_heads, head_dim).
+        """
+        longest = len(query), len(key)
+        out, logsumexp, rng_state, *_ = aten._flash_attention_forward(
+            query, key, value, borders.queries, borders.keys, *longest, 0.0, True, False,
+            window_size_left=-1, window_size_right=0,
+        )  # fmt: skip
+        return Segmented(out, logsumexp, rng_state)
+
+    def segments_backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Segmented, borders: Segments
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value; `found`: the result of `segments`. All keys must be in a
+        segment, or their gradients are unset.
+        """
+        longest, unused = (len(query), len(key)), query.new_empty(0)
+        grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+            grad, query, key, value, found.out, found.logsumexp, borders.queries, borders.keys, *longest, 0.0, True,
+            found.rng_state, unused, window_size_left=-1, window_size_right=0,
+        )  # fmt: skip
+        return grads

@@ -15,6 +15,7 @@ from megamix.mixed_precision.weights import Fill, without_values
 from megamix.model.decoder import EMBEDDING_WEIGHT, Decoder
 from megamix.model.family import family_of
 from megamix.parallel.borders import Border
+from megamix.parallel.context_parallel import divide_positions
 from megamix.parallel.stages import StagePlan, keep_layers
 from megamix.parallel.tensor_parallel import divide_layers, place_params, take_blocks
 from megamix.plugins import MORE_AXES
@@ -55,6 +56,8 @@ def divide_work(
 
     `connect`: returns the collectives of an axis.
     """
+    if topology.cp.size > 1:
+        divide_positions(model, connect(topology.cp))
     if topology.tp.size > 1:
         divide_layers(model, Border(connect(topology.tp), sequence=parallelism.sequence_parallel))
     for name, divide in MORE_AXES.registered.items():

@@ -39,7 +39,9 @@ class Handover:
     pp: Axis
     num_stages: int
     batch: tuple[int, int]  # (B, T)
-    parts: int = 1  # equal parts into which T is divided between stages in training; this rank has one of them
+    # Equal parts of T of which this rank hands over one: always, and into which that one is divided in training alone.
+    parts: int = 1
+    parts_in_training: int = 1
 
 
 class Pipeline(MicroBatchRunner):
@@ -53,11 +55,11 @@ class Pipeline(MicroBatchRunner):
     ):
         """Make the stages. `parts`: the blocks of each of this rank's stages, by the stage's number."""
         super().__init__(engine)
-        width = model.config.hidden_size
+        width, own = model.config.hidden_size, handover.batch[1] // handover.parts
         # Training and evaluation may have other shapes, and torch would set a shared schedule up again at each change.
         self._training, self._evaluation = (
             self._schedule(schedule, [*_stages(engine, model, parts, handover, (handover.batch[0], positions, width))])
-            for positions in (handover.batch[1] // handover.parts, handover.batch[1])
+            for positions in (own // handover.parts_in_training, own)
         )
         self._weights: Iterator[float] = iter(())
 

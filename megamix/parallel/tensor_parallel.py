@@ -9,9 +9,8 @@ operations that compute wide on a CPU cannot take DTensors, and each operation w
 microseconds. `parallelize_module` also needs connected ranks, and `plan` has none.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from megamix.mixed_precision.weights import put_parameter
 from megamix.model.cross_entropy import SLOPE_SCALE
 from megamix.model.decoder import Branch, Decoder
 from megamix.model.layers import Embedding, Linear, ParamRule
-from megamix.model.ops import Ops
+from megamix.model.ops import Keep, LookUp, Ops, Product
 from megamix.parallel.borders import Border
 
 
@@ -86,38 +85,41 @@ def _place(rule: ParamRule, shape: tuple[int, ...], topology: Topology, sequence
     return Placement(shape, offset, topology.owners_of(rule.along), counts or rule.along == "tp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DividedOps(Ops):
-    border: Border
+class _Rows:
+    """The product of a layer that has a part of its inputs: the ranks' outputs are summed, then the bias is added."""
 
+    def __init__(self, border: Border, product: Product):
+        self._border, self._product = border, product
 
-class _RowOps(_DividedOps):
-    """Operations of a layer that has a part of its inputs: the ranks' outputs are summed, then the bias is added."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = self.border.leave(super().linear(x, weight, None))
+    def __call__(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = self._border.leave(self._product(ops, x, weight, None))
         return out if bias is None else out + bias
 
 
-class _TableOps(_DividedOps):
-    """Operations of a table of which this rank has some rows: one rank has a token's row, and the others add zeros."""
+class _Table:
+    """The look-up in a table of which this rank has some rows: one rank has a token's row, and the others add zeros."""
 
-    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        row = tokens - self.border.tp.axis.rank * weight.shape[0]
+    def __init__(self, border: Border, look_up: LookUp):
+        self._border, self._look_up = border, look_up
+
+    def __call__(self, ops: Ops, tokens: Tensor, weight: Tensor) -> Tensor:
+        row = tokens - self._border.tp.axis.rank * weight.shape[0]
         elsewhere = (row < 0) | (row >= weight.shape[0])
-        rows = super().embedding(row.masked_fill(elsewhere, 0), weight)
-        return self.border.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+        rows = self._look_up(ops, row.masked_fill(elsewhere, 0), weight)
+        return self._border.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-class _PositionOps(_DividedOps):
-    """Operations on a part of the positions: dropout drops the same units as in one process."""
+class _OwnPositions:
+    """The mask of dropout on a part of the positions: it drops the same units as in one process."""
 
-    def dropout(self, x: Tensor, share: float) -> Tensor:
-        if not self.border.sequence:
-            return super().dropout(x, share)
-        kept = x.new_empty(x.shape[0], x.shape[1] * self.border.tp.axis.size, x.shape[2], dtype=torch.bool)
-        kept = self.border.own_positions(kept.bernoulli_(1 - share), 1)
-        return torch.where(kept, x * (1 / (1 - share)), 0.0)
+    def __init__(self, border: Border, keep: Keep):
+        self._border, self._keep = border, keep
+
+    def __call__(self, ops: Ops, x: Tensor, share: float) -> Tensor:
+        if not self._border.sequence:
+            return self._keep(ops, x, share)
+        whole = x.new_empty(()).expand(x.shape[0], x.shape[1] * self._border.tp.axis.size, x.shape[2])
+        return self._border.own_positions(self._keep(ops, whole, share), 1)
 
 
 def take_blocks(model: Decoder, topology: Topology) -> None:
@@ -140,9 +142,10 @@ def divide_layers(model: Decoder, border: Border) -> None:
         if isinstance(module, Branch):
             module.register_forward_pre_hook(lambda _, args: (border.enter(args[0]), *args[1:]))
         if isinstance(module, Linear) and module.divides == "rows":
-            _swap(module, _RowOps, border)
+            module.ops = replace(module.ops, product=_Rows(border, module.ops.product))
     if isinstance(model.embedding, Embedding):  # a middle rank of a pipeline has no embedding
-        _swap(model.embedding, _TableOps, border)
+        ops = model.embedding.ops
+        model.embedding.ops = replace(ops, look_up=_Table(border, ops.look_up))
     model.norm.register_forward_hook(lambda _, args, out: border.enter(out))
     # A head's loss, which has no dim, is the same on every rank already.
     model.head.register_forward_hook(lambda _, args, out: border.join_columns(out) if out.dim() else out)
@@ -151,7 +154,7 @@ def divide_layers(model: Decoder, border: Border) -> None:
     if border.sequence:
         for module in (model, *model.blocks):
             if hasattr(module, "ops"):  # a block on another rank of the pipeline is an empty module
-                _swap(module, _PositionOps, border)  # dropout is the only operation that these modules call themselves
+                module.ops = replace(module.ops, keep=_OwnPositions(border, module.ops.keep))
         if model.position_embedding is not None:
             model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
 
@@ -161,10 +164,6 @@ def _num_positions(tokens: Tensor, targets: Tensor | None = None, *others: objec
     tokens, so the targets are counted if there are any.
     """
     return (tokens if targets is None else targets).shape[-1]
-
-
-def _swap(module: nn.Module, ops: type[Any], border: Border) -> None:
-    module.ops = ops(**vars(module.ops), border=border)
 
 
 def vocabulary_slopes(tp: Collectives, logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:

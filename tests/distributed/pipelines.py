@@ -79,7 +79,7 @@ def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tup
     )
     engine = pipeline_engine(case, model, topology, placements, fill=drawn(model, 5))
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
-    handover = Handover(topology.pp, len(stages), (B, T), topology.tp.size if sequence else 1)
+    handover = Handover(topology.pp, len(stages), (B, T), 1, topology.tp.size if sequence else 1)
     return engine, Pipeline(engine, model, own, case.schedule, handover)
 
 

@@ -106,7 +106,7 @@ def test_a_job_with_the_axis_saves_resumes_elsewhere_and_is_planned(rows: None, 
         assert check_world_size(job, 2) == []
         samples += run_ranks(run_recorded, 2, job)[0].samples()
         manifest = read_manifest(sorted((tmp_path / "run/checkpoints").glob("step_*"))[-1] / "manifest.json")
-        assert manifest.layout.axes == {"pp": 1, "replicas": 1, "dp": 1, "rows": 1, "tp": 1} | (
+        assert manifest.layout.axes == {"pp": 1, "replicas": 1, "dp": 1, "rows": 1, "cp": 1, "tp": 1} | (
             {"rows": 2} if sizes is with_rows else {"dp": 2}
         )
     whole = tmp_path / "whole"
@@ -142,7 +142,7 @@ def test_mistakes_with_axes_are_named(rows: None, tmp_path: Path) -> None:
             register_axis(name, section, print, AxisKind("sharded"))
     with pytest.raises(ValueError, match="reads=True and parts=True"):
         AxisKind("sharded", reads=True, parts=True)
-    with pytest.raises(ValueError, match="there is no axis 'span'; there are pp, replicas, dp, rows, tp"):
+    with pytest.raises(ValueError, match="there is no axis 'span'; there are pp, replicas, dp, rows, cp, tp"):
         Topology.place(0, dp=2).along("span")
     with pytest.raises(ValueError, match="the mesh has an axis 'span', which is none of pp, replicas"):
         Topology({"span": 2})

@@ -34,6 +34,7 @@ class Case:
     tied: bool = True
     dtype: torch.dtype = torch.float32
     dp_size: int = 1
+    cp_size: int = 1
     tp_size: int = 1
     sequence_parallel: bool = True
     grad_accum_steps: int = 1
@@ -49,13 +50,13 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.dp_size * self.tp_size
+        return self.dp_size * self.cp_size * self.tp_size
 
     @property
     def alone(self) -> Case:
         """Return the case with the same samples in one process, in the same micro-batches."""
         accumulation = self.grad_accum_steps * self.dp_size
-        return replace(self, dp_size=1, tp_size=1, grad_accum_steps=accumulation, bucket_size=None)
+        return replace(self, dp_size=1, cp_size=1, tp_size=1, grad_accum_steps=accumulation, bucket_size=None)
 
     def parallelism(self) -> ParallelismConfig:
         return ParallelismConfig(sequence_parallel=self.sequence_parallel)
@@ -87,7 +88,7 @@ class Outcome:
 
 
 def build(case: Case, optimizer: Optimizer = OPTIMIZER) -> tuple[Transformer, ShardedEngine]:
-    topology = Topology.connect(tp=case.tp_size)
+    topology = Topology.connect(cp=case.cp_size, tp=case.tp_size)
     device = rank_device()
     model, placements = build_model(case.config(), case.parallelism(), topology, device)
     scale = StaticLossScale(2.0**10) if case.dtype == torch.float16 else None

@@ -17,7 +17,6 @@ from megamix.comm.topology import Topology
 from megamix.inspect.culprits import gather_peaks
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.settings import Placement
-from megamix.model.ops import Ops
 from megamix.parallel import tensor_parallel
 from megamix.parallel.borders import Border
 from tests.conftest import FULL
@@ -123,7 +122,7 @@ BUGS: dict[str, tuple[Callable[[], object], bool, str]] = {  # patch that breaks
     ),
     "bias added before the sum": (
         lambda: mock.patch.object(
-            tensor_parallel._RowOps, "linear", lambda ops, x, *params: ops.border.leave(Ops.linear(ops, x, *params))
+            tensor_parallel._Rows, "__call__", lambda rows, *given: rows._border.leave(rows._product(*given))
         ),
         True,
         "gradient of blocks.1.feed_forward.down.bias",  # not the loss: biases begin as zeros

@@ -28,7 +28,7 @@ from megamix.model.ops import Ops
 from megamix.parallel.build import divide_work
 from megamix.parallel.stages import Stage
 from megamix.parallel.tensor_parallel import take_blocks
-from megamix.tools.plan.stand_ins import CompiledGpuShapes, GpuShapes, few_slices, without_memory
+from megamix.tools.plan.stand_ins import CompiledGpuShapes, GpuShapes, few_slices, with_kernels, without_memory
 
 Machine = Literal["cpu", "gpu"]
 
@@ -60,7 +60,7 @@ class TracedWork:
     @property
     def hidden(self) -> tuple[int, int, int]:
         """Return the shape of the tensor that passes between stages, in `dtype`, while activations are kept."""
-        parts = self.division.tp_size if self.division.sequence_parallel else 1
+        parts = self.division.cp_size * (self.division.tp_size if self.division.sequence_parallel else 1)
         return self.batch[0], self.batch[1] // parts, self.model.hidden_size
 
     @property
@@ -132,11 +132,9 @@ def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: boo
     with without_memory(on_gpu=work.machine == "gpu") as device, few_slices():
         model = work.build((*like[: not is_first], *like, *like[: not is_last]))  # missing ends get blocks of their own
         place(model, work.dtype, device)
-        kernels = CompiledGpuShapes() if work.model.compile else GpuShapes()
         for module in model.modules() if work.machine == "gpu" else ():
-            # A divided layer has operations of its own (parallel/tensor_parallel.py), which no kernel fuses.
-            if type(getattr(module, "ops", None)) is Ops:
-                module.ops = kernels  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
+            if isinstance(ops := getattr(module, "ops", None), Ops):
+                module.ops = with_kernels(ops, CompiledGpuShapes if work.model.compile else GpuShapes)  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
         stage = Stage(model, range(not is_first, len(like) + (not is_first)))
         targets = torch.zeros(work.batch, dtype=torch.int64, device=device)
         x, came_back = (torch.zeros(work.hidden, dtype=work.dtype, device=device) for _ in range(2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -77,12 +77,19 @@ def _kinds(config: Config, plan: MemoryPlan) -> Iterator[Changes]:
         yield ((f"{words} and {ranks}", changed) for ranks, changed in _ranks(shared))
     full = config.with_keys(model={"recompute": "full"})
     yield ((f'model.recompute = "full" and {words}', changed) for words, changed in _micro_batches(full))
-    tp_size, pp_size = config.parallelism.tp_size, config.parallelism.pp_size
-    larger_tp = [tp_size * 2**doublings for doublings in range(1, 4) if tp_size * 2**doublings <= MOST_TP]
-    larger_pp = [pp_size * 2**doublings for doublings in range(1, 5)]
-    yield _meshes(config, [(size, pp_size) for size in larger_tp])
-    yield _meshes(config, [(tp_size, size) for size in larger_pp])
-    yield _meshes(config, [(larger_tp[-1], size) for size in larger_pp if larger_tp])
+    section = config.parallelism
+    larger_tp = [size for size in _doubled(section.tp_size, 3) if size <= MOST_TP]
+    larger_pp, larger_cp = _doubled(section.pp_size, 4), _doubled(section.cp_size, 6)
+    yield _meshes(config, [{"tp_size": size} for size in larger_tp])
+    yield _meshes(config, [{"pp_size": size} for size in larger_pp])
+    yield _meshes(config, [{"cp_size": size} for size in larger_cp])
+    yield _meshes(config, [{"tp_size": larger_tp[-1], "pp_size": size} for size in larger_pp if larger_tp])
+    smaller_cp = [(tp, section.cp_size * section.tp_size // tp) for tp in larger_tp]
+    yield _meshes(config, [{"tp_size": tp, "cp_size": cp} for tp, cp in smaller_cp if cp])
+
+
+def _doubled(size: int, times: int) -> list[int]:
+    return [size * 2**doublings for doublings in range(1, times + 1)]
 
 
 def _shards(config: Config, beside: str = "") -> Changes:
@@ -112,17 +119,16 @@ def _ranks(config: Config) -> Changes:
         more *= 2
 
 
-def _meshes(config: Config, sizes: list[tuple[int, int]]) -> Changes:
-    """Yield the same ranks, with these sizes for `tp_size` and `pp_size`."""
+def _meshes(config: Config, meshes: Sequence[Mapping[str, int]]) -> Changes:
+    """Yield the same ranks with these sizes. The other axes stay, but for dp, which gets the ranks that are left."""
     before = config.parallelism
-    ranks = (before.dp_size or 1) * before.tp_size * before.pp_size  # the other axes stay
-    for tp_size, pp_size in sizes:
-        if ranks % (tp_size * pp_size) == 0:
-            words = [f"tp_size = {tp_size}"] * (tp_size != before.tp_size)
-            words += [f"pp_size = {pp_size}"] * (pp_size != before.pp_size)
-            dp_size = ranks // (tp_size * pp_size)
-            sizes_of_mesh = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size}
-            yield f"parallelism.{' and '.join(words)} on the same ranks", config.with_keys(parallelism=sizes_of_mesh)
+    ranks = (before.dp_size or 1) * before.tp_size * before.cp_size * before.pp_size
+    for changed in meshes:
+        sizes = {key: getattr(before, key) for key in ("tp_size", "cp_size", "pp_size")} | dict(changed)
+        if ranks % (product := math.prod(sizes.values())) == 0:
+            words = " and ".join(f"{key} = {size}" for key, size in sizes.items() if size != getattr(before, key))
+            sizes["dp_size"] = ranks // product
+            yield f"parallelism.{words} on the same ranks", config.with_keys(parallelism=sizes)
 
 
 def _can_be(config: Config) -> bool:

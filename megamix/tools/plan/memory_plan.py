@@ -121,7 +121,7 @@ def _division(section: ParallelismConfig) -> ParallelismConfig:
     """Return the section with the keys alone that decide how a micro-batch is divided, so that other keys do not trace
     it again.
     """
-    kept = {key: getattr(section, key) for key in ("tp_size", "sequence_parallel", *MORE_AXES.sections)}
+    kept = {key: getattr(section, key) for key in ("cp_size", "tp_size", "sequence_parallel", *MORE_AXES.sections)}
     return type(section)(**kept)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megamix.model import wide
 from megamix.model.context import Documents
-from megamix.model.ops import Ops
+from megamix.model.ops import Ops, Segmented, Segments
 from megamix.model.wide import apply
 
 
@@ -51,6 +51,11 @@ def without_memory(*, on_gpu: bool) -> Iterator[torch.device]:
         yield torch.device("cpu")
 
 
+def with_kernels(ops: Ops, kernels: type[GpuShapes]) -> Ops:
+    """Return these operations, fields included, with a GPU's kernels in place of torch's own operations."""
+    return cast(Ops, type(kernels.__name__, (kernels, type(ops)), {})(**vars(ops)))
+
+
 class GpuShapes(Ops):
     """Fused kernels that torch calls on a GPU, with their memory only: kept tensors and scratch.
 
@@ -61,15 +66,31 @@ class GpuShapes(Ops):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return apply(_Kernel, x.shape[:-1], 0, x, weight)  # keeps 1 / rms of each row
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+    def whole_attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+        if documents is not None and documents.borders is not None:
+            # mha_varlen_bwd puts 128 rows of FP32 between two documents.
+            rows = query.shape[0] * query.shape[2] + 128 * len(documents.borders)
+            return apply(_Kernel, query.shape[:-1], 4 * rows * query.shape[1] * query.shape[3], query, key, value)
         if query.dtype == torch.float32:  # as Ops does
             group = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd) sums the query's gradient in FP32; with documents it
-        # puts 128 rows between two of them (mha_varlen_bwd).
-        between = 0 if documents is None or documents.borders is None else 128 * len(documents.borders)
-        scratch = 4 * (query.numel() + between * query.shape[1] * query.shape[3])
-        return apply(_Kernel, query.shape[:-1], scratch, query, key, value)
+        # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd) sums the query's gradient in FP32.
+        return apply(_Kernel, query.shape[:-1], 4 * query.numel(), query, key, value)
+
+    def segments(self, query: Tensor, key: Tensor, value: Tensor, borders: Segments) -> Segmented:
+        logsumexp = query.new_empty(query.shape[:2], dtype=torch.float32)
+        return Segmented(torch.empty_like(query), logsumexp, query.new_empty(2, dtype=torch.uint64))
+
+    def segments_backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Segmented, borders: Segments
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = len(query) + 128 * len(borders.queries)
+        scratch = query.new_empty(rows, *query.shape[1:], dtype=torch.float32)
+        # With groups the kernel writes a gradient for each query head, and sums them.
+        heads = [query.new_empty(len(x), *query.shape[1:]) for x in (key, value) if query.shape[1] > key.shape[1]]
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del scratch, heads
+        return grads
 
 
 class CompiledGpuShapes(GpuShapes):

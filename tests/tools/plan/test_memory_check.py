@@ -74,7 +74,7 @@ def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
     return {name: planned[name] for name in held}, held
 
 
-@pytest.mark.parametrize("layout", ["tp2pp2", "dp2tp2", "dp2pp2"])
+@pytest.mark.parametrize("layout", ["tp2pp2", "dp2tp2", "dp2pp2", "cp2pp2", "replicas2dp2"])
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
 def test_what_ranks_of_a_mesh_hold_is_planned_without_them(run_ranks, layout: str, reduce_dtype: str) -> None:
     config = make_config(layout, dtype="bf16", accumulation=4, sequence_parallel="tp" in layout)

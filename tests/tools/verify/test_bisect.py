@@ -70,6 +70,8 @@ def observe_planted(config: Config, name: str, what: str) -> list[ObservedStep]:
         ("dp2", "blocks.1.feed_forward", "output"),
         ("tp2", "blocks.0.attention_norm", "gradient"),
         ("pp2", "blocks.2.attention", "output"),
+        ("cp2", "blocks.1.attention", "output"),
+        ("cp2", "blocks.0.attention_norm", "gradient"),
     ],
 )
 def test_the_planted_module_of_a_layout_is_named(run_ranks, layout: str, name: str, what: str) -> None:

@@ -4,29 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megamix.model.span import Chunks
 from megamix.tools.verify.core.hypotheses import RightStep, factor_of
 from megamix.tools.verify.core.reference import LossOf, moved, put
 from megamix.tools.verify.core.tape import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Tape, recorded
 from megamix.tools.verify.core.verdict import NOISE, UNIT
 
 
-def culprit(right: RightStep, tapes: Sequence[tuple[int, Tape]]) -> str:
-    """Return the first wrong module of a step, "" if none is.
+class RankTape(NamedTuple):
+    """The tape of one rank, the data-parallel rank whose data it had, and its share of their positions."""
 
-    `tapes`: one entry for each rank: the rank whose data it had, and its tape.
-    """
+    dp_rank: int
+    tape: Tape
+    cp_size: int = 1
+    cp_rank: int = 0
+
+    def has_data_of(self, other: RankTape) -> bool:
+        return (self.dp_rank, self.cp_rank) == (other.dp_rank, other.cp_rank)
+
+    def own(self, whole: Tape, num_positions: int) -> Tape:
+        """Return this rank's positions of tensors whose dim 1 has an entry for each."""
+        part = Chunks(self.cp_size, self.cp_rank, num_positions)
+        return {key: part.own(x, 1) if x.dim() > 1 and x.shape[1] == num_positions else x for key, x in whole.items()}
+
+
+def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
+    """Return the first wrong module of a step, "" if none is. `tapes`: those of all ranks."""
     wide = {name: weight.double() for name, weight in right.weights.items()}
     reference, found = right.reference, []
-    for rank, (of_rank, tape) in enumerate(tapes):
-        batch = right.by_rank[of_rank][0]
+    for rank, mine in enumerate(tapes):
+        batch = right.by_rank[mine.dp_rank][0]
         exact = _record(reference.exact, reference.exact_loss, wide, batch)
         native = _record(reference.native, reference.native_loss, reference.coarse(right.weights), batch)
-        if wrong := first_module(tape, [other for data, other in tapes if data == of_rank], exact, native):
+        if mine.cp_size > 1:
+            exact, native = (mine.own(whole, batch.targets.shape[1]) for whole in (exact, native))
+        all_parts = [other.tape for other in tapes if mine.has_data_of(other)]
+        if wrong := first_module(mine.tape, all_parts, exact, native):
             found.append((*wrong, rank))
     if not found:
         return ""

@@ -22,7 +22,7 @@ from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import MASTER, UpdateScalars
-from megamix.tools.verify.core.bisect import culprit
+from megamix.tools.verify.core.bisect import RankTape, culprit
 from megamix.tools.verify.core.hypotheses import HALVES, RightStep, nearest
 from megamix.tools.verify.core.judge_matrices import judge_matrices
 from megamix.tools.verify.core.norm_kinds import explain_norm
@@ -33,6 +33,11 @@ from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict
 
 # How much further from FP64 the gradient of a loss may be than that of logits; right families come to 1.4 times.
 LOSS_PATH = 4.0
+# Roundings of a token's loss in FP32, relative to it. Three: of the target's logit less the row's largest, of the
+# logarithm, and of their difference. The sum of exponentials, of V / 8 additions in each of 8 lanes and 8 more over the
+# lanes, is off by as many units, which its logarithm shows as an absolute error. The mean over tokens: torch adds in a
+# cascade of 4 levels of 16 (ATen/native/cpu/SumKernel.cpp), 64 additions, and 8 over lanes and micro-batches.
+LOSS_ROUNDINGS = 3 + 64 + 8
 
 BatchesOf = Callable[[int, int], Iterable[Batch]]  # (attempt, data-parallel rank) -> its micro-batches
 
@@ -77,7 +82,8 @@ def judge_attempts(
         _copies(verdict, number, seen, after, dtype)
         _tables(verdict, number, seen, tables)
         if verdict.differences and not verdict.culprit and seen[0].tape:
-            verdict.culprit = culprit(step.right, [(attempt.dp_rank, attempt.tape) for attempt in seen])
+            tapes = [RankTape(one.dp_rank, one.tape, one.cp_size, one.cp_rank) for one in seen]
+            verdict.culprit = culprit(step.right, tapes)
         before, earlier = after, replace(step.right, earlier=None)
     return verdict
 
@@ -189,10 +195,13 @@ class _Judged:
     def _loss(self, verdict: Verdict, exact: Step, native: Step) -> None:
         """Check the loss of the global batch.
 
-        Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss.
+        Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss. One
+        rank's own error is a sum that may cancel, so the roundings in FP32 from logits to the mean are added
+        (`LOSS_ROUNDINGS`).
         """
         noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
-        bound = NOISE * noise + UNIT[self.dtype] * exact.loss
+        fp32 = U32 * (LOSS_ROUNDINGS * exact.loss + self.config.model.vocab_size / 8 + 8)
+        bound = NOISE * noise + UNIT[self.dtype] * exact.loss + fp32
         explain = partial(self.right.explain_loss, [self.of["loss"]] * len(self.right.by_rank), exact.losses, bound)
         verdict.note(self.number, "loss", "the global batch", abs(self.of["loss"] - exact.loss), bound, explain)
 

@@ -44,6 +44,8 @@ class ObservedStep:
     buffers: dict[str, Tensor] = field(default_factory=dict)  # buffers of this rank's module
     tape: Tape = field(default_factory=dict)  # tensors through the modules of the first micro-batch, if recorded
     dp_rank: int = 0  # data-parallel rank whose micro-batches these were
+    cp_size: int = 1  # ranks that divided their positions
+    cp_rank: int = 0
 
 
 def observed(
@@ -56,7 +58,7 @@ def observed(
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     return ObservedStep(
         scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},
-        dp_rank=engine.topology.data.rank,
+        dp_rank=engine.topology.data.rank, cp_size=engine.topology.cp.size, cp_rank=engine.topology.cp.rank,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megamix.tools.verify.core.bisect import culprit
+from megamix.tools.verify.core.bisect import RankTape, culprit
 from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of
 from megamix.tools.verify.core.norm_kinds import explain_clipping, explain_norm
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite, moved
@@ -41,7 +41,7 @@ def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> V
     for number, seen in enumerate(steps):
         before = judge.step(verdict, number, before, seen)
         if verdict.differences and not verdict.culprit and before.tape and judge.earlier:
-            verdict.culprit = culprit(judge.earlier, [(rank, one.tape) for rank, one in enumerate(seen)])
+            verdict.culprit = culprit(judge.earlier, [RankTape(rank, one.tape) for rank, one in enumerate(seen)])
     verdict.note(len(steps), "applied updates", "the run", float(judge.updates == 0), 0.0, "none")
     return verdict
 

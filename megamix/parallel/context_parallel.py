@@ -1,0 +1,201 @@
+"""Attention of one rank's positions: keys and values of all positions are gathered, and a rank attends with its own
+queries. Every other operation of a block is one of single positions.
+
+Between forward and backward a rank keeps its own keys and values alone, and gathers again. No mask is made: a CPU
+attends in pieces that are whole or causal, whose results are merged by their logsumexp; a GPU's kernels take borders.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megamix.comm.collectives import Collectives
+from megamix.model.decoder import Decoder
+from megamix.model.ops import Attend, Keep, Ops, Segmented
+from megamix.model.span import AttentionPiece, Chunks, Span
+from megamix.model.wide import apply, aten
+
+
+def divide_positions(model: Decoder, cp: Collectives) -> None:
+    """Make a model compute this rank's positions of sequences with targets. Its calls are collective then.
+
+    Raises: ValueError for a family whose blocks read other positions by themselves.
+    """
+    if model.head_dim() == 0:
+        raise ValueError(
+            f"parallelism.cp_size: got {cp.axis.size}, but the family {model.name!r} does not attend by ops.attention "
+            "alone (its head_dim() is 0): nothing would hand it the other ranks' positions; write cp_size = 1"
+        )
+    model.span = span = Span(cp.axis.size, cp.axis.rank)
+    for module in model.modules():
+        if isinstance(ops := getattr(module, "ops", None), Ops):
+            divided = replace(ops, attend=_GatheredAttention(cp, ops.attend), keep=_OwnPositions(span, ops.keep))
+            module.ops = divided  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
+
+
+class _OwnPositions:
+    """The mask of dropout on this rank's positions: it drops the same units as in one process."""
+
+    def __init__(self, span: Span, keep: Keep):
+        self._span, self._keep = span, keep
+
+    def __call__(self, ops: Ops, x: Tensor, share: float) -> Tensor:
+        if (part := self._span.part) is None:
+            return self._keep(ops, x, share)
+        whole = x.new_empty(()).expand(x.shape[0], part.num_positions, x.shape[2])
+        return part.own(self._keep(ops, whole, share), 1)
+
+
+class _GatheredAttention:
+    """Attention of this rank's queries with everybody's keys and values."""
+
+    def __init__(self, cp: Collectives, attend: Attend):
+        self._cp, self._attend = cp, attend
+        # As in borders.py: the compiler can trace only some collectives of some backends.
+        self._divided: Callable[..., Tensor] = torch.compiler.disable(self._attend_divided)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def __call__(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, documents: Any) -> Tensor:
+        if not isinstance(documents, Chunks):
+            return self._attend(ops, query, key, value, documents)
+        return self._divided(ops, query, key, value, documents)
+
+    def _attend_divided(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks) -> Tensor:
+        # (2, B, T / ranks, kv_heads, head_dim): in this order a GPU's kernels read it without a copy.
+        own = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))
+        if part.pieces:
+            return apply(_InPieces, query, own, part, self._cp)
+        return apply(_BySegments, query, own, part, self._cp, ops)
+
+
+def _gather(own: Tensor, part: Chunks, cp: Collectives) -> Tensor:
+    """Return all positions, in order. Shapes: (..., T / ranks, heads, D) -> (..., T, heads, D)."""
+    return part.whole(cp.gather(own.reshape(-1)).view(cp.axis.size, *own.shape))
+
+
+def _sum_own(whole: Tensor, part: Chunks, cp: Collectives) -> Tensor:
+    """Return this rank's positions of the ranks' sum. Shapes: (..., T, heads, D) -> (..., T / ranks, heads, D)."""
+    parts = part.by_rank(whole)
+    return cp.sum_parts(parts.view(cp.axis.size, -1)).view(parts.shape[1:])
+
+
+class _BySegments(torch.autograd.Function):
+    """Attention on a GPU: query (B, heads, T / ranks, D), own (2, B, T / ranks, kv_heads, D) -> like query.
+
+    The kernel takes a chunk's queries and all keys in one call. Keeps query, own, the output and its logsumexp.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, own: Tensor, part: Chunks, cp: Collectives, ops: Ops) -> Tensor:
+        key, value = _gather(own, part, cp).flatten(1, 2)
+        chunks = _chunks(query, part)
+        found = [ops.segments(chunk, key, value, borders) for chunk, borders in zip(chunks, part.segments, strict=True)]
+        ctx.save_for_backward(query, own, *(x for one in found for x in one))
+        ctx.part, ctx.cp, ctx.ops = part, cp, ops
+        return _joined([one.out for one in found], query)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        part: Chunks = ctx.part
+        query, own, *kept = ctx.saved_tensors
+        found = [Segmented(*kept[first : first + 3]) for first in range(0, len(kept), 3)]
+        whole = _gather(own, part, ctx.cp)
+        key, value = whole.flatten(1, 2)
+        of_queries, of_whole = [], torch.zeros_like(whole)
+        chunks = zip(_chunks(grad, part), _chunks(query, part), found, part.segments, strict=True)
+        for of_chunk, chunk, one, borders in chunks:
+            of_query, of_key, of_value = ctx.ops.segments_backward(of_chunk, chunk, key, value, one, borders)
+            of_queries.append(of_query)
+            of_whole[0] += of_key.view(whole.shape[1:])
+            of_whole[1] += of_value.view(whole.shape[1:])
+        return _joined(of_queries, query), _sum_own(of_whole, part, ctx.cp), None, None, None
+
+
+def _chunks(x: Tensor, part: Chunks) -> list[Tensor]:
+    """Return the two chunks of a rank's positions. Shapes: (B, heads, T / ranks, D) -> (B * chunk, heads, D) each."""
+    return [chunk.flatten(0, 1) for chunk in torch.split(x.transpose(1, 2), part.chunk, 1)]
+
+
+def _joined(chunks: list[Tensor], like: Tensor) -> Tensor:
+    """Undo `_chunks`."""
+    return torch.cat([chunk.view(len(like), -1, *chunk.shape[1:]) for chunk in chunks], 1).transpose(1, 2)
+
+
+class _InPieces(torch.autograd.Function):
+    """Attention on a CPU: query (B, heads, T / ranks, D), own (2, B, T / ranks, kv_heads, D) -> like query.
+
+    Every piece is computed in FP32 by torch's flash kernel, whose logsumexp merges the pieces of a query. In backward
+    the kernel takes the merged output and logsumexp, so each piece's gradients are those of the whole softmax
+    (Dao 2023, FlashAttention-2, equations of section 3.1). Keeps query, own, the output and the FP32 logsumexp.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, own: Tensor, part: Chunks, cp: Collectives) -> Tensor:
+        key, value = _gather(own, part, cp).transpose(2, 3)
+        out = query.new_zeros(query.shape, dtype=torch.float32)
+        logsumexp = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+        for piece in part.pieces:
+            for call in _calls(query, key, value, piece):
+                new, new_sum = aten._scaled_dot_product_flash_attention_for_cpu(
+                    call.query, call.key, call.value, 0.0, piece.causal
+                )
+                new, new_sum = new.reshape(out[call.at].shape), new_sum.reshape(logsumexp[call.at].shape)
+                before = logsumexp[call.at]
+                total = torch.logaddexp(before, new_sum)
+                out[call.at] = (
+                    out[call.at] * (before - total).exp()[..., None] + new * (new_sum - total).exp()[..., None]
+                )
+                logsumexp[call.at] = total
+        result = out.to(query.dtype)
+        ctx.save_for_backward(query, own, result, logsumexp)
+        ctx.part, ctx.cp = part, cp
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        query, own, out, logsumexp = ctx.saved_tensors
+        whole = _gather(own, ctx.part, ctx.cp)
+        key, value = whole.transpose(2, 3)
+        grad_query = torch.zeros_like(query, dtype=torch.float32)
+        grads = torch.zeros_like(whole, dtype=torch.float32)
+        for piece in ctx.part.pieces:
+            for call in _calls(query, key, value, piece):
+                mine = [x[call.at].float().reshape(call.query.shape[:3] + x.shape[3:]) for x in (grad, out, logsumexp)]
+                of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    mine[0], call.query, call.key, call.value, mine[1], mine[2], 0.0, piece.causal
+                )
+                grad_query[call.at] += of_query.reshape(grad_query[call.at].shape)
+                columns = grads.transpose(2, 3)[:, piece.sequences, :, piece.columns]
+                columns[0] += of_key
+                columns[1] += of_value
+        return grad_query.to(query.dtype), _sum_own(grads.to(own.dtype), ctx.part, ctx.cp), None, None
+
+
+class _Call(NamedTuple):
+    """Inputs of one call of the kernel, FP32, with as many heads of queries as of keys."""
+
+    at: tuple[slice, ...]  # of the queries, in a tensor (B, heads, T / ranks, ...)
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def _calls(query: Tensor, key: Tensor, value: Tensor, piece: AttentionPiece) -> Iterator[_Call]:
+    """Yield the calls for a piece, without a copy of keys and values for each head of a group. Without a mask a group's
+    heads are further rows; a causal kernel takes them one after the other.
+    """
+    kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    key, value = (x[piece.sequences, :, piece.columns].float() for x in (key, value))
+    if not piece.causal and group > 1:
+        at = (piece.sequences, slice(None), piece.rows)
+        rows = query[at].float()
+        yield _Call(at, rows.reshape(len(rows), kv_heads, -1, rows.shape[3]), key, value)
+        return
+    for number in range(group):
+        at = (piece.sequences, slice(number, None, group), piece.rows)
+        yield _Call(at, query[at].float(), key, value)

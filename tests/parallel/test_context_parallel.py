@@ -1,0 +1,468 @@
+"""Ranks that divide the positions of sequences train as one rank does: every layout, dtype and packing passes `verify`,
+dropout drops the same units, planted bugs are found at the first step; what is kept and sent is what is documented.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix.comm.collectives import Collectives, GlooCollectives
+from megamix.comm.topology import Axis, Topology
+from megamix.config import Config, ConfigError, ParallelismConfig, config_from_dict
+from megamix.mixed_precision.step import StepProgress
+from megamix.model import decoder
+from megamix.model.context import find_documents
+from megamix.model.ops import Ops, Segmented, Segments
+from megamix.model.span import Chunks, Span
+from megamix.model.transformer import Transformer
+from megamix.parallel import context_parallel
+from megamix.parallel.build import build_model
+from megamix.parallel.context_parallel import divide_positions
+from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.observe import observe
+from tests.config.test_errors import changed
+from tests.conftest import FULL
+from tests.parallel.layouts import Case, Outcome, first_difference, same_everywhere, train
+from tests.tools.verify.jobs import make_config
+from tests.train.jobs import run_recorded, tiny_job, write_data
+from tests.train.outcome import metrics_of
+
+LAYOUTS = {2: ["cp2"], 4: ["cp4", "dp2cp2", "tp2cp2", "tp2cp2sp", "cp2pp2", "replicas2cp2"]}
+SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
+COUNTS = {2: 40, 4: 160} if FULL else {2: 4, 4: 10}
+AT_ONCE = 20  # observed steps of more would fill the memory
+
+
+def _drawn(world_size: int) -> Iterator[Config]:
+    """Yield seeded jobs, every layout at least once."""
+    dice = random.Random(world_size)
+    layouts = LAYOUTS[world_size]
+    for number in range(COUNTS[world_size]):
+        layout = layouts[number % len(layouts)]
+        stages = "pp" in layout
+        family = dice.choice(["llama", "gpt"])
+        heads = {} if family == "gpt" else {"num_kv_heads": dice.choice([2, 4, 8])}
+        yield make_config(
+            layout.removesuffix("sp"), family=family, dtype=dice.choice(["fp32", "fp16", "bf16"]),
+            tied=dice.random() < 0.5, accumulation=dice.choice([1, 2]),
+            schedule=dice.choice(SCHEDULES) if stages else "1f1b", sequence_parallel=layout.endswith("sp"),
+            packing=dice.choice(["none", "documents"]),
+            shard=dice.choice(["states", "gradients"] + ["parameters"] * (not stages)),
+            name=dice.choice(["adamw", "muon", "nag"]),
+            model={"seq_len": dice.choice([16, 48]), "recompute": dice.choice(["none", "selective", "full"]), **heads},
+        )  # fmt: skip
+
+
+def _observe_all(configs: list[Config]) -> list[Any]:
+    return [observe(config, 2, 1) for config in configs]
+
+
+@pytest.mark.uncounted
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_drawn_jobs_pass_verify(run_ranks, world_size: int) -> None:
+    configs, worst = [*_drawn(world_size)], Counter[str]()
+    for some in (configs[first : first + AT_ONCE] for first in range(0, len(configs), AT_ONCE)):
+        by_rank = run_ranks(_observe_all, world_size, some, deadline_s=900.0)
+        for config, *ranks in zip(some, *by_rank, strict=True):
+            verdict = judge(config, ranks, torch.device("cpu"), 2, 1)
+            assert verdict.differences == [], config
+            worst |= Counter(verdict.worst)
+    assert 0 < worst["gradient"] < 1
+    print({name: f"{worst[name]:.3f}" for name in ("gradient", "loss", "loss path", "norm")})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(cp_size=2, dropout=0.1),
+        Case(cp_size=2, tp_size=2, dropout=0.1, model="llama", recompute="full"),
+        Case(cp_size=2, tp_size=2, dropout=0.1, sequence_parallel=False, dtype=torch.bfloat16),
+        Case(dp_size=2, cp_size=2, model="llama", dtype=torch.float16, grad_accum_steps=2),
+    ],
+    ids=str,
+)
+def test_dropout_drops_the_units_of_one_process(run_ranks, case: Case) -> None:
+    outcomes = run_ranks(train, case.world_size, case)
+    assert same_everywhere(outcomes)
+    assert first_difference(case, outcomes, train(case.alone)) is None
+    assert _numbers(outcomes) == _numbers(run_ranks(train, case.world_size, case))  # in every bit
+
+
+def _numbers(outcomes: list[Outcome]) -> list[Any]:
+    owned = [[one.values.tolist() for some in outcome.owned.values() for one in some] for outcome in outcomes]
+    return [(outcome.losses, outcome.grad_norms, *each) for outcome, each in zip(outcomes, owned, strict=True)]
+
+
+# Planted bugs. Each is a patch on every rank.
+
+
+def _loss_times_cp() -> Any:
+    whole = StepProgress.scaled
+
+    def scaled(self: StepProgress, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
+        return whole(self, loss, weight, counts=counts) * self._num_parts
+
+    return mock.patch.object(StepProgress, "scaled", scaled)
+
+
+def _weight_counted_by_each() -> Any:
+    whole = StepProgress.scaled
+
+    def scaled(self: StepProgress, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
+        return whole(self, loss, weight * self._num_parts, counts=counts)
+
+    return mock.patch.object(StepProgress, "scaled", scaled)
+
+
+def _own_as(change: Callable[[Chunks, Tensor, Tensor], Tensor]) -> Any:
+    """Patch the positions that a rank takes. `change`: of the part, all positions and the rank's own."""
+    own = Chunks.own
+    return mock.patch.object(Chunks, "own", lambda part, x, dim: change(part, x, own(part, x, dim)))
+
+
+def _positions_of_the_part(part: Chunks, x: Tensor, own: Tensor) -> Tensor:
+    is_places = x.dim() == 1
+    return torch.arange(len(own)) if is_places else own
+
+
+@contextmanager
+def _without_the_last_chunk() -> Iterator[None]:
+    """Rank 1 computes its first chunk twice."""
+    own = Chunks.own
+
+    def twice(part: Chunks, x: Tensor, dim: int) -> Tensor:
+        found = own(part, x, dim)
+        if part._firsts[0] == 0:
+            return found
+        first = found.narrow(dim, 0, part.chunk)
+        return torch.cat((first, first), dim)
+
+    with mock.patch.object(Chunks, "own", twice):
+        yield
+
+
+def _target_shift_at_the_border() -> Any:
+    """The last target of a chunk is the first one of the rank's other chunk."""
+    forward = decoder.Decoder.forward
+
+    def shifted(model: Any, tokens: Tensor, targets: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+        if targets is not None and model.span is not None:
+            part = model.span.begin(targets)
+            targets = targets.clone()
+            for first, following in zip(part._firsts, reversed(part._firsts), strict=True):
+                targets[:, first + part.chunk - 1] = targets[:, following]
+        return forward(model, tokens, targets, *rest, **more)
+
+    return mock.patch.object(decoder.Decoder, "forward", shifted)
+
+
+def _documents_leak() -> Any:
+    """Documents that begin in a chunk see the keys before the chunk."""
+    find = Chunks._find_pieces
+    return mock.patch.object(Chunks, "_find_pieces", lambda part, sequences, begins: find(part, sequences, [0]))
+
+
+def _grads_of_own_keys_alone() -> Any:
+    def own(whole: Tensor, part: Chunks, cp: Collectives) -> Tensor:
+        return part.by_rank(whole)[cp.axis.rank]
+
+    return mock.patch.object(context_parallel, "_sum_own", own)
+
+
+def _chunks_in_rank_order() -> Any:
+    def whole(part: Chunks, parts: Tensor) -> Tensor:
+        return torch.cat(parts.unbind(), -3)
+
+    return mock.patch.object(Chunks, "whole", whole)
+
+
+BUGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] = {
+    "loss x cp": (_loss_times_cp, "none", "gradient"),
+    "weight counted cp times": (_weight_counted_by_each, "none", "loss"),
+    "positions of the part": (lambda: _own_as(_positions_of_the_part), "none", "gradient"),
+    "gradients of keys not summed": (_grads_of_own_keys_alone, "none", "gradient"),
+    "documents leak": (_documents_leak, "documents", "gradient"),
+    "chunk order": (_chunks_in_rank_order, "none", "gradient"),
+    "target shift at a chunk's border": (_target_shift_at_the_border, "none", "gradient"),
+    "a rank's last chunk missing": (_without_the_last_chunk, "none", "gradient"),
+}
+
+
+def _observe_bugs(config_of: dict[str, Config]) -> list[Any]:
+    found = []
+    for bug, config in config_of.items():
+        with BUGS[bug][0]():
+            found.append(observe(config, 1, None))
+    return found
+
+
+def test_planted_bugs_are_found_at_the_first_step(run_ranks) -> None:
+    configs = {
+        bug: make_config("cp2", loss_scale=4.0, packing=packing, model={"seq_len": 16})
+        for bug, (_, packing, _) in BUGS.items()
+    }
+    for bug, *ranks in zip(configs, *run_ranks(_observe_bugs, 2, configs), strict=True):
+        found = judge(configs[bug], ranks, torch.device("cpu"), 1, None).differences
+        assert found, bug
+        assert (found[0].attempt, found[0].check) == (0, BUGS[bug][2]), (bug, found[0])
+
+
+def _train_with_own_masks(case: Case) -> Outcome:
+    own = context_parallel._OwnPositions
+    with mock.patch.object(own, "__call__", lambda mask, ops, x, share: mask._keep(ops, x, share)):
+        return train(case)
+
+
+@pytest.mark.uncounted
+def test_equal_dropout_masks_are_found(run_ranks) -> None:
+    case = Case(cp_size=2, dropout=0.1)
+    assert first_difference(case, run_ranks(_train_with_own_masks, 2, case), train(case.alone)) is not None
+
+
+# What a rank computes, keeps and sends.
+
+
+def _positions(dice: random.Random, batch: int, num_positions: int) -> Tensor:
+    rows = []
+    for _ in range(batch):
+        row, place = [], dice.choice([0, 3])
+        for _ in range(num_positions):
+            place = 0 if dice.random() < dice.choice([0.02, 0.3]) else place
+            row.append(place)
+            place += 1
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def _mask(positions: Tensor) -> Tensor:
+    documents = find_documents(positions, as_mask=True)
+    assert documents is not None
+    assert documents.mask is not None
+    return documents.mask[:, 0]
+
+
+def test_every_pair_that_the_mask_lets_is_in_one_piece_of_one_rank_and_work_is_even() -> None:
+    dice = random.Random(0)
+    for num_ranks in (2, 3, 4):
+        num_positions = 8 * num_ranks
+        for packed in (False, True):
+            positions = _positions(dice, 2, num_positions) if packed else torch.arange(num_positions).expand(2, -1)
+            count = torch.zeros(2, num_positions, num_positions, dtype=torch.int64)
+            work = []
+            for rank in range(num_ranks):
+                part = Chunks(num_ranks, rank, num_positions)
+                part.see(positions if packed else None, 0, torch.empty(2, 1), by_borders=False)
+                own, before = part.own(torch.arange(num_positions), 0), int(count.sum())
+                for piece in part.pieces:
+                    rows, columns = own[piece.rows], torch.arange(num_positions)[piece.columns]
+                    seen = torch.ones(len(rows), len(columns), dtype=torch.bool)
+                    count[piece.sequences, rows[:, None], columns] += seen.tril() if piece.causal else seen
+                work.append(int(count.sum()) - before)
+            assert torch.equal(count, _mask(positions).long())
+            assert packed or len({*work}) == 1
+
+
+def test_borders_of_a_chunk_are_the_mask_and_hold_every_key() -> None:
+    dice = random.Random(1)
+    for num_ranks in (1, 2, 3):
+        for _ in range(10):
+            batch, num_positions = dice.choice([1, 3]), 8 * num_ranks
+            positions = _positions(dice, batch, num_positions)
+            for rank in range(num_ranks):
+                part = Chunks(num_ranks, rank, num_positions)
+                part.see(positions, 0, torch.empty(batch, 1), by_borders=True)
+                own = part.own(torch.arange(num_positions), 0)
+                for rows, borders in zip(own.split(part.chunk), part.segments, strict=True):
+                    want, found = _mask(positions)[:, rows], torch.zeros(batch * len(rows), batch * num_positions)
+                    ends = [borders.queries.tolist(), borders.keys.tolist()]
+                    assert all(one == sorted(one) for one in ends)
+                    assert [one[-1] for one in ends] == [batch * len(rows), batch * num_positions]
+                    assert [one[0] for one in ends] == [0, 0]
+                    for q, q_end, k, k_end in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
+                        seen = torch.ones(q_end - q, k_end - k).tril(k_end - k - (q_end - q))
+                        found[q:q_end, k:k_end] += seen
+                    blocks = found.view(batch, len(rows), batch, num_positions)
+                    assert torch.equal(blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).bool(), want)
+                    assert int(found.sum()) == int(want.sum())
+
+
+def _segments(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return causal attention of each segment, aligned to the segment's end. Shapes: FP32 (positions, heads, D)."""
+    group, outs = q.shape[1] // k.shape[1], []
+    ends = [queries.tolist(), keys.tolist()]
+    for first, end, k_first, k_end in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
+        of_k, of_v = (x[k_first:k_end].repeat_interleave(group, 1) for x in (k, v))
+        seen = torch.ones(end - first, k_end - k_first, dtype=torch.bool).tril(k_end - k_first - (end - first))
+        scores = torch.einsum("qhd,khd->hqk", q[first:end], of_k) * q.shape[-1] ** -0.5
+        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), of_v))
+    return torch.cat(outs)
+
+
+def _forward(ops: Ops, query: Tensor, key: Tensor, value: Tensor, borders: Segments) -> Segmented:
+    """As a GPU's kernel, in FP32."""
+    assert key.is_contiguous()  # a copy would be made in each call
+    out = _segments(query.float(), key.float(), value.float(), *borders)
+    return Segmented(out.to(query.dtype), torch.zeros(1), torch.zeros(1))
+
+
+def _backward(
+    ops: Ops, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Segmented, borders: Segments
+) -> list[Tensor]:
+    leaves = [x.detach().float().requires_grad_() for x in (query, key, value)]
+    with torch.enable_grad():
+        out = _segments(*leaves, *borders)
+    return [x.to(grad.dtype) for x in torch.autograd.grad(out, leaves, grad.float())]
+
+
+@contextmanager
+def _as_on_gpus() -> Iterator[None]:
+    with (
+        mock.patch.object(Ops, "segments", _forward),
+        mock.patch.object(Ops, "segments_backward", _backward),
+        mock.patch.object(decoder, "takes_borders", lambda x, head_dim: True),
+    ):
+        yield
+
+
+def _observe_as_on_gpus(configs: list[Config]) -> list[Any]:
+    with _as_on_gpus():
+        return _observe_all(configs)
+
+
+@pytest.mark.uncounted
+def test_kernels_that_take_borders_pass_verify(run_ranks) -> None:
+    kinds = [
+        {"dtype": "fp16"},
+        {"dtype": "bf16", "packing": "documents", "model": {"seq_len": 16, "recompute": "full", "num_kv_heads": 2}},
+    ]
+    configs = [make_config("cp2", **kind) for kind in kinds]
+    for config, *ranks in zip(configs, *run_ranks(_observe_as_on_gpus, 2, configs), strict=True):
+        verdict = judge(config, ranks, torch.device("cpu"), 2, 1)
+        assert verdict.differences == []
+
+
+def _sent(recompute: str, as_on_gpus: bool) -> list[tuple[str, int]]:
+    """Return collectives along cp of a forward and backward of two layers, and those of the forward alone."""
+    calls = Counter[str]()
+    whole = {name: getattr(GlooCollectives, name) for name in ("gather", "sum_parts", "table", "exchange")}
+
+    def counted(name: str) -> Any:
+        def call(self: Any, *given: Any) -> Any:
+            calls[name] += 1
+            return whole[name](self, *given)
+
+        return mock.patch.object(GlooCollectives, name, call)
+
+    config = make_config("cp2", dtype="fp16", model={"recompute": recompute}).model
+    model, _ = build_model(config, ParallelismConfig(cp_size=2), Topology.connect(cp=2), torch.device("cpu"))
+    for param in model.parameters():
+        param.data = torch.randn(param.shape).half()
+    tokens = torch.randint(72, (2, 9))
+    with (
+        counted("gather"), counted("sum_parts"), counted("table"), counted("exchange"),
+        _as_on_gpus() if as_on_gpus else nullcontext(),
+    ):  # fmt: skip
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        forward = dict(calls)
+        (loss * 1024).backward()
+    return [*sorted(forward.items()), *sorted(calls.items())]
+
+
+@pytest.mark.parametrize("as_on_gpus", [False, True])
+def test_a_layer_gathers_once_forward_and_backward_and_sums_once(run_ranks, as_on_gpus: bool) -> None:
+    for recompute, gathers in (("none", 4), ("full", 6)):
+        for sent in run_ranks(_sent, 2, recompute, as_on_gpus):
+            assert sent == [("gather", 2), ("gather", gathers), ("sum_parts", 2)]
+
+
+def _kept(cp_size: int, seq_len: int, packed: bool) -> int:
+    """Return the bytes that a forward keeps for backward, beside parameters."""
+    config = make_config("dp1", dtype="bf16", model={"seq_len": seq_len, "hidden_size": 64, "num_layers": 4}).model
+    section = ParallelismConfig(cp_size=cp_size)
+    model, _ = build_model(config, section, Topology.connect(cp=cp_size), torch.device("cpu"))
+    kept = dict[int, int]()
+    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    positions = (torch.arange(seq_len) % (seq_len // 4))[None] if packed else None
+
+    def pack(x: Tensor) -> Tensor:
+        if (at := x.untyped_storage().data_ptr()) not in own:
+            kept[at] = x.untyped_storage().nbytes()
+        return x
+
+    tokens = torch.randint(72, (1, seq_len))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(tokens, tokens, positions)
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.uncounted
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seq_len", [2048, 8192] if FULL else [2048])
+def test_a_rank_of_two_keeps_half_of_the_activations(run_ranks, seq_len: int, packed: bool) -> None:
+    whole = _kept(1, seq_len, packed)
+    for kept in run_ranks(_kept, 2, 2, seq_len, packed):
+        print(f"{seq_len} positions: {kept / whole:.3f} of one rank's")
+        assert kept <= 0.55 * whole
+
+
+# Jobs.
+
+
+def _job(folder: Path, sizes: dict[str, Any], steps: int) -> Config:
+    return tiny_job(
+        folder, parallelism=sizes, training={"steps": steps}, checkpoint={"save_interval": 2},
+        lr_schedule={"decay_style": "constant"}, model={"dropout": 0.1},
+        metrics={"log_interval": 1, "tensorboard": False, "precision_interval": 2},
+    )  # fmt: skip
+
+
+@pytest.mark.uncounted
+def test_a_job_resumes_on_every_layout_with_its_samples_and_metrics(run_ranks, tmp_path: Path) -> None:
+    meshes = [
+        (2, {"dp_size": 2}), (2, {"cp_size": 2}), (4, {"cp_size": 4}), (2, {"tp_size": 2}),
+        (2, {"replicas": 2}), (4, {"replicas": 2, "cp_size": 2}),
+    ]  # fmt: skip
+    write_data(tmp_path / "data", tokenizer=True)
+    samples, last = [], 2 * len(meshes)
+    for number, (world_size, sizes) in enumerate(meshes, start=1):
+        samples += run_ranks(run_recorded, world_size, _job(tmp_path, sizes, 2 * number))[0].samples()
+    whole = tmp_path / "whole"
+    write_data(whole / "data")
+    assert samples == run_recorded(_job(whole, {}, last)).samples()
+    found, alone = (metrics_of(folder) for folder in (tmp_path, whole))
+    for one, other in zip(*([row for row in rows if "train/loss" in row] for rows in (found, alone)), strict=True):
+        assert one["step"] == other["step"]
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=2e-3)  # the same masks; FP16 rounds by 5e-4
+        assert one["train/tokens"] == other["train/tokens"] if "train/tokens" in one else True
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    for model, section, said in (
+        ({"seq_len": 36}, {"cp_size": 8}, "cp_size: got 8, needs a model.seq_len that is a multiple of 16, not 36"),
+        ({"seq_len": 32}, {"cp_size": 4, "tp_size": 16}, "multiple of 64, not 32"),
+        ({}, {"cp_size": 0}, "parallelism.cp_size: got 0, must be greater than 0"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            config_from_dict(changed(model=model, parallelism=section))
+    span = Span(2, 1)
+    with pytest.raises(ValueError, match=r"targets has 6 positions, which 2 context-parallel ranks .* a multiple of 4"):
+        span.begin(torch.zeros(1, 6))
+    assert span.begin(None) is None
+    with pytest.raises(ValueError, match="on a meta device needs FP16 or BF16"):
+        Chunks(2, 0, 8).see(None, 0, torch.empty(1, 1, device="meta"), by_borders=False)
+    config = parse_layout("cp2").apply(make_config("dp1", family="gpt")).model
+    with mock.patch.object(Transformer, "head_dim", lambda model: 0), pytest.raises(ValueError, match="its head_dim"):
+        divide_positions(Transformer(config), Collectives(Axis((0, 1), 0)))
