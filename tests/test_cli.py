@@ -1,4 +1,4 @@
-"""The verbs print what was asked for, and answer wrong input in one message, before torch is imported."""
+"""The verbs print what was asked for, and answer wrong input by one message, before torch is imported."""
 
 import argparse
 import errno

@@ -1,4 +1,4 @@
-"""Named spans add up, inner ones are taken out of outer ones, and nothing is measured unless asked."""
+"""Named spans add up, inner spans are subtracted from outer ones, and nothing is measured unless asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages under docs/ name what exists: paths, links, tests, stages and tags."""
+"""All paths, links, tests, stages and tags that the pages under docs/ name exist."""
 
 from __future__ import annotations
 

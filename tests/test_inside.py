@@ -1,5 +1,5 @@
-"""Other rooms, tests and studies name only the facade of an engine; only the layout and the plan find anything by a
-bucket's number.
+"""Other rooms, tests and studies use only the facade of an engine; only the layout and the plan look up buckets by
+number.
 """
 
 from __future__ import annotations

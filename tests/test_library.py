@@ -1,4 +1,4 @@
-"""A DDP and an FSDP2 script and what docs/library.md makes of them print the same losses, digit for digit; every block
+"""A DDP and an FSDP2 script print the same losses, digit for digit, as what docs/library.md makes of them; every block
 of the page and every program of docs/examples runs and learns; a checkpoint goes from two ranks to one.
 """
 

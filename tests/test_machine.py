@@ -1,5 +1,5 @@
-"""`megamix train` takes its share of the cores and has malloc keep what a step frees, on a CPU, unless the user's
-environment says otherwise; before torch is loaded.
+"""On CPUs `megamix train` takes its share of the cores and sets malloc to keep the memory that a step frees, before
+torch is loaded, unless the user's environment says otherwise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A public class name exists once in the package, so that a name means one thing."""
+"""No two public classes of the package have the same name."""
 
 import ast
 from collections import defaultdict

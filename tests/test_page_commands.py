@@ -1,4 +1,4 @@
-"""Every `megamix VERB` in a block of the pages parses as it stands, and every flag that their text names exists."""
+"""Every `megamix VERB` in a block of the pages is accepted as printed, and every flag that their text names exists."""
 
 from __future__ import annotations
 

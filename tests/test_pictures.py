@@ -1,5 +1,5 @@
-"""The pictures and the console on the pages are those that the scripts draw and a run prints today, and the pages have
-them all; a timetable, a block's way and its matrices are whole.
+"""The pictures and the console on the pages are those that the scripts draw and a run prints today, and none is
+missing; a timetable, a block's way and its matrices are complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Names that plugins register are in the strict configuration like built-in ones; only a user's word imports one."""
+"""Names that plugins register are checked in configurations like built-in ones; a plugin is imported only if the user
+names it.
+"""
 
 from __future__ import annotations
 

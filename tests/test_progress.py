@@ -1,5 +1,5 @@
-"""No verb is silent while it works: a terminal's line tells share and time left, a log gets a line; stdout has the
-results alone.
+"""No verb is silent while it works: a terminal's line shows share and time left, a log gets lines; stdout has only the
+results.
 """
 
 from __future__ import annotations

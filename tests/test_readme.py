@@ -1,4 +1,6 @@
-"""The README's example runs as it stands, its audit says what it shows, what it names exists, and it stays short."""
+"""The README's example runs as printed, its audit prints what it shows, everything that it names exists, and it stays
+short.
+"""
 
 from __future__ import annotations
 

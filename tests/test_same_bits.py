@@ -1,5 +1,5 @@
-"""The comparison of the engine with an earlier one shows every pair of settings that there can be; a bit that differs
-is named by attempt, rank and tensor, and a tree that fails is no equal one.
+"""The comparison of two engines covers every possible pair of settings; a differing bit is named by attempt, rank and
+tensor, and an engine that fails does not count as equal.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The site of docs/ is built without a network, every page is in it and in the same tier of the index, and a dead link
-or an unknown name of the API ends the build.
+"""The site of docs/ is built without a network, with every page, in the tiers of the index; a dead link or an unknown
+name of the API fails the build.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A run that signals, deaths, a full disk and damaged checkpoints strike one after the other ends as the run without
-faults; the soak finds it if not.
+"""A run under signals, deaths, a full disk and damaged checkpoints, one after the other, ends as the run without
+faults, and otherwise the soak reports it.
 """
 
 from __future__ import annotations

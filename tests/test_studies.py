@@ -1,5 +1,5 @@
-"""Every study under docs/studies runs and finds what its page says, as that headroom overflows in under 0.02 % of
-20,000 steps; the page is what they print.
+"""Every study under docs/studies runs and finds what its page says, for example that headroom overflows in under 0.02 %
+of 20,000 steps; the page holds what the studies print.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A user's mistake is answered in one message with the field, the value and the fix; there is no traceback, and nothing
-is written.
-"""
+"""A user's mistake is answered by one message with field, value and fix, without a traceback; nothing is written."""
 
 from __future__ import annotations
 

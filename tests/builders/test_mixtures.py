@@ -1,5 +1,5 @@
-"""Jobs on blends, stages, splits and packed documents are the same on any ranks, resume bitwise, or are refused;
-golden losses.
+"""Jobs on blends, stages, splits and packed documents give the same results on any ranks, resume bitwise, and have
+golden losses; impossible ones are refused.
 """
 
 from __future__ import annotations

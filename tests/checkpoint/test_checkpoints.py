@@ -1,6 +1,6 @@
-"""`megamix.Checkpoints`: a program gets back the progress that it saves, and progress that JSON would change is refused
-on all ranks before a byte is written; a failed save raises, one beside training by the next call; a folder without
-checkpoints begins a run, one with damaged ones alone is not, nor one whose newer checkpoint was not loaded.
+"""`megamix.Checkpoints`: a program gets back the progress that it saved; progress that JSON would change is refused on
+all ranks before a byte is written. A failed save raises, one beside training in the next call. A folder without
+checkpoints begins a run; one with only damaged checkpoints, or with a newer checkpoint that was not loaded, is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A changed bit, and a short, missing or foreign file, are refused with the file's name, on every rank, and the older
+"""A changed bit, and a short, missing or foreign file, are refused with the file's name on every rank, and the older
 checkpoint is loaded; no good file is refused.
 """
 

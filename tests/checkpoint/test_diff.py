@@ -1,5 +1,5 @@
-"""`megamix checkpoint diff` finds every difference bit by bit, with its size; none where a resumed run would be the
-same.
+"""`megamix checkpoint diff` finds every difference, to the bit and with its size; it finds none if a resumed run would
+be the same.
 """
 
 from __future__ import annotations

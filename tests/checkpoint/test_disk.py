@@ -1,4 +1,6 @@
-"""A disk that is full, read-only or gone fails a save on every rank alike, in one line; older checkpoints load."""
+"""A disk that is full, read-only or gone fails a save in the same way on every rank, with one line; older checkpoints
+still load.
+"""
 
 from __future__ import annotations
 

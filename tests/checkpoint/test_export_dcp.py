@@ -1,4 +1,4 @@
-"""`megamix checkpoint export --to dcp`: torch loads the state that was saved, whatever ranks had saved it."""
+"""`megamix checkpoint export --to dcp`: torch loads the saved state, whatever ranks saved it."""
 
 from __future__ import annotations
 

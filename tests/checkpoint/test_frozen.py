@@ -1,5 +1,5 @@
-"""A checkpoint knows the frozen parameters beside which it was saved: other values are refused by name on all ranks and
-set nothing aside, and `frozen=True` saves them once and loads them back.
+"""A checkpoint knows the values of the frozen parameters at its save: a load with other values is refused by name on
+all ranks and sets nothing aside; `frozen=True` saves them once and loads them back.
 """
 
 from __future__ import annotations

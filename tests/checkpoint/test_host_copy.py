@@ -1,5 +1,5 @@
-"""A snapshot of a GPU's state lies in pinned blocks that torch need not round up, cut at their borders, and is awaited
-on that GPU whatever thread waits.
+"""A snapshot of a GPU's state lies in pinned blocks, of sizes that torch does not round up, and is awaited on that GPU
+by whatever thread waits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A checkpoint made to do harm, with every checksum right, is refused; nothing is executed and nothing large
-allocated.
-"""
+"""A malicious checkpoint with right checksums is refused; nothing is executed and nothing large is allocated."""
 
 from __future__ import annotations
 

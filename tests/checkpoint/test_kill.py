@@ -1,5 +1,6 @@
-"""A process killed at any call of a save that touches the disk, on either rank, at once or beside training, with whole
-parameters kept or not, leaves the newest complete checkpoint, and the next save removes what is left of the killed one.
+"""A process is killed at any call of a save that touches the disk, on either rank, in a save at once or beside
+training, with whole parameters kept or not. The newest complete checkpoint stays, and the next save removes what the
+killed one left.
 """
 
 from __future__ import annotations

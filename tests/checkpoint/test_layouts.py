@@ -1,6 +1,6 @@
-"""A checkpoint of any ranks, bucket size, setting of shard or blocks loads on any others, bit for bit; a resumed run
-equals an uninterrupted one; a loss scale continues by its rule and the current settings; a checkpoint that does not fit
-is refused with every kind of difference and changes nothing.
+"""A checkpoint of any number of ranks, bucket size, `shard` or division into blocks loads into any other, bit for bit.
+A resumed run equals an uninterrupted one; a loss scale continues by its rule and the current settings. A checkpoint
+that does not fit is refused with every kind of difference, and changes nothing.
 """
 
 from __future__ import annotations

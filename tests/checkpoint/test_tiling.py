@@ -1,5 +1,5 @@
-"""Whatever cut a parameter, boxes cover it once or the fault is named, in near-linear time; a file that is too large
-for a load to read is not saved.
+"""However a parameter was cut, its boxes cover it exactly once or the fault is named, in near-linear time; a file too
+large for a load is not saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Sums over ranks are FP32 in rank order, rounded once, inf beyond FP16's end, and the identity on a single rank."""
+"""Sums over ranks are taken in FP32 in rank order and rounded once, become inf beyond FP16's largest number, and are
+the identity on a single rank.
+"""
 
 from __future__ import annotations
 

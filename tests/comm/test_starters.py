@@ -1,5 +1,5 @@
-"""Programs trained with the library run on all ranks of torchrun, srun and mpirun after `megamix.start_ranks()`, by the
-variables that these set; an engine that would train alone by mistake is refused; training alone on purpose is possible.
+"""After `megamix.start_ranks()` programs train on all ranks of torchrun, srun and mpirun, by the variables that these
+set. An engine that would train alone by mistake is refused; training alone on purpose is possible.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Every rank has one place in the mesh, an axis connects its own ranks, and an impossible size is refused with a
-possible one; a group that torch cannot make is refused, too.
+"""Every rank has one place in the mesh, and an axis connects the right ranks. An impossible size is refused with a
+possible one, and so is a group that torch cannot make.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A base that is a device, a pipe, a circle, huge, or deep is refused in a line, in 5 s and 500 MB; any bytes load or
-are refused.
+"""A base configuration that is a device, a pipe, a circle, huge or deep is refused with one line, within 5 s and 500
+MB; any bytes load or are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files, bases and overrides become one checked configuration, which is shown and reads back equal."""
+"""Files, bases and overrides become one checked configuration, which is shown and loads again as the same."""
 
 from operator import attrgetter
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""A key that is not read is refused, or dropped and reported, over any layers; the shown configuration lists none and
-loads equal; every command of the pages goes.
+"""A key that would not be read is refused, or dropped and reported, over any layers. The shown configuration has no
+such key and loads as the same; every command of the pages is accepted.
 """
 
 from __future__ import annotations

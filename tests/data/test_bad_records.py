@@ -1,4 +1,4 @@
-"""Over thirty kinds of bad record are left out by place and reason, and their neighbours are kept."""
+"""Over thirty kinds of bad records are left out and listed by place and reason; the records beside them are kept."""
 
 import gzip
 import hashlib

@@ -1,5 +1,5 @@
-"""A blend is within one sample of its shares at every prefix, its answer for a sample needs no other sample, its
-stages go on where they were.
+"""A blend is within one sample of its shares at every prefix, finds any sample without computing others, and its stages
+continue each source where it was.
 """
 
 import random

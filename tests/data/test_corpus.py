@@ -1,4 +1,4 @@
-"""A corpus's files are read in a fixed order, each once; a missing one is refused by flag, value and fix."""
+"""A corpus's files are read in a fixed order, each once; a missing file is refused with flag, value and fix."""
 
 import gzip
 import json

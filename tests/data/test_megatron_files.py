@@ -1,4 +1,4 @@
-"""Token files are Megatron's in both directions, over every dtype and number of sequences a document; fuzzed indices
+"""Token files are read and written as Megatron's, for every dtype and number of sequences a document; fuzzed indices
 are refused or read right.
 """
 

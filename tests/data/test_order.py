@@ -1,4 +1,4 @@
-"""The same rows for 1, 2 and 4 ranks, and after any resumes with other ranks and batch sizes."""
+"""Batches have the same rows on 1, 2 and 4 ranks, and after any resumes with other ranks and batch sizes."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The output of `megamix prepare` is whole or missing, has the same bytes each time, and has each document in exactly
+"""The output of `megamix prepare` is whole or missing, has the same bytes each time, and holds each document in exactly
 one part.
 """
 

@@ -1,4 +1,6 @@
-"""A prepare killed at any instant and run again, by any workers, ends with the bytes of an uninterrupted one."""
+"""A `prepare` that is killed at any instant and run again, with any number of workers, ends with the bytes of an
+uninterrupted one.
+"""
 
 import fcntl
 import gzip

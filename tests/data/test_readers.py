@@ -1,5 +1,5 @@
-"""Every kind of file gives the same documents, in order, with their places, however it is cut, in memory that does not
-grow.
+"""Every kind of file gives the same documents, in order and with their places, however the file is cut into pieces, in
+bounded memory.
 """
 
 import gzip

@@ -1,4 +1,6 @@
-"""A source's windows have every token but the first as a target once an epoch, on any ranks; the seed orders them."""
+"""Each epoch of a source has every token but the first as a target exactly once, on any ranks; the seed decides the
+order of its windows.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A token file reads back as it was written, in every dtype, and every damage is found."""
+"""A token file reads back as it was written, in every dtype, and every kind of damage is found."""
 
 import bisect
 import struct

@@ -1,5 +1,5 @@
-"""Every kind of tokenizer gives equal ids by the faster library, ends each document with one token, and is the same
-after saving and opening.
+"""Every kind of tokenizer gives the same ids through the fast library, ends each document with one token, and is the
+same after saving and opening.
 """
 
 import json

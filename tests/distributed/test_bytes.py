@@ -1,4 +1,4 @@
-"""A rank holds the bytes that the formula gives, and no memory for an FP32 copy of half gradients."""
+"""A rank holds the bytes that the formula gives, and no FP32 copy of half gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss and gradient are the exact mean over all targets that count, on any rank, and not a mean of means."""
+"""Loss and gradient are the exact mean over all targets that count, on all ranks, and not a mean of means."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""With `half_fp32_sum` halves travel, the sum is as exact as FP32 and does not overflow beyond FP16, and the next step
-gets nothing of it.
+"""With `half_fp32_sum` halves travel, and the sum is as exact as an FP32 sum and does not overflow beyond FP16; nothing
+of one step's sum reaches the next step.
 """
 
 from __future__ import annotations

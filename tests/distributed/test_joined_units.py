@@ -1,7 +1,7 @@
-"""Small neighbouring units of `shard = "parameters"` share a bucket and a gather, and train the same bits as "states":
-with members that are skipped, recomputed, called out of turn or twice, on ranks that differ. Two such units have memory
-at a time; a unit is freed when the pass reaches the next one or its last member's forward ends; the last one stays for
-the backward.
+"""Small neighbouring units of `shard = "parameters"` share a bucket and a gather, and train the same bits as "states",
+with members that are skipped, recomputed, called out of turn or twice, differently on each rank. Two such units have
+memory at a time. A unit is freed when the pass reaches the next one or its last member's forward ends; the last unit
+stays for the backward.
 """
 
 from __future__ import annotations

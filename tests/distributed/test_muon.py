@@ -1,5 +1,5 @@
-"""Muon trains on any ranks, with matrices whole in one shard or put together from pieces: masters, momentum and moments
-are bit for bit those of a plain loop in one process that takes each matrix in full; memory of travelling matrices is
+"""Muon trains on any ranks, with matrices whole in one shard or assembled from pieces: masters, momentum and moments
+are bit for bit those of a plain loop in one process that takes each matrix whole. The memory of travelling matrices is
 freed.
 """
 

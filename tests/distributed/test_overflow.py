@@ -1,5 +1,5 @@
-"""A value that is not finite, on any rank, in any bucket or micro-batch, or only in the sum, changes nothing anywhere,
-bitwise; every rank knows it; the scale backs off once.
+"""A value that is not finite, on any rank, in any bucket or micro-batch, or only in the sum, changes not a bit on any
+rank; every rank knows it; the scale backs off once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collectives are launched in order while backward runs; a weight read before its gather has landed makes the step be
+"""Collectives are launched in order while backward runs. A step that read a weight before its gather arrived is
 refused; a failed backward leaves nothing behind; compiled blocks and dropped engines work, too.
 """
 

@@ -1,5 +1,6 @@
-"""Every schedule of a pipeline is one process bit for bit, with recompute, packing and data-parallel ranks beside it; a
-tied table is within a derived bound; an overflow on any stage changes nothing on any; dp2 tp2 pp2 runs on eight ranks.
+"""Every schedule of a pipeline trains the bits of one process, with recompute, packing and data-parallel ranks as well;
+a tied table stays within a derived bound. An overflow on any stage changes nothing on any stage; dp2 tp2 pp2 runs on
+eight ranks.
 """
 
 from __future__ import annotations

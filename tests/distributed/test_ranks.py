@@ -1,4 +1,4 @@
-"""A rank that raised, died or hung is named, the next case gets healthy ranks, and no rank outlives its parent."""
+"""A rank that raises, dies or hangs is named, the next case gets healthy ranks, and no rank outlives its parent."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""With `Sharding(shard="parameters")` ranks whose passes diverge get errors that name the unit or the gradients they
-wait
-for: no rank gets another unit's weights or those of another step, and no process dies. If all ranks end a step, they go
-on. Code that reads weights outside of a unit's output has them in backward, or is refused.
+"""With `Sharding(shard="parameters")` ranks whose passes diverge get errors that name the unit or the gradients for
+which they wait: no rank gets the weights of another unit or step, and no process dies. If all ranks end a step, they
+can continue. Code that reads weights outside a unit's output also has them in backward, or is refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A watched step reports for every bucket when its transfers were launched, had landed, were needed and were waited
-for, and computes the same bits; a GPU is asked nothing meanwhile.
+"""A watched step reports for every bucket when its transfers were launched, had arrived, were needed and were awaited.
+It computes the same bits and never makes the host wait for a GPU.
 """
 
 from __future__ import annotations

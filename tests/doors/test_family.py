@@ -1,4 +1,4 @@
-"""A plugin's family of two kinds of blocks is trained on dp2, tp2 and pp2, resumed, exported, planned and verified."""
+"""A plugin's family with two kinds of blocks is trained on dp2, tp2 and pp2, resumed, exported, planned, verified."""
 
 from __future__ import annotations
 

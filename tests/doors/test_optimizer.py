@@ -1,5 +1,5 @@
-"""An optimizer of one's own: Lion, and one with states by kind of parameter, train bitwise as one process, compiled or
-not, hold the bytes they should and no more, save, load in any layout, and go on bitwise.
+"""Own optimizers, Lion and one with different states for different parameters, train bitwise as one process does,
+compiled or not, hold exactly the bytes of their states, save, load in any layout, and continue bitwise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run saves and ends, or goes on, when its terminal is closed, under nohup, when its launcher is stopped, and when
+"""A run saves and ends, or continues, when its terminal is closed, under nohup, when its launcher is stopped, and when
 its launcher is dead while a rank is stopped.
 """
 

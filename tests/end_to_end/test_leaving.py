@@ -1,5 +1,5 @@
-"""Under real torchrun, one node or two launchers as two: a signal to launchers or ranks ends the run in good order,
-and the same command again goes on to a bitwise equal end; no rank outlives a killed launcher or rank.
+"""Under real torchrun, with one launcher or two as on two nodes: a signal to launchers or ranks ends the run cleanly,
+and the same command again continues it to a bitwise equal end; no rank outlives a killed launcher or rank.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A one-node job listens on loopback alone, also where the machine's name is another address; a pickle that another
-user writes into its store is not run, whereas plain torchrun runs it.
+"""A job on one node listens on loopback alone, even if the machine's name has another address; a pickle that another
+user writes into its store is not executed, although plain torchrun executes it.
 """
 
 from __future__ import annotations

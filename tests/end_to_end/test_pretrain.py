@@ -1,4 +1,4 @@
-"""The quickstart and a two-rank job, as a user starts them, with real torchrun ranks."""
+"""The quickstart and a two-rank job run as a user starts them, with real torchrun ranks."""
 
 from __future__ import annotations
 

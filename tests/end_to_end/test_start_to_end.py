@@ -1,5 +1,5 @@
 """Every command of README.md's jobs, and every command, file and line of Python of docs/start_to_end.md, runs in order
-in a copy of the repository with nothing on PATH but Python: texts, training, resume, evaluation, export, import.
+in a copy of the repository with only Python on PATH: texts, training, resume, evaluation, export, import.
 
 --full installs into the copy, runs the quickstart as it is, and each command as the program that a user starts. Else
 README's training is the one that the script and torchrun start, and its `doctor` measures nothing.

@@ -1,5 +1,5 @@
-"""A simulated GPU fails where a GPU fails: fresh memory is garbage, devices do not mix, a copy to pinned memory is not
-there before it was waited for, and pinned memory is not free before that.
+"""A simulated GPU fails where a real one fails: fresh memory is garbage, devices do not mix, a copy to pinned memory
+has not arrived before it is awaited, and pinned memory is not free before that.
 """
 
 from __future__ import annotations

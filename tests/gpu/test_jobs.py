@@ -1,6 +1,6 @@
-"""Whole jobs on simulated GPUs: 50 steady steps make the host wait for the device in the readout alone, and each of
-twelve planted waits is reported; a run that a signal ends resumes to the bits of an uninterrupted one, and can be
-planned, evaluated and exported; a rank that hangs is named; one that saves and profiles keeps to its own GPU.
+"""On simulated GPUs whole jobs wait for the device only in the readout, in 50 steady steps, and each of twelve planted
+waits is reported. A run that a signal ends resumes to the bits of an uninterrupted one, and can be planned, evaluated
+and exported. A rank that hangs is named; a job that saves and profiles uses only its own GPU.
 """
 
 from __future__ import annotations

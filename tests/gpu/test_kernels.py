@@ -1,5 +1,5 @@
-"""The kernels for an H100 are compiled without a GPU: one for a run's update, of the bytes and accesses that
-the design says, without spills or FP64, one graph for all lengths; and Triton's interpreter gets from them what the
+"""The kernels for an H100 are compiled without a GPU: a run's update is one kernel with the bytes and accesses that the
+design says, without spills or FP64, in one graph for all lengths; in Triton's interpreter the kernels give what the
 plain functions give.
 """
 

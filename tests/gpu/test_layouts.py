@@ -1,5 +1,5 @@
-"""Seeded layouts and settings train on simulated GPUs what they train on Gloo's CPU ranks, bit for bit, an overflow
-included; `megamix verify` passes there.
+"""Random layouts and settings train on simulated GPUs the same bits as on Gloo's CPU ranks, an overflow included;
+`megamix verify` passes there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Operations that a step gives a GPU, counted on fake tensors of a model of 1.24e9 parameters: some hundred,
-compiled or not, as many for four times the elements.
+"""The operations that a step launches on a GPU, counted on fake tensors at 1.24e9 parameters, are a few hundred,
+compiled or not, and no more for four times the elements.
 """
 
 from __future__ import annotations

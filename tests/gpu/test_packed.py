@@ -1,6 +1,6 @@
-"""Jobs on packed documents on GPUs in half make no mask: on data-parallel, tensor-parallel and pipelined ranks
-attention takes documents' borders, the host waits for nothing but the readout, and the losses are the mask's. Likewise
-the kernels of a real GPU, where there is one
+"""Half-precision jobs on packed documents make no mask on GPUs: on data-parallel, tensor-parallel and pipelined ranks
+attention takes the documents' borders, the host waits only in the readout, and the losses are those with a mask. The
+kernels of a real GPU are tested likewise, if there is one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""On simulated GPUs, tests of ranks that were written for the CPU pass, bit for bit where they do there."""
+"""Tests of ranks that were written for the CPU pass on simulated GPUs, with the CPU's bits if they compare bits."""
 
 from __future__ import annotations
 

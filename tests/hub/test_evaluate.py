@@ -1,4 +1,4 @@
-"""`megamix evaluate`: each token counts once, whatever the windows; `--harness` without its package is an error that
+"""`megamix evaluate` counts each token once, whatever the windows; `--harness` without its package is an error that
 says how to install it.
 """
 

@@ -1,5 +1,5 @@
-"""An export is whole or not there, its shards bounded; a weight beyond FP16, a model of no family, a damaged
-checkpoint are refused.
+"""An export is whole or missing, and its shards have bounded sizes; a weight beyond FP16, a model of no family, a
+damaged checkpoint are refused.
 """
 
 from __future__ import annotations

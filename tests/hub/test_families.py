@@ -1,5 +1,5 @@
-"""Random models of each family go from transformers to a checkpoint, train and go back: logits within 1e-5, weights
-bit for bit, greedy texts equal.
+"""Random models of each family go from transformers to a checkpoint, train and go back: logits agree within 1e-5,
+weights bit for bit, greedy texts exactly.
 
 One file for all that needs transformers: importing it takes seconds.
 """

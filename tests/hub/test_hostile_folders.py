@@ -1,6 +1,6 @@
-"""A Hugging Face folder that contradicts itself, in sizes, headers, index, links or kinds of values, is refused in one
-line by key, value and what the tensors say, before anything is built; a weight that is not finite is reported by tensor
-and place.
+"""A Hugging Face folder with contradictions in sizes, headers, index, links or kinds of values is refused before
+anything is built, with one line that names the key, its value and what the tensors say; a weight that is not finite is
+reported by tensor and place.
 """
 
 from __future__ import annotations

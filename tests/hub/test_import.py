@@ -1,5 +1,5 @@
-"""A setting that our transformer does not compute, and every tensor that is missing, unknown or of another shape, is
-refused by name; an import is streamed, verified, whole or not there, and a run on any ranks begins from it.
+"""A setting that our transformer does not support, and every tensor that is missing, unknown or of another shape, is
+refused by name. An import is streamed, verified, and whole or missing; a run on any ranks can begin from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`generate`, `evaluate` and `export` report in a line the fault of a sealed manifest that no run has written."""
+"""`generate`, `evaluate` and `export` report in one line what is wrong in a manifest that has a valid checksum but that
+no run wrote.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An overflow has a name: the parameter always, and in an examined step the rank and the micro-batch, inf distinguished
-from NaN; finite gradients are never named.
+"""Every overflow names its parameters, and in an examined step also rank and micro-batch, and inf or NaN; finite
+gradients are never named.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A value that a forward or loss records counts once, compiled or recomputed, without a host read; values of
-evaluations, probes and discarded steps do not count; values of all ranks are combined by their reduce; different names
+"""A value that a forward or loss records counts once, compiled or recomputed, without a host read. Values of
+evaluations, probes and discarded steps do not count. Each value is combined over ranks by its `reduce`; different names
 on ranks are an error.
 """
 

@@ -1,4 +1,6 @@
-"""The search for the first loss scale is told when it is over, and holds no overflow that a lower scale cannot cure."""
+"""The end of the search for the first loss scale is reported; an overflow that a lower scale cannot cure does not
+belong to the search.
+"""
 
 import math
 

@@ -1,5 +1,5 @@
-"""The compiled update is right within rounding, equal on any cut, one graph, gated, and works in any number of engines;
-all ranks agree on the fallback.
+"""The compiled update is right within rounding, equal however a shard is cut, one graph, skipped on overflow, and works
+in any number of engines; all ranks agree on the fallback.
 
 Compiling takes seconds. So this file compiles AdamW on FP16, and NAG on BF16, once each, and with --full the velocity
 form on FP32.

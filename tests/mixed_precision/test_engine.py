@@ -1,5 +1,5 @@
-"""The engine works as a library: with foreign modules, guards, weights and state in and out, and its memory freed when
-it is dropped.
+"""The engine works as a library, with foreign modules, guards, and weights and state in and out; its memory is freed
+when it is dropped.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Moments in BF16 are right on average when rounded by chance, where rounding to nearest would never move them; no bit
-depends on ranks, buckets or chunks; `megamix verify` passes with them, compiled.
+"""Moments in BF16 are right on average with stochastic rounding, where rounding to nearest would never move them; no
+bit depends on ranks, buckets or chunks; `megamix verify` passes with them, compiled.
 """
 
 from __future__ import annotations

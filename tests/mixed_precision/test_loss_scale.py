@@ -1,5 +1,5 @@
 """The loss scale follows its table and stays a power of two; a step divides by the scale that backward used; a skipped
-step advances nothing.
+step advances neither learning rate nor bias correction.
 """
 
 from __future__ import annotations

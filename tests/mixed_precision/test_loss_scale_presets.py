@@ -1,4 +1,4 @@
-"""The loss scale rules of torch, Megatron-LM and DeepSpeed hold event for event, each with its source.
+"""The loss-scale rules of torch, Megatron-LM and DeepSpeed are followed event for event, each with its source.
 
 x is a step that overflowed, . a clean one.
 """

@@ -1,4 +1,4 @@
-"""Muon is torch.optim.Muon except for roundings, its iteration is the polynomial of singular values, and shape, module
+"""Muon equals torch.optim.Muon up to rounding, its iteration is the polynomial of singular values, and shape, module
 and name decide which parameters are matrices; settings of a wrong kind are refused.
 """
 

@@ -1,5 +1,5 @@
-"""Each form of NAG, with both weight decays and without momentum, is its library's rule within FP32 rounding; the forms
-differ as docs/numerics.md says.
+"""Each form of NAG, with both weight decays and without momentum, follows its library's rule within FP32 rounding; the
+forms differ as docs/numerics.md says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`megamix.schedules` gives the rates of jobs; after a resume they go on from there, without skipped steps."""
+"""`megamix.schedules` gives the learning rates of jobs, which after a resume continue from their place, and skipped
+steps do not advance them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A learning rate can be set at run time: a number or a table, from the next update on, the first rank's for all ranks,
-without a host read.
+"""A learning rate can be set at run time, as a number or a table: it holds from the next update on, the first rank's
+for all ranks, without a host read.
 """
 
 from __future__ import annotations

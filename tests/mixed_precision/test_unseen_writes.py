@@ -1,6 +1,6 @@
 """A write to a half parameter that moves no version counter, as through `.data`, is refused by the parameter's name on
-every rank in the same call: in the first two steps, each 64th, examined ones and inside `whole_parameters()` two steps
-later; at once before weights are given or saved. The engine's own writes are never refused.
+every rank in the same call: two steps after a first, second, 64th or examined step, or after `whole_parameters()`; at
+once before weights are returned or saved. The engine's own writes are never refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Packed documents are given by borders, as on a GPU in half: attention and its gradients are those of the mask within
-one rounding, whatever the packing; one graph serves all; recompute changes no bit; attention without borders has a mask
+"""Packed documents can be given by their borders, as on a GPU in half: attention and its gradients equal those with a
+mask within one rounding, whatever the packing; one graph serves all; recompute changes no bit; attention that cannot
+take borders uses a mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Head and loss are computed in FP32 within a derived bound, without the logits' bytes."""
+"""Head and loss are computed in FP32 within a derived bound, without memory for full logits."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""GPT-2, Llama 2 and 3, Qwen 2.5 and 3 are settings of the one transformer, whose logits are those of the library
-transformers within 1e-5.
+"""GPT-2, Llama 2 and 3, Qwen 2.5 and 3 are settings of the one transformer, whose logits agree with those of the
+library transformers within 1e-5.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""Parameters are those that were published, operations those counted by hand; peaks are known by name or not at all."""
+"""Numbers of parameters are the published ones, FLOPs those counted by hand; a device's peak is known by name or not at
+all.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Greedy text and samples follow the logits, top-p takes the fewest tokens, kept keys and values change no logits."""
+"""Greedy text and samples follow the logits, top-p takes the fewest tokens, the KV cache changes no logits."""
 
 import functools
 import math

@@ -1,5 +1,5 @@
-"""Initial weights: normal numbers, independent, and a pure function of seed, name and place: no layout, block or chunk
-changes a bit, on any machine.
+"""Initial weights are independent normal numbers, and a pure function of seed, name and place: no layout, block, chunk
+or machine changes a bit.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Recompute gives the same bits of every gradient and keeps the bytes of the formula."""
+"""Recompute gives every gradient the same bits and keeps as many bytes as the formula says."""
 
 from typing import Any
 

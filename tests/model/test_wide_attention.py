@@ -1,4 +1,4 @@
-"""FP16 attention computed wide: FP32 results rounded once, half tensors kept."""
+"""FP16 attention computed wide rounds FP32 results once and keeps half tensors."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Half operations computed wide: FP32 results rounded once, half tensors kept."""
+"""Half operations computed wide round FP32 results once and keep half tensors."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Full weights and buffers go out and in on any mesh; a copy that differs is named on all of its ranks."""
+"""Full weights and buffers are loaded and returned on any mesh; a copy that differs is named on all of its ranks."""
 
 from __future__ import annotations
 

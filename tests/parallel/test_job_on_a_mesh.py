@@ -1,5 +1,5 @@
-"""A job on tensor-parallel ranks ends where one process does and leaves the same behind, with Muon too; another mesh
-takes it up.
+"""A job on tensor-parallel ranks ends where one process does and leaves the same files, with Muon too; it can continue
+on another mesh.
 """
 
 from __future__ import annotations

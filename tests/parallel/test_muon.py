@@ -1,5 +1,5 @@
-"""Muon under tensor parallelism: a divided matrix is put together from all ranks' blocks, and moves as the whole one
-does, bit for bit; blocks that cannot be put together are refused.
+"""Muon under tensor parallelism assembles a divided matrix from all ranks' blocks and moves it as the undivided one,
+bit for bit; blocks that cannot be assembled are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A schedule's demands on stages, layers and micro-batches are checked with the configuration: field, value, fix."""
+"""A pipeline schedule's demands on stages, layers and micro-batches are checked with the configuration; errors name
+field, value and fix.
+"""
 
 from __future__ import annotations
 

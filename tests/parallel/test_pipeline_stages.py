@@ -1,5 +1,5 @@
-"""No split of the layers has a cheaper costliest stage; a rank's part has the whole model's
-names and initial weights.
+"""No other split of the layers has a cheaper most expensive stage; a rank's part has the whole model's names and
+initial weights.
 """
 
 from __future__ import annotations

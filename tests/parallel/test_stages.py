@@ -1,4 +1,4 @@
-"""Stages that share a layer agree on one flag, one norm and one checkpoint, and own each element once."""
+"""Stages that share a layer agree on one overflow flag, one norm and one checkpoint, and own each element once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tensor and sequence parallel ranks: loss, gradients, norm, weights, moments of one process; planted bugs are named;
-an overflow on any rank changes nothing; logits of any prompt.
+"""Tensor and sequence parallel ranks have the loss, gradients, norm, weights and moments of one process, and give the
+logits of any prompt; planted bugs are named; an overflow on any rank changes nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A log line's rates and shares are those of the interval, validation left out; the progress bar appears only on a
+"""A log line's rates and shares are those of its interval, without validation; the progress bar appears only on a
 terminal.
 """
 

@@ -1,5 +1,5 @@
-"""A disk that is full, broken or without inodes for a while costs a run no row; for good, it ends the run at a save
-with the true exit status; removed logs are made anew; a later start doubles no row.
+"""A disk that is full, broken or out of inodes for a while loses a run no row; if it stays so, the run ends at a save
+with the true exit status. Removed logs are written anew; a later start doubles no row.
 """
 
 from __future__ import annotations

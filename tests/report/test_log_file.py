@@ -1,5 +1,5 @@
-"""A log holds whole rows in order whatever its disk does; rows that can be kept are kept, lost ones are counted, and a
-removed file is made anew.
+"""A log holds whole rows in order, whatever its disk does; rows that can be kept are kept, lost ones are counted, and a
+removed file is written anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lines, the JSON and the event file say the same; a line fits into 100 columns, a row has its time and tokens."""
+"""The log lines, the JSON and the event file agree; a line fits into 100 columns, and a row has its time and tokens."""
 
 import dataclasses
 import json

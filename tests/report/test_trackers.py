@@ -1,4 +1,4 @@
-"""A tracker gets every row and text in order, in a thread of its own; if it raises, is slow or hangs, that is reported
+"""A tracker gets every row and text in order, in a thread of its own; if it raises, is slow or hangs, this is reported
 once, with the rows it lost, and no run ends; the real wandb writes offline.
 """
 

@@ -1,5 +1,5 @@
-"""Every batch is applied once or set aside, in an order that outcomes alone decide; a stopped plan goes on as if never
-stopped.
+"""Every batch is applied once or set aside, in an order that only the steps' outcomes decide; a stopped plan continues
+as if it had never stopped.
 """
 
 from __future__ import annotations

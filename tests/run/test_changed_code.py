@@ -1,5 +1,5 @@
-"""A checkpoint that the present code does not take, such as that of a plugin with other states, is refused in words by
-`--check` and by a start alike; nothing is renamed, and with the old code back the run goes on.
+"""A checkpoint that the present code cannot load, such as that of a plugin with other states, is refused with words by
+`--check` and by a start; nothing is renamed, and with the old code back the run continues.
 """
 
 from __future__ import annotations

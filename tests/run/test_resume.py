@@ -1,6 +1,6 @@
-"""A run killed at any instant, once or again and again, and started again ends bitwise equal: weights, moments, scale,
-data order, logs; with each setting of shard, and with Muon; other ranks can continue it; changed settings are refused
-or reported.
+"""A run that is killed at any instant, once or repeatedly, and started again ends bitwise equal: weights, moments,
+scale, data order, logs, with each `shard` and with Muon. Other ranks can continue it; changed settings are refused or
+reported.
 """
 
 from __future__ import annotations

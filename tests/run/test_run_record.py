@@ -1,5 +1,5 @@
-"""A sealed manifest that no run can have saved is refused by name, and the older checkpoint taken; mutants of manifests
-are refused, too, or they train on.
+"""A manifest with a valid checksum that no run can have written is refused by name, and the older checkpoint is taken;
+mutated manifests are refused, or training from them works.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Wrong input is answered before any time is spent: one message with field, value and fix, nothing written, no torch
-imported.
+"""Wrong input is answered before any time is spent, by one message with field, value and fix; nothing is written and
+torch is not imported.
 """
 
 from __future__ import annotations

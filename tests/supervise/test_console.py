@@ -1,4 +1,6 @@
-"""Standard streams that are closed, or lack a letter, change no exit status, and no file gets their number."""
+"""Standard streams that are closed, or cannot encode a letter, change no exit status, and no file gets their file
+descriptor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher ends with its ranks' status, passes every signal on, however often, leaves ignored what nohup ignores,
+"""The launcher ends with its ranks' status, passes every signal on, however often, keeps ignoring what nohup ignores,
 and gives ranks the time to save.
 """
 

@@ -1,5 +1,5 @@
-"""Junk in the ranks' store is no sign of life and no end reason, a forged sign gets no stranger killed; a stopped
-launcher ends no run.
+"""Junk in the ranks' store counts neither as a sign of life nor as an end reason, and a forged sign gets no other
+process killed; a stopped launcher ends no run.
 """
 
 from __future__ import annotations

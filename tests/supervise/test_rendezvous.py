@@ -1,6 +1,5 @@
-"""Ranks of one machine meet in a store that only it reaches: the launcher's choice, torchrun by hand; ranks of
-`verify` and of tests on loopback. On many machines a port in use is reported at once, a name without
-an address after 20 s.
+"""Ranks of one machine meet in a store that only it can reach, whether the launcher, torchrun by hand, `verify` or the
+tests start them. On many machines a port in use is reported at once, a name without an address after 20 s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run folder has one job at a time: a second one is refused, with the holder's name, and the lock of a dead one is
+"""A run folder has one job at a time: a second job is refused with the holder's name, and the lock of a dead job is
 taken over.
 """
 

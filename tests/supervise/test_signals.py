@@ -1,5 +1,5 @@
-"""Asked to leave by a signal at any instant, in validation or while saving, on any rank: all ranks end after one
-update and save it, if there is time; started again it ends bitwise equal.
+"""A signal may ask a run to stop at any instant, in validation or while saving, on any rank: all ranks end after the
+same update and save it, if there is time; started again the run ends bitwise equal.
 """
 
 from __future__ import annotations

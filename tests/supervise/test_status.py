@@ -1,5 +1,5 @@
-"""How a run ended is in `status.json`; starts without progress come to an end; a second job in a folder is refused on
-all ranks; a changed bit is not saved.
+"""`status.json` says how a run ended; a run that starts repeatedly without progress ends; a second job in a folder is
+refused on all ranks; a changed bit is not saved.
 """
 
 from __future__ import annotations

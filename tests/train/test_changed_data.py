@@ -1,6 +1,6 @@
 """A token file that is cut, overwritten or extended while it is read is detected by every way to read, and ends all
-ranks with 2 before a step has used it; one replaced between its fingerprint and its opening, on one rank or all, is not
-trained on.
+ranks with 2 before a step has used it. A file that is replaced between its fingerprint and its opening, on one rank or
+all, is not trained on.
 """
 
 from __future__ import annotations

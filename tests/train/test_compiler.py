@@ -1,5 +1,5 @@
-"""The update is compiled without a trial of each kind of vector, on x86 alone, and unless the model is compiled too or
-the user has said otherwise.
+"""The update is compiled without trying each vector set, on x86 alone, unless the model is compiled too or the user has
+decided otherwise.
 """
 
 from __future__ import annotations

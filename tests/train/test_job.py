@@ -1,6 +1,6 @@
-"""FP16 and FP32 jobs reach the same loss; ranks do not change it; a job leaves the files that it should; a key called
-unread changes no bit of it. A start makes progress with everything that it draws or loads. A deterministic job asks
-torch for it.
+"""FP16 and FP32 jobs reach the same loss, on any number of ranks; a job leaves the files that it should; a key reported
+as unread changes no bit. A start reports progress of everything that it draws or loads. A deterministic job sets
+torch's deterministic mode.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Jobs that overflow requeue, redo, skip, set aside or give up as asked, in the same order on any ranks; no loss is
-lost.
+"""Jobs that overflow requeue, redo, skip, set aside or give up as configured, in the same order on any ranks; overflows
+whose batches are tried again do not raise the final loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job needs no private module of torch but those named here; where the planner cannot be imported, the log says so;
+"""A job uses no private modules of torch except those listed here; if the planner cannot be imported, the log says so;
 a job that compiles nothing never imports the compiler.
 """
 

@@ -1,7 +1,7 @@
 """Whole jobs with `parallelism.shard` "gradients" and "parameters" end with the bits of "states": weights, every number
-of metrics.jsonl, the batches requeued, redone or set aside, the validation and the sample; packed documents, dropout,
-each recompute, tied tables, several micro-batches and tensor-parallel ranks included. A run goes on from any setting
-and layout to any other, pipelines too. The log tells the bytes that a rank holds.
+of metrics.jsonl, batches requeued, redone or set aside, validation and sample; packed documents, dropout, each
+recompute, tied tables, several micro-batches and tensor-parallel ranks included. A run continues from any setting and
+layout to any other, pipelines too. The log says how many bytes a rank holds.
 """
 
 from __future__ import annotations

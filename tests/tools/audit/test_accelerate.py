@@ -1,5 +1,5 @@
-"""`megamix.audit` reads accelerate's wrappers. It names the versions whose FP32 masters under FSDP2 are none: they give
-the optimizer parameters in BF16.
+"""`megamix.audit` reads accelerate's wrappers, and names the versions that keep no FP32 masters under FSDP2, because
+they give the optimizer BF16 parameters.
 """
 
 from __future__ import annotations

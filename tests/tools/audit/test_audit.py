@@ -1,5 +1,5 @@
-"""`megamix.audit` says in which dtype every number of a step is kept, counts losses to within a point of an exact
-count, names planted mistakes, is silent on a right step, and changes no bit of the training.
+"""`megamix.audit` says in which dtype every number of a step is kept, counts losses to within one percentage point,
+names planted mistakes, is silent on a right step, and changes no bit of the training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`megamix audit` prints the page of a job, or JSON, and ends with 1 if numbers are lost: alone, and on ranks that
+"""`megamix audit` prints the page of a job, or JSON, and ends with 1 if numbers are lost, on one rank and on ranks that
 divide the model. The commands and the script of docs/verify.md run.
 """
 

@@ -1,5 +1,5 @@
-"""`megamix audit -- COMMAND` sees one update of a script that knows nothing of it, as `megamix.audit` would, and ends
-the script; where it cannot see, it says why.
+"""`megamix audit -- COMMAND` watches one update of a script that does not know of it, as `megamix.audit` would, and
+ends the script; if it cannot watch, it says why.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The benches compare equals and report what they measured: goals by made-up figures, and each from end to end at a
-tiny size.
+"""The benches compare sides that do the same work and report what they measured; goals are tested on made-up figures,
+and each bench from end to end at a tiny size.
 """
 
 import json

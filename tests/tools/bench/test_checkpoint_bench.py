@@ -1,4 +1,4 @@
-"""The checkpoint bench: its goals by made-up figures, and a rank that really saves, loads, writes and reads."""
+"""The checkpoint bench judges its goals right, on made-up figures, and its ranks really save, load, write and read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The host's bench: every side of every case trains the same thing, and a cost is the difference of two cases that
-differ in one thing, by made-up figures.
+"""In the host bench every side of every case trains the same thing; a cost is the difference of two cases that differ
+in one thing, tested on made-up figures.
 """
 
 from dataclasses import replace

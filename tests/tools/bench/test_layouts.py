@@ -1,4 +1,4 @@
-"""Ours and torch alone on a layout: every side trains the same thing, and a shared model's tokens count once."""
+"""Ours and torch alone train the same thing on a layout, and tokens of a model that several ranks share count once."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""The processes of a bench have the same settings, answer in rank order, and a failure names its process."""
+"""A bench's processes have the same settings and answer in rank order; a failure names its process."""
 
 from functools import partial
 

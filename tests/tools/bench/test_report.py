@@ -1,4 +1,4 @@
-"""A bench prints and writes its measurements; medians, quartiles and paired ratios are those by hand."""
+"""A bench prints and writes its measurements; medians, quartiles and paired ratios equal those computed by hand."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every side of a comparison trains, and trains the same thing."""
+"""Every side of a comparison trains, and all train the same thing."""
 
 import os
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""A stopwatch gives each moment of a step to one part; the parts of a turn leave no time out; watched steps train as
-others do; goals compare the time over forward and backward alone.
+"""A stopwatch assigns each moment of a step to one part, and the parts leave no time out; watched steps train as others
+do; goals compare the time beyond forward and backward.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Activations counted without memory are those of forward and backward, to the byte."""
+"""Activations counted on fake tensors equal those of forward and backward, to the byte."""
 
 import pytest
 import torch

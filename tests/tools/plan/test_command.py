@@ -1,5 +1,5 @@
-"""`megamix plan` agrees with a count by hand for an 8 B model; a job that does not fit is named with changes that make
-it fit; 16,384 ranks are planned without ranks.
+"""`megamix plan` agrees with a count by hand for an 8 B model; for a job that does not fit it names changes that make
+it fit; it plans 16,384 ranks on one machine.
 """
 
 import itertools

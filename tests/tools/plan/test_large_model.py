@@ -1,5 +1,5 @@
-"""A model of 500 M parameters, of which a rank otherwise holds more than 3 GiB, trains in 3 GiB a rank with `shard =
-"parameters"`, as `train --check --memory` says.
+"""A model of 500 M parameters, of which a rank would otherwise hold more than 3 GiB, trains in 3 GiB a rank with `shard
+= "parameters"`, as `train --check --memory` says.
 """
 
 from __future__ import annotations

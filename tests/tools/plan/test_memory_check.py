@@ -1,4 +1,4 @@
-"""A run logs planned beside measured memory after its second update, and warns from 10 % on."""
+"""After its second update a run logs planned and measured memory, and warns if they differ by 10 % or more."""
 
 import gc
 from collections.abc import Iterator

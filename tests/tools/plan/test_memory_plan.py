@@ -1,4 +1,4 @@
-"""The planned memory is the memory that ranks of five layouts and every `shard` hold: parameters, gradients, states and
+"""The planned memory equals what ranks hold, for five layouts and every `shard`: parameters, gradients, states and
 buckets to the byte, each phase's peak within 5 %.
 """
 

@@ -1,4 +1,4 @@
-"""`megamix verify` starts its ranks, prints one row for each layout, names the first difference, ends with 1."""
+"""`megamix verify` starts its ranks, prints one row for each layout, names the first difference and ends with 1."""
 
 import signal
 from pathlib import Path

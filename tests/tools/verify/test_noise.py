@@ -1,5 +1,5 @@
-"""Noise hides no mistake: `verify` names a model whose loss, given targets, is not that of its logits, and a step that
-rounding alone takes far from FP64.
+"""Noise hides no mistake: `verify` names a model whose loss, when given targets, is not that of its logits, and a step
+that rounding alone moves far from FP64.
 """
 
 from __future__ import annotations

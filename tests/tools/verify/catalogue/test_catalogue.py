@@ -1,5 +1,5 @@
-"""Bugs that users of known systems met are named by `verify`: at the right place, of the right kind, at the right step,
-as the table in docs/verify_reference.md has them.
+"""`verify` names bugs that users of known systems met, with place, kind and step, as the table in
+docs/verify_reference.md says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`verify --trainer` judges somebody's own training: torch's wrappers pass, planted bugs are named by their kind."""
+"""`verify --trainer` judges foreign trainings: torch's wrappers pass, planted bugs are named by their kind."""
 
 import math
 import sys

@@ -1,5 +1,5 @@
-"""`verify` catches and names planted bugs: a reduction left out, a norm counted per rank, a wrong divisor, a stale
-gather, a scale applied twice, a tied table that a pipeline's ends do not sum, overflows that one rank would not have.
+"""`verify` catches and names planted bugs: a missing reduction, a norm counted once per rank, a wrong divisor, a stale
+gather, a scale applied twice, a tied table that a pipeline's ends do not sum, an overflow that only one rank sees.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Every layout passes `verify` with every family, dtype, tie, accumulation, setting of shard, with AdamW and Muon,
-overflow included; the covering set shows every pair.
+"""Every layout passes `verify` with every family, dtype, tying, accumulation and `shard`, with AdamW and Muon, overflow
+included; the covering set has every pair.
 """
 
 from __future__ import annotations

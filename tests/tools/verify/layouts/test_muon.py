@@ -1,5 +1,5 @@
-"""`verify` of Muon: a direction's bound in FP64 holds and is narrow; mistakes of other Muons are named, planted in
-ours; matrices that are batched, of a family's own division, or in FP32 pass.
+"""`verify` of Muon: the FP64 bound of a direction holds and is narrow; mistakes of other Muons, planted in ours, are
+named; batched matrices, a family's own division and FP32 directions pass.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`verify --runs` and `--twice` are quiet on a right job, and name what a resume, the order of the data or an operation
-gets wrong: the fault, the update, the rank, the samples.
+"""`verify --runs` and `--twice` accuse no right job, and name what a resume, the data order or an operation gets wrong:
+fault, update, rank, samples.
 """
 
 from __future__ import annotations
