@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamix.config import DecoderConfig
+from megamix.live_storage import has_values
 from megamix.model.context import Documents, KeyValueCache, find_borders, find_documents, most_borders
 from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
 from megamix.model.formats import Format
@@ -214,7 +215,7 @@ class Decoder(nn.Module):
         self.tie()
         seed = torch.initial_seed()
         for name, parameter in self.named_parameters():
-            if not parameter.is_meta:  # a meta tensor has no values to draw
+            if has_values(parameter):
                 shape = tuple(parameter.shape)
                 block = [slice(0, size) for size in shape]
                 self.rules[name].fill(parameter.view(-1), seed=seed, name=name, full_shape=shape, block=block)

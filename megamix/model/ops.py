@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,12 +31,6 @@ def takes_borders(x: Tensor, head_dim: int) -> bool:
     """
     fits = x.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and 0 < head_dim <= 256
     return fits and (x.is_meta or (x.is_cuda and _flash_takes_borders(x.device)))
-
-
-def has_values(x: Tensor) -> bool:
-    """Return whether a tensor has values. A meta tensor and a fake one have a shape and a dtype alone."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none; the import takes a second
-    return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
 
 
 class Segments(NamedTuple):

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megamix.live_storage import has_values
 from megamix.model.context import most_borders
 from megamix.model.ops import Segments
 
@@ -80,7 +81,7 @@ class Chunks:
                 f"parallelism.cp_size: on a {like.device.type} device needs FP16 or BF16 and heads of a multiple of 8 "
                 f"elements up to 256, got {like.dtype}; choose those, or cp_size = 1"
             )
-        elif positions is None:
+        elif positions is None or not has_values(positions):  # planned as one document each
             self.pieces = self._find_pieces(slice(None), [0])
         else:
             begins = [[0, *(row[1:] == 0).nonzero().flatten().add(1).tolist()] for row in positions.cpu()]

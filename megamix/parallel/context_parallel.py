@@ -31,10 +31,14 @@ def divide_positions(model: Decoder, cp: Collectives) -> None:
             "alone (its head_dim() is 0): nothing would hand it the other ranks' positions; write cp_size = 1"
         )
     model.span = span = Span(cp.axis.size, cp.axis.rank)
+    shared = {id(ops): ops for module in model.modules() if isinstance(ops := getattr(module, "ops", None), Ops)}
+    divided = {
+        key: replace(ops, attend=_GatheredAttention(cp, ops.attend), keep=_OwnPositions(span, ops.keep))
+        for key, ops in shared.items()
+    }
     for module in model.modules():
         if isinstance(ops := getattr(module, "ops", None), Ops):
-            divided = replace(ops, attend=_GatheredAttention(cp, ops.attend), keep=_OwnPositions(span, ops.keep))
-            module.ops = divided  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
+            module.ops = divided[id(ops)]  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
 
 
 class _OwnPositions:

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamix.comm.collectives import Collectives, GlooCollectives
+from megamix.comm.collectives import Collectives, GlooCollectives, ShapesAlone
 from megamix.comm.topology import Axis, Topology
 from megamix.config import Config, ConfigError, ParallelismConfig, config_from_dict
 from megamix.mixed_precision.step import StepProgress
@@ -27,8 +28,11 @@ from megamix.model.ops import Ops, Segmented, Segments
 from megamix.model.span import Chunks, Span
 from megamix.model.transformer import Transformer
 from megamix.parallel import context_parallel
+from megamix.parallel.borders import Border
 from megamix.parallel.build import build_model
 from megamix.parallel.context_parallel import divide_positions
+from megamix.parallel.tensor_parallel import divide_layers
+from megamix.tools.plan.stand_ins import GpuShapes, with_kernels
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.judge import judge
 from megamix.tools.verify.layouts.observe import observe
@@ -418,6 +422,42 @@ def test_a_rank_of_two_keeps_half_of_the_activations(run_ranks, seq_len: int, pa
         assert kept <= 0.55 * whole
 
 
+@dataclass(frozen=True)
+class _Own(Ops):
+    """A user's operations, with a field of their own."""
+
+    gain: float = 1.0
+
+    def whole_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().whole_linear(x, weight, bias) * self.gain
+
+
+def test_ways_to_divide_operations_compose_with_own_ones_in_any_order() -> None:
+    config = make_config("dp1", family="gpt", dtype="fp32").model
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        model = Transformer(config, _Own(gain=2.0))
+        ways = [
+            lambda model: divide_positions(model, ShapesAlone(Axis((0, 1), 0))),
+            lambda model: divide_layers(model, Border(ShapesAlone(Axis((0, 1), 0)), sequence=True)),
+            _with_stand_ins,
+        ]
+        for way in order:
+            ways[way](model)
+        ops = model.blocks[0].feed_forward.down.ops
+        assert isinstance(ops, _Own)
+        assert isinstance(ops, GpuShapes)
+        assert ops.gain == 2.0
+        kinds = [type(getattr(ops, name)).__name__ for name in ("product", "attend")]
+        kinds += [type(model.ops.keep).__name__, type(model.embedding.ops.look_up).__name__]
+        assert kinds == ["_Rows", "_GatheredAttention", "_OwnPositions", "_Table"]
+
+
+def _with_stand_ins(model: Transformer) -> None:
+    for module in model.modules():
+        if isinstance(ops := getattr(module, "ops", None), Ops):
+            module.ops = with_kernels(ops, GpuShapes)
+
+
 # Jobs.
 
 
@@ -433,7 +473,7 @@ def _job(folder: Path, sizes: dict[str, Any], steps: int) -> Config:
 def test_a_job_resumes_on_every_layout_with_its_samples_and_metrics(run_ranks, tmp_path: Path) -> None:
     meshes = [
         (2, {"dp_size": 2}), (2, {"cp_size": 2}), (4, {"cp_size": 4}), (2, {"tp_size": 2}),
-        (2, {"replicas": 2}), (4, {"replicas": 2, "cp_size": 2}),
+        (2, {"replicas": 2}), (4, {"replicas": 2, "cp_size": 2}), (4, {"cp_size": 2, "pp_size": 2}),
     ]  # fmt: skip
     write_data(tmp_path / "data", tokenizer=True)
     samples, last = [], 2 * len(meshes)

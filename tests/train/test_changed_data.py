@@ -216,11 +216,11 @@ def _replace_before_it_is_opened(config: Config, path: Path, victim: int) -> str
     """Return the run's error if one rank finds another file than those whose fingerprints were compared."""
     build = job.build_model
 
-    def replace_and_build(model: Any, topology: Topology, *rest: Any, **options: Any) -> Any:
+    def replace_and_build(model: Any, parallelism: Any, topology: Topology, *rest: Any) -> Any:
         if topology.world.rank == victim:
             path.with_name("valid.bin").rename(path)
             path.with_name("valid.idx").rename(path.with_suffix(".idx"))
-        return build(model, topology, *rest, **options)
+        return build(model, parallelism, topology, *rest)
 
     with mock.patch.object(job, "build_model", replace_and_build), pytest.raises(WrongDataError) as told:
         run_on_ranks(config)

@@ -33,6 +33,7 @@ def run(what: str, rounds: int, output: Path, *, as_json: bool = False) -> None:
         "host": lambda: host(HostSettings(rounds=rounds)),
         "tp2": lambda: layout("tp2", rounds),
         "pp2": lambda: layout("pp2", rounds),
+        "cp2": lambda: layout("cp2", rounds),
         "fp16": lambda: fp16(settings),
         "overlap": lambda: overlap(settings),
         "wire": lambda: wire(settings),

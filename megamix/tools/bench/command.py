@@ -12,7 +12,7 @@ def bench_arguments(parser: Parser) -> None:
     parser.example = "megamix bench train --rounds 15"
     benches = ["update", "train", "step", "host", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"]
     parser.add_argument("what", choices=[*benches, "all"], nargs="?", default="train", help="what to measure (train)")
-    parser.add_argument("--layout", choices=["tp2", "pp2"], help="whole steps on two ranks that divide the model")
+    parser.add_argument("--layout", choices=["tp2", "pp2", "cp2"], help="whole steps on two ranks that divide the work")
     parser.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
     parser.add_argument(
         "--output", metavar="FILE", type=Path, default=Path("runs/bench.jsonl"),

@@ -1,4 +1,5 @@
-"""Sides in which ranks divide the model, by tensors or in a pipeline of stages: ours, and torch alone.
+"""Sides in which ranks divide the model, by tensors or in a pipeline of stages, or the positions of sequences: ours,
+and torch alone, or ours with data-parallel ranks.
 
 torch's are `parallelize_module` and its pipelines' schedules on the same model. Each runs in mixed precision, once by
 autocast and once by `fully_shard` over a data-parallel axis of one rank, which holds weights in half as well and casts
@@ -31,8 +32,9 @@ SCHEDULE = "1f1b"
 
 
 def _make_part(
-    work: Work, dtype: torch.dtype, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
-) -> tuple[Decoder, ShardedEngine]:
+    work: Work, dtype: torch.dtype, topology: Topology, stages: Sequence[StagePlan] = (), *,
+    sequence_parallel: bool = False,
+) -> tuple[Decoder, ShardedEngine]:  # fmt: skip
     """Return this rank's part of the model, with the weights that make_model has, and its engine."""
     cpu = torch.device("cpu")
     model, placements = build_model(
@@ -56,7 +58,7 @@ class OursPipeline(Ours):
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
         topology = Topology.connect(pp=dist.get_world_size())
         stages = plan_stages(work.model, topology.pp.size, 1)
-        model, self.engine = _make_part(work, dtype, topology, stages, sequence_parallel=False)
+        model, self.engine = _make_part(work, dtype, topology, stages)
         own = {topology.pp.rank: stages[topology.pp.rank].layers}
         border = Handover(topology.pp, len(stages), (work.micro_batch_size, work.model.seq_len))
         self._pipeline = Pipeline(self.engine, model, own, SCHEDULE, border)
@@ -66,6 +68,32 @@ class OursPipeline(Ours):
         parts = zip(tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True)
         self._pipeline.forward_backward(MicroBatch(Batch(*part, None, part[1].numel())) for part in parts)
         return self.engine.progress.loss_sum / self._micro_batches
+
+
+class OursContextParallel(Ours):
+    """megamix with every rank in one context-parallel axis."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        _, self.engine = _make_part(work, dtype, Topology.connect(cp=dist.get_world_size()))
+
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        return _mean_of_ranks(super()._pass(tokens, targets, last=last))
+
+
+class OursOfOwnSequences(Ours):
+    """megamix with data-parallel ranks, each with its own of the shared sequences."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        _, self.engine = _make_part(work, dtype, Topology.connect())
+
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        own = (x.chunk(dist.get_world_size())[dist.get_rank()] for x in (tokens, targets))
+        return _mean_of_ranks(super()._pass(*own, last=last))
+
+
+def _mean_of_ranks(loss: Tensor) -> Tensor:
+    dist.all_reduce(loss)
+    return loss / dist.get_world_size()
 
 
 class TorchTensorParallel(Autocast):

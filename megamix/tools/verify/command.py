@@ -93,8 +93,9 @@ def _config_lines(arguments: argparse.Namespace) -> Iterator[str]:
         arguments.parser.error(f"CONFIG: got {arguments.config}, no TOML file", f"write --trainer {script}:MyTrainer")
     config = load_config(arguments.config, arguments.overrides)
     check_plugins(arguments, config)
-    config = at_own_size(config, arguments.overrides)
-    layouts = parse_layouts(config, (arguments.layouts or "dp1,dp2").split(","))
+    names = (arguments.layouts or "dp1,dp2").split(",")
+    config = at_own_size(config, arguments.overrides, names)
+    layouts = parse_layouts(config, names)
     if arguments.runs and len(layouts) > MOST_PARTS:
         problem = f"--layouts: got {len(layouts)} names, but a job with two resumes has {MOST_PARTS} parts"
         arguments.parser.error(problem, f"write up to {MOST_PARTS}, as --layouts dp2,dp1,dp4")

@@ -116,7 +116,13 @@ JUDGED: dict[str, tuple[Callable[[], Result], dict[str, Measured], list[tuple[st
         },
         [("tokens/s over torch alone (autocast)", 1.1, True)],
     )
-    for name in LAYOUTS
+    for name in ("tp2", "pp2")
+} | {
+    "cp2": (
+        lambda: layout("cp2", 3),
+        {"ours": _measured([95.0]), "dp2": _measured([100.0])},
+        [("tokens/s over data-parallel ranks (dp2)", 0.95, True)],
+    ),
 }  # fmt: skip
 
 
@@ -132,7 +138,7 @@ def test_goals_are_over_the_peer_that_comes_nearest(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(train_bench, "measure", measure)
     monkeypatch.setattr(train_bench, "native_halves", frozenset)
     assert _figures(bench().goals) == goals
-    assert seen == [Settings(work=LAYOUTS[name][0], rounds=3, ranks=2) if name in LAYOUTS else TINY]
+    assert seen == [Settings(work=LAYOUTS[name].work, rounds=3, ranks=2) if name in LAYOUTS else TINY]
 
 
 def test_muon_is_judged_at_two_batches_on_two_ranks_and_by_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +296,7 @@ def test_the_verb_runs_what_it_names(
     monkeypatch.setattr(benches, "layout", lambda name, rounds: bench(Settings(rounds=rounds), name))
     output = tmp_path / "lines.jsonl"
     assert main(["bench", what, "--rounds", "3", "--output", str(output), *flags]) == 0
-    want = [*names[:4], "tp2", "pp2", *names[4:]] if what == "all" else ["fp16"]
+    want = [*names[:4], *LAYOUTS, *names[4:]] if what == "all" else ["fp16"]
     assert ran == [(name, 3) for name in want]
     assert [json.loads(line)["bench"] for line in output.read_text().splitlines()] == want
     printed = capsys.readouterr().out

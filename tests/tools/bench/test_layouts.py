@@ -17,12 +17,12 @@ from megamix.tools.bench.train_bench import LAYOUTS, _measured
 from tests.tools.bench.tiny import MODEL, WORK
 
 UNTIED = replace(WORK, model=MODEL.model_copy(update={"tie_embeddings": False}), shared=True)
-SMALL = {"tp2": UNTIED, "pp2": replace(UNTIED, micro_batches=4)}
+SMALL = {"tp2": UNTIED, "pp2": replace(UNTIED, micro_batches=4), "cp2": UNTIED}
 
 
 def _sides(name: str) -> list[Side]:
-    _, ours, peers, others = LAYOUTS[name]
-    return [ours, *peers, *others]
+    bench = LAYOUTS[name]
+    return [bench.ours, *bench.peers, *bench.others]
 
 
 def _losses(name: str, dtype: torch.dtype, steps: int) -> dict[str, list[float]]:

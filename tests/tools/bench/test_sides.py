@@ -150,10 +150,9 @@ def test_without_bf16_arithmetic_no_side_multiplies_in_bf16(run_ranks, monkeypat
     monkeypatch.setenv(CPU_HALVES, "wide")
     sides = {name: HALF[name] for name in ("ours", "parameters", "examined", "ddp", "zero", "fsdp2")}
     sides |= {"forward and backward": ForwardBackward, "muon": partial(Ours, optimizer=Muon)}
-    for layout in ("tp2", "pp2"):
-        work, ours, peers, others = train_bench.LAYOUTS[layout]
-        work = replace(work, model=WORK.model.model_copy(update={"tie_embeddings": False}))
-        divided = {f"{layout} {side.name}": side.build for side in (ours, *peers, *others)}
+    for layout, bench in train_bench.LAYOUTS.items():
+        work = replace(bench.work, model=WORK.model.model_copy(update={"tie_embeddings": False}))
+        divided = {f"{layout} {side.name}": side.build for side in (bench.ours, *bench.peers, *bench.others)}
         for of_rank in run_ranks(_products, 2, divided, work):
             assert of_rank == {key: {torch.float32} for key in divided}
     assert run_ranks(_products, 2, sides, WORK)[0] == {key: {torch.float32} for key in sides}

@@ -103,11 +103,16 @@ def without_dropout(config: Config) -> Config:
     return config.with_keys(model={"dropout": 0.0})
 
 
-def at_own_size(config: Config, overrides: Iterable[str]) -> Config:
-    """Return the configuration with short sequences and small micro-batches, unless an override sets them."""
+def at_own_size(config: Config, overrides: Iterable[str], layouts: Sequence[str] = ()) -> Config:
+    """Return the configuration with short sequences and small micro-batches, unless an override sets them. The
+    context-parallel ranks of the named layouts can divide the sequences.
+    """
+    sizes = [{axis: int(size) for axis, size in re.findall(r"(cp|tp)(\d+)", name)} for name in layouts]
+    chunks = math.lcm(*(math.lcm(2, of.get("tp", 1)) * of["cp"] for of in sizes if "cp" in of))
+    seq_len = -(-SEQ_LEN // chunks) * chunks
     given = {text.partition("=")[0].strip() for text in overrides}
     if "model.seq_len" not in given:
-        config = config.with_keys(model={"seq_len": min(SEQ_LEN, config.model.seq_len)})
+        config = config.with_keys(model={"seq_len": min(seq_len, config.model.seq_len)})
     if "training.micro_batch_size" not in given:
         config = config.with_keys(training={"micro_batch_size": MICRO_BATCH_SIZE})
     return config
