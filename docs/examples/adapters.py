@@ -1,4 +1,4 @@
-"""Thin adapters beside frozen linear layers: only they have FP32 masters and optimizer states.
+"""Train thin adapters beside frozen linear layers: only the adapters have FP32 masters and optimizer states.
 
 python docs/examples/adapters.py
 """
@@ -11,7 +11,7 @@ import megamix
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, plus a trained product of two thin matrices that begins at zero."""
+    """Adds to a frozen linear layer a trained product of two thin matrices, which begins at zero."""
 
     def __init__(self, linear: nn.Linear, rank: int):
         super().__init__()
@@ -36,7 +36,7 @@ def adapt(module: nn.Module, rank: int) -> None:
 torch.manual_seed(0)
 base = nn.Sequential(nn.Embedding(64, 128), nn.Sequential(nn.Linear(128, 256), nn.GELU()), nn.Linear(256, 64))
 base.requires_grad_(False)
-adapt(base, rank=8)  # before the engine, which takes what is trained when it is built
+adapt(base, rank=8)  # before the engine is built, which then decides what it trains
 engine = megamix.ShardedEngine(base, megamix.AdamW(lr=1e-2, weight_decay=0.0), megamix.Precision(torch.bfloat16))
 
 for step in range(60):

@@ -1,4 +1,4 @@
-"""A convolutional net tells which way stripes run, in BF16 with Nesterov's momentum.
+"""Train a convolutional net to tell which way stripes run, in BF16 with Nesterov's momentum.
 
 python docs/examples/convolutional_net.py
 """
@@ -13,7 +13,7 @@ STEPS, LR = 60, 0.05
 
 
 def stripes(count: int) -> tuple[Tensor, Tensor]:
-    """Return noisy images FP32 (count, 1, 16, 16) and which of four ways their stripes run."""
+    """Return noisy images FP32 (count, 1, 16, 16), and the direction of their stripes, INT64 (count,), 0 to 3."""
     labels = torch.randint(4, (count,))
     angles = (labels * torch.pi / 4).view(-1, 1, 1)
     rows, columns = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
@@ -24,7 +24,7 @@ def stripes(count: int) -> tuple[Tensor, Tensor]:
 torch.manual_seed(0)
 model = nn.Sequential(
     nn.Conv2d(1, 16, 3, padding=1),
-    nn.GroupNorm(4, 16),  # a BatchNorm's statistics would be each rank's own
+    nn.GroupNorm(4, 16),  # BatchNorm would compute statistics of each rank's samples alone
     nn.ReLU(),
     nn.Conv2d(16, 32, 3, stride=2, padding=1),
     nn.GroupNorm(4, 32),

@@ -1,4 +1,4 @@
-"""A GPT of transformers, a small Llama with random weights, learns a sentence and becomes a folder of transformers.
+"""Train a small Llama of transformers from random weights on a sentence, and save it as a transformers folder.
 
 python docs/examples/gpt_from_transformers.py
 """
@@ -21,7 +21,7 @@ engine = megamix.ShardedEngine(
     model,
     megamix.AdamW(lr=4e-3),
     megamix.Precision(torch.bfloat16),
-    megamix.Sharding(units=[*model.model.layers]),  # the blocks: their weights travel beside the forward
+    megamix.Sharding(units=[*model.model.layers]),  # the blocks: their weights are gathered while forward runs
     clip_grad=1.0,
 )
 
@@ -37,5 +37,5 @@ model.eval()
 prompt = torch.tensor([[*b"to be, "]], device=device)
 written = model.generate(prompt, max_new_tokens=36, do_sample=False)
 print(bytes(written[0].tolist()).decode())
-# FP32, from the masters; LlamaForCausalLM.from_pretrained("gpt", dtype=torch.float32) reads them so.
+# Saves FP32 masters; LlamaForCausalLM.from_pretrained("gpt", dtype=torch.float32) loads them in FP32.
 model.save_pretrained("gpt", state_dict=engine.full_weights())

@@ -1,9 +1,9 @@
-"""A session on one rank, cell by cell: train, look, try a learning rate, go back, try another.
+"""Train on one rank, cell by cell: look at weights, try a learning rate, go back, try another.
 
 Open it in an editor that knows `# %%`, or run it: python docs/examples/notebook.py
 """
 
-# %% A model and its engine. To begin anew, run this cell again.
+# %% Build a model and its engine. To begin anew, run this cell again.
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,7 +16,7 @@ engine = megamix.ShardedEngine(model, megamix.AdamW(lr=1e-3), megamix.Precision(
 
 
 def train(steps: int) -> float:
-    """Return the last step's loss."""
+    """Train some steps; return the last step's loss."""
     for _ in range(steps):
         tokens = torch.randint(64, (128,))
         engine.backward(F.cross_entropy(engine(tokens).float(), (tokens + 1) % 64))
@@ -24,17 +24,17 @@ def train(steps: int) -> float:
     return result.loss.item()
 
 
-# %% Train, and keep this place.
+# %% Train, and save the state.
 print(f"after 20 steps    loss {train(20):.3f}")
 place = engine.state_dict()
 
-# %% Go on from it with several learning rates.
+# %% Continue from this state with several learning rates.
 for lr in (1e-3, 1e-2, 3e-2):
     engine.load_state_dict(place)
     engine.set_lr(lr)
     print(f"20 more, lr {lr:<5}  loss {train(20):.3f}")
 
-# %% Look at weights: FP32 from the masters, half in the module.
+# %% Compare the FP32 masters with the half weights in the module.
 weights = engine.full_weights()
 rounding = {name: (weights[name] - half.float()).abs().max() for name, half in model.state_dict().items()}
 print({name: f"{error:.0e}" for name, error in rounding.items()})

@@ -1,4 +1,4 @@
-"""FP16 with a loss-scale rule of one's own: small steps up, a large one down.
+"""Train in FP16 with your own loss-scale rule: small steps up, a large one down.
 
 python docs/examples/own_loss_scale.py
 """
@@ -11,7 +11,7 @@ import megamix
 
 
 class Stairs(megamix.LossScale):
-    """Doubles after `patience` clean steps; an overflow divides it by 16. Nothing here waits for the device."""
+    """Doubles the scale after `patience` clean steps, divides it by 16 at an overflow. Never waits for the device."""
 
     state_names = ("loss_scale", "clean_steps")  # what checkpoints keep
 

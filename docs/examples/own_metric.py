@@ -1,4 +1,4 @@
-"""A metric from within a forward: how much of each ReLU is idle.
+"""Record a metric within a forward: the share of zeros that each ReLU returns.
 
 python docs/examples/own_metric.py
 """

@@ -1,4 +1,4 @@
-"""What AdamW's moments in BF16 do to the loss, beside what another seed does to it.
+"""Compare the effect of BF16 moments of AdamW on the loss with the effect of another seed.
 
 `python docs/studies/bf16_moments.py [--small]`. Every run is a job as `megamix train` runs it: the quickstart in BF16
 on one rank. Runs of one seed begin with the same weights and read the same samples in the same order.

@@ -1,4 +1,4 @@
-"""Rounding FP32 to half by integer arithmetic on the bits, beside the casts that training uses.
+"""Round FP32 to half by integer arithmetic on the bits, and compare with the casts that training uses.
 
 `python docs/studies/bf16_rounding.py [--small]`. Every one of the 65,536 half values is tried as it is, and so is the
 midpoint between it and the next larger magnitude, and the FP32 numbers just below and above that midpoint: all places

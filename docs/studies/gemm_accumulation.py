@@ -1,4 +1,4 @@
-"""A 64 x K x 64 product of half matrices: what is lost when the sums are kept in half, and how our CPU path sums.
+"""Measure the error of a 64 x K x 64 product of half matrices, with sums in half, in FP32 and by our CPU path.
 
 `python docs/studies/gemm_accumulation.py [--small]`. The error is that of the whole matrix against FP64,
 |C - C64| / |C64| in Frobenius norms. With zero-mean inputs the terms of a sum cancel, with positive ones they pile up.

@@ -1,4 +1,4 @@
-"""How many batches overflow under each rule of the loss scale, in worlds where the limit is known.
+"""Count the batches that overflow under each loss-scale rule, in simulations with a known limit.
 
 `python docs/studies/loss_scales.py [--small]`. A step overflows exactly if its scale is above the limit of its batch,
 which lies about 2**15: fixed, drifting by two octaves up and down once in the whole run, or drifting with each batch

@@ -1,4 +1,4 @@
-"""Bytes per parameter that a rank holds, counted tensor storage by tensor storage on real ranks, beside the formulas.
+"""Count the bytes per parameter that a rank holds, by tensor storages on real ranks, and compare with the formulas.
 
 `python docs/studies/memory.py [--small]`. Gradients and weights are counted, activations kept out of the way: a stack
 of linear layers sees one sample. Between steps nothing but the state is alive; the peak is that of a whole step.

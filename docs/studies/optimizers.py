@@ -1,4 +1,4 @@
-"""AdamW, NAG and Muon, each at its best learning rate: what they reach with equal tokens, and in equal time.
+"""Compare AdamW, NAG and Muon, each at its best learning rate: the loss with equal tokens, and in equal time.
 
 `python docs/studies/optimizers.py [--small]` shows what figures/optimizers.json keeps. That takes hours, so it has
 commands of its own: `optimizers.py train` trains what is missing, one run after the other, and may be stopped and

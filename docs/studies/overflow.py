@@ -1,4 +1,4 @@
-"""What becomes of the loss, and of batches, under each way to choose FP16's loss scale.
+"""Compare the losses, and the fates of batches, under each way to choose FP16's loss scale.
 
 `python docs/studies/overflow.py [--small]`. Every run is a job as `megamix train` runs it: the quickstart, smaller, and
 what RUNS adds to it. The numbers are those that the job itself writes and says.

@@ -1,4 +1,4 @@
-"""What each pass of an optimizer's step costs, one torch operation after the other and fused.
+"""Time each pass of an optimizer's step, as separate torch operations and fused.
 
 `python docs/studies/passes.py [--small]`. One FP16 model on one rank, flat tensors, one thread. All variants take
 turns, and times are ratios, within a round, to an FP32 copy of one number per parameter (8 bytes: 4 read, 4 written).

@@ -1,4 +1,4 @@
-"""A linear regression with half weights: the masters in FP32, as the engine keeps them, and in half.
+"""Train a linear regression with half weights: with masters in FP32, as the engine keeps them, and in half.
 
 `python docs/studies/regression.py [--small]`. 1,024 samples, 16 features, full batches, targets without noise, so that
 the right weights are known. Everything is equal in a pair of runs but the dtype of the masters.

@@ -1,4 +1,4 @@
-"""What every study does alike: its flag, its tables as markdown, its figure as PNG.
+"""Share what all studies need: the flag, tables as markdown, the figure as PNG.
 
 A study is three functions: `measure(small)` gives its findings, `text(findings)` the markdown for the page, and
 `draw(findings, figure)`, where a picture says more, fills a matplotlib Figure.

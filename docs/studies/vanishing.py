@@ -1,4 +1,4 @@
-"""How many gradients of a real run are too small for FP16, by layer and step: of activations and of weights.
+"""Count the gradients of a real run that are too small for FP16, by layer and step: of activations and of weights.
 
 `python docs/studies/vanishing.py [--small]`. The quickstart's GPT trains in FP32 without a loss scale, so every
 gradient is there as it is; each is then sorted by its power of two. Text: the Python standard library's sources, as

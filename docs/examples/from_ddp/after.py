@@ -1,4 +1,4 @@
-"""The same classifier, trained with megamix.
+"""Train the same classifier with megamix.
 
 torchrun --nproc-per-node 2 docs/examples/from_ddp/after.py
 """

@@ -1,4 +1,4 @@
-"""A classifier trained with DistributedDataParallel and autocast.
+"""Train a classifier with DistributedDataParallel and autocast.
 
 torchrun --nproc-per-node 2 docs/examples/from_ddp/before.py
 """

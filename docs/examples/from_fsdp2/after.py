@@ -1,4 +1,4 @@
-"""The same transformer, trained with megamix.
+"""Train the same transformer with megamix.
 
 torchrun --nproc-per-node 2 docs/examples/from_fsdp2/after.py
 """

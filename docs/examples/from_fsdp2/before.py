@@ -1,4 +1,4 @@
-"""A small transformer trained with FSDP2.
+"""Train a small transformer with FSDP2.
 
 torchrun --nproc-per-node 2 docs/examples/from_fsdp2/before.py
 """

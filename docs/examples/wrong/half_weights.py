@@ -1,4 +1,4 @@
-"""A training that megamix has no part in, and that learns nothing: BF16 weights without FP32 masters.
+"""Train without megamix, and learn nothing: the BF16 weights have no FP32 masters.
 
 megamix audit -- python docs/examples/wrong/half_weights.py
 """
