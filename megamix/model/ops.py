@@ -80,6 +80,10 @@ class Ops:
     def _computes_wide(self, x: Tensor) -> bool:
         return self._sums_wide(x) and x.dtype not in self.native
 
+    def attention_dtype(self, query: Tensor) -> torch.dtype:
+        """Return the dtype in which a CPU's kernel computes attention."""
+        return torch.float32 if self._computes_wide(query) else query.dtype
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return the tokens' rows."""
         return self.look_up(self, tokens, weight)

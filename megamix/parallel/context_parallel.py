@@ -71,7 +71,7 @@ class _GatheredAttention:
         # (2, B, T / ranks, kv_heads, head_dim): in this order a GPU's kernels read it without a copy.
         own = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))
         if part.pieces:
-            return apply(_InPieces, query, own, part, self._cp)
+            return apply(_InPieces, query, own, part, self._cp, ops.attention_dtype(query))
         return apply(_BySegments, query, own, part, self._cp, ops)
 
 
@@ -132,18 +132,18 @@ def _joined(chunks: list[Tensor], like: Tensor) -> Tensor:
 class _InPieces(torch.autograd.Function):
     """Attention on a CPU: query (B, heads, T / ranks, D), own (2, B, T / ranks, kv_heads, D) -> like query.
 
-    Every piece is computed in FP32 by torch's flash kernel, whose logsumexp merges the pieces of a query. In backward
-    the kernel takes the merged output and logsumexp, so each piece's gradients are those of the whole softmax
+    Every piece is computed in `dtype` by torch's flash kernel, whose FP32 logsumexp merges the pieces of a query. In
+    backward the kernel takes the merged output and logsumexp, so each piece's gradients are those of the whole softmax
     (Dao 2023, FlashAttention-2, equations of section 3.1). Keeps query, own, the output and the FP32 logsumexp.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, own: Tensor, part: Chunks, cp: Collectives) -> Tensor:
+    def forward(ctx: Any, query: Tensor, own: Tensor, part: Chunks, cp: Collectives, dtype: torch.dtype) -> Tensor:
         key, value = _gather(own, part, cp).transpose(2, 3)
         out = query.new_zeros(query.shape, dtype=torch.float32)
         logsumexp = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
         for piece in part.pieces:
-            for call in _calls(query, key, value, piece):
+            for call in _calls(query, key, value, piece, dtype):
                 new, new_sum = aten._scaled_dot_product_flash_attention_for_cpu(
                     call.query, call.key, call.value, 0.0, piece.causal
                 )
@@ -156,32 +156,33 @@ class _InPieces(torch.autograd.Function):
                 logsumexp[call.at] = total
         result = out.to(query.dtype)
         ctx.save_for_backward(query, own, result, logsumexp)
-        ctx.part, ctx.cp = part, cp
+        ctx.part, ctx.cp, ctx.dtype = part, cp, dtype
         return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         query, own, out, logsumexp = ctx.saved_tensors
         whole = _gather(own, ctx.part, ctx.cp)
         key, value = whole.transpose(2, 3)
         grad_query = torch.zeros_like(query, dtype=torch.float32)
         grads = torch.zeros_like(whole, dtype=torch.float32)
         for piece in ctx.part.pieces:
-            for call in _calls(query, key, value, piece):
-                mine = [x[call.at].float().reshape(call.query.shape[:3] + x.shape[3:]) for x in (grad, out, logsumexp)]
+            for call in _calls(query, key, value, piece, ctx.dtype):
+                of_out, mine = (x[call.at].to(ctx.dtype).reshape(call.query.shape) for x in (grad, out))
+                own_sum = logsumexp[call.at].reshape(call.query.shape[:3])
                 of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    mine[0], call.query, call.key, call.value, mine[1], mine[2], 0.0, piece.causal
+                    of_out, call.query, call.key, call.value, mine, own_sum, 0.0, piece.causal
                 )
                 grad_query[call.at] += of_query.reshape(grad_query[call.at].shape)
                 columns = grads.transpose(2, 3)[:, piece.sequences, :, piece.columns]
                 columns[0] += of_key
                 columns[1] += of_value
-        return grad_query.to(query.dtype), _sum_own(grads.to(own.dtype), ctx.part, ctx.cp), None, None
+        return grad_query.to(query.dtype), _sum_own(grads.to(own.dtype), ctx.part, ctx.cp), None, None, None
 
 
 class _Call(NamedTuple):
-    """Inputs of one call of the kernel, FP32, with as many heads of queries as of keys."""
+    """Inputs of one call of the kernel, with as many heads of queries as of keys."""
 
     at: tuple[slice, ...]  # of the queries, in a tensor (B, heads, T / ranks, ...)
     query: Tensor
@@ -189,17 +190,17 @@ class _Call(NamedTuple):
     value: Tensor
 
 
-def _calls(query: Tensor, key: Tensor, value: Tensor, piece: AttentionPiece) -> Iterator[_Call]:
+def _calls(query: Tensor, key: Tensor, value: Tensor, piece: AttentionPiece, dtype: torch.dtype) -> Iterator[_Call]:
     """Yield the calls for a piece, without a copy of keys and values for each head of a group. Without a mask a group's
     heads are further rows; a causal kernel takes them one after the other.
     """
     kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
-    key, value = (x[piece.sequences, :, piece.columns].float() for x in (key, value))
+    key, value = (x[piece.sequences, :, piece.columns].to(dtype) for x in (key, value))
     if not piece.causal and group > 1:
         at = (piece.sequences, slice(None), piece.rows)
-        rows = query[at].float()
+        rows = query[at].to(dtype)
         yield _Call(at, rows.reshape(len(rows), kv_heads, -1, rows.shape[3]), key, value)
         return
     for number in range(group):
         at = (piece.sequences, slice(number, None, group), piece.rows)
-        yield _Call(at, query[at].float(), key, value)
+        yield _Call(at, query[at].to(dtype), key, value)
