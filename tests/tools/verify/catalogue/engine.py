@@ -28,10 +28,10 @@ SENTENCES = {
     "stale_shards": "The weights gathered behind a step are the casts of the masters before it.",
     "gradients_freed_early": "One rank's gradients are freed, and their memory taken, before they are sent.",
     "matrices_by_parts": "Muon makes each rank's part of a matrix orthogonal by itself.",
-    "tall_not_orthogonalised": "A path of its own, for tall matrices, lacks Muon's iteration.",
+    "tall_not_orthogonalised": "A special path for tall matrices skips Muon's iteration.",
     "muon_per_micro_batch": "Muon makes each micro-batch's gradient orthogonal, and these are added up.",
-    "momentum_moves_on_skipped": "Muon's momentum takes the gradient before anybody knows that the step is skipped.",
-    "heads_not_split": "Muon takes several matrices, stacked in one parameter, as one matrix.",
+    "momentum_moves_on_skipped": "Muon updates its momentum before it is known whether the step is skipped.",
+    "heads_not_split": "Muon treats several matrices, stacked in one parameter, as one.",
     "matrices_decay_twice": "Weight decay is applied by the optimizer's wrapper, and once more by its equation.",
     "tied_table_not_summed": "Each end of a pipeline trains its own copy of the table.",
 }

@@ -37,7 +37,7 @@ class NumberOfTokens(Unequal):
 
 @bug("transformers #46204", "gradient", "", "0.8 times the right one")
 class OverCounted(Unequal):
-    """The divisor counts each row's first token, which no loss has."""
+    """The divisor counts each row's first token, which is no target."""
 
     def share(self, batch, batches):
         return self.targets(batch) / (sum(self.targets(one) for one in batches) + len(batches))
@@ -398,7 +398,7 @@ class OneRankEvaluates(ByHand):
 
 @bug("several", "loss", "the global batch", "that of rank 0's last micro-batch alone", ranks=2)
 class LastLossTold(ByHand):
-    """The loss that is logged is the last micro-batch's of one rank."""
+    """The logged loss is that of one rank's last micro-batch."""
 
     def told(self, losses, batches):
         loss = torch.tensor(losses[-1])

@@ -70,7 +70,7 @@ class OverflowApplied(Half):
 
 @bug("several", "copies", "the optimizer", "rank 1 took 0 updates in this step, rank 0 1", ranks=2)
 class OneRankSkips(Half):
-    """The rank that finds the overflow skips, and tells nobody."""
+    """Only the rank that finds the overflow skips its step."""
 
     start = 2.0**10
 

@@ -41,7 +41,7 @@ class _HalfStates(torch.optim.AdamW):
 
 @bug("AReaL #1292", "exp_avg", "", "kept in BF16: no FP32 state", fast=True)
 class HalfStates(ByHand):
-    """The states are BF16, because the parameters were when they were made."""
+    """The states are BF16, because the parameters were BF16 when they were made."""
 
     def make(self, module):
         return _HalfStates(self.grouped(module), lr=self.lr)
@@ -63,7 +63,7 @@ class MastersFromHalf(ByHand):
 
 @bug("Fast-LLM #542", "weight_decay", "up.bias", "0.1, where the plain optimizer has 0")
 class NormsDecay(ByHand):
-    """Norms and biases decay, since a default says so."""
+    """Norms and biases decay by default."""
 
     def make(self, module):
         return torch.optim.AdamW(module.parameters(), lr=self.lr, weight_decay=self.weight_decay)
@@ -82,7 +82,7 @@ class DecayInverted(ByHand):
 
 @bug("transformers #24088, accelerate #2926", "lr", "", "is the lr of update 3, not 2", ranks=2)
 class ScheduleTimesRanks(Decaying, ByHand):
-    """The schedule takes as many steps as there are ranks."""
+    """The schedule steps once for each rank."""
 
     def update(self):
         super().update()
@@ -104,7 +104,7 @@ class SchedulePerMicroBatch(Decaying, ByHand):
 
 @bug("accelerate docs, several", "lr", "", "times 2, the number of ranks", ranks=2)
 class LrTimesRanks(ByHand):
-    """The lr is multiplied by the number of ranks, and nobody asked for it."""
+    """The lr is multiplied by the number of ranks, unasked."""
 
     def make(self, module):
         return torch.optim.AdamW(self.grouped(module), lr=self.lr * self.ranks)
@@ -174,7 +174,7 @@ class MadeBeforeWrapping(ByHand):
 
 @bug("composer #3493, several", "optimizer", "up.bias", "not among the optimizer's parameters")
 class ParameterLeftOut(ByHand):
-    """A pattern finds no group for a parameter: it is never updated."""
+    """No group's pattern matches a parameter, so it is never updated."""
 
     def make(self, module):
         groups = [
@@ -307,7 +307,7 @@ class _BetasSwapped(torch.optim.AdamW):
 
 @bug("several", "exp_avg", "", "the betas are swapped", fast=True)
 class BetasSwapped(ByHand):
-    """The equation takes each beta for the other one."""
+    """The equation swaps the two betas."""
 
     def make(self, module):
         return _BetasSwapped(self.grouped(module), lr=self.lr)
