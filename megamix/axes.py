@@ -1,4 +1,4 @@
-"""The axes of a mesh, as data: what the ranks along each have in common. Plugins add others.
+"""The axes of a mesh, as data, with what the ranks along each have in common. Plugins add others.
 
 No torch here, because a configuration's mesh is checked before torch is imported.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class AxisKind:
-    """What the ranks along an axis have in common.
+    """Says what the ranks along an axis have in common.
 
     `weights`: "divided": each rank holds another part of the model. "sharded": all hold the same half weights, and each
     owns a share of their FP32 masters. "copied": all hold the same half weights, and all own the same masters.

@@ -6,7 +6,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megamix.live_storage import LiveStorage, has_values
+from megamix.live_storage import LiveStorage
 
 KB = 250  # FP32 elements
 
@@ -46,13 +46,6 @@ def test_a_storage_resized_to_nothing_is_not_counted_at_a_peak() -> None:
         emptied.zero_()
         assert tracker.peak_bytes == 42_000
         assert len(kept) == 10
-
-
-def test_values_are_those_of_tensors_that_are_neither_fake_nor_meta() -> None:
-    assert has_values(torch.zeros(2))
-    assert not has_values(torch.zeros(2, device="meta"))
-    with FakeTensorMode():
-        assert not has_values(torch.zeros(2))
 
 
 def test_a_fake_tensor_has_no_memory() -> None:

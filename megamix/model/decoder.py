@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamix.config import DecoderConfig
-from megamix.live_storage import has_values
 from megamix.model.context import Documents, KeyValueCache, find_borders, find_documents, most_borders
 from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
 from megamix.model.formats import Format
 from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, param_rules
-from megamix.model.ops import Ops, takes_borders
+from megamix.model.ops import Ops, has_values, takes_borders
 from megamix.model.span import Chunks, Span
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter if they are tied

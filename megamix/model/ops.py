@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +18,13 @@ from megamix.model.context import Documents
 from megamix.model.wide import aten
 
 _VARLEN_KNOWS_GROUPS = torch.__version__ >= "2.12"
+_CAUSAL = {"window_size_left": -1, "window_size_right": 0}  # a query sees all keys before its own and none behind
+
+
+def has_values(x: Tensor) -> bool:
+    """Return whether a tensor has values. A meta tensor and a fake one have a shape and a dtype alone."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none; the import takes a second
+    return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
 
 
 @functools.cache
@@ -197,10 +205,8 @@ class Ops:
         Shapes: query half (queries, heads, head_dim), key and value (keys, kv_heads, head_dim).
         """
         longest = len(query), len(key)
-        out, logsumexp, rng_state, *_ = aten._flash_attention_forward(
-            query, key, value, borders.queries, borders.keys, *longest, 0.0, True, False,
-            window_size_left=-1, window_size_right=0,
-        )  # fmt: skip
+        inputs = query, key, value, borders.queries, borders.keys, *longest
+        out, logsumexp, rng_state, *_ = aten._flash_attention_forward(*inputs, 0.0, True, False, **_CAUSAL)
         return Segmented(out, logsumexp, rng_state)
 
     def segments_backward(
@@ -210,8 +216,8 @@ class Ops:
         segment, or their gradients are unset.
         """
         longest, unused = (len(query), len(key)), query.new_empty(0)
+        inputs = grad, query, key, value, found.out, found.logsumexp, borders.queries, borders.keys, *longest
         grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
-            grad, query, key, value, found.out, found.logsumexp, borders.queries, borders.keys, *longest, 0.0, True,
-            found.rng_state, unused, window_size_left=-1, window_size_right=0,
-        )  # fmt: skip
+            *inputs, 0.0, True, found.rng_state, unused, **_CAUSAL
+        )
         return grads

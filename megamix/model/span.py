@@ -12,10 +12,10 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from megamix.live_storage import has_values
 from megamix.model.context import most_borders
-from megamix.model.ops import Segments
+from megamix.model.ops import Segments, has_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,6 @@ class Chunks:
     def __init__(self, num_ranks: int, rank: int, num_positions: int):
         self.num_positions, self.chunk = num_positions, num_positions // (2 * num_ranks)
         self._order = [chunk for r in range(num_ranks) for chunk in (r, 2 * num_ranks - 1 - r)]  # in rank order
-        self._num_ranks = num_ranks
         self._firsts = [chunk * self.chunk for chunk in self._order[2 * rank : 2 * rank + 2]]
         self.pieces: list[AttentionPiece] = []
         self.segments: list[Segments] = []  # of each chunk's queries and the keys that they see
@@ -116,19 +115,20 @@ class Chunks:
         for first in self._firsts:
             # Each query's place in its document, which may have begun in the sequence before.
             within = torch.minimum(positions[:, first : first + chunk], first + query)
-            begins = torch.nn.functional.pad(within == 0, (1, 0), value=True)
+            begins = pad(within == 0, (1, 0), value=True)
             begins[:, 1] = True  # the rest of a document that began before the chunk
             # The segment in front of a sequence begins where the chunk of the sequence before ends.
             in_front = (sequence - 1) * num_positions + first + chunk
             queries = torch.cat((sequence * chunk, sequence * chunk + query), 1)
             keys = torch.cat((in_front.clamp(min=0), sequence * num_positions + first + query - within), 1)
-            keys[0, 0] = 0
-            behind = in_front.new_tensor([batch * chunk, (batch - 1) * num_positions + first + chunk])
-            end = in_front.new_tensor([batch * chunk, batch * num_positions])
+            # Behind the last sequence another such segment begins where its chunk ends.
+            queries = pad(queries.flatten(), (0, 1), value=batch * chunk)
+            keys = pad(keys.flatten(), (0, 1), value=(batch - 1) * num_positions + first + chunk)
             at = torch.nonzero_static(begins.flatten(), size=most + batch + 1, fill_value=begins.numel()).flatten()
-            borders = torch.stack((queries.flatten(), keys.flatten()))
-            borders = torch.cat((torch.cat((borders, behind[:, None]), 1)[:, at], end[:, None]), 1).int()
-            yield Segments(*borders)
+            # The last border is the end of all.
+            queries = pad(queries[at], (0, 1), value=batch * chunk)
+            keys = pad(keys[at], (0, 1), value=batch * num_positions)
+            yield Segments(queries.int(), keys.int())
 
 
 class Span:

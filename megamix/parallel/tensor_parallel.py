@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Topology
+from megamix.config import AXIS_KEYS
 from megamix.data.loader import IGNORE
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.weights import put_parameter
@@ -39,9 +40,10 @@ def place_params(model: Decoder, topology: Topology, *, sequence_parallel: bool)
     for name, param in model.named_parameters():
         rule = model.rules[name]
         if rule.divided is not None and (size := param.shape[rule.divided]) % (ranks := _num_blocks(rule, topology)):
+            key = AXIS_KEYS.get(rule.along, f"{rule.along}.size")
             raise ValueError(
-                f"parallelism.{rule.along}_size: got {ranks}, must divide {size}, of {name} {[*param.shape]}; take "
-                "another one, or other sizes under [model]"
+                f"parallelism.{key}: got {ranks}, must divide {size}, of {name} {[*param.shape]}; take another one, or "
+                "other sizes under [model]"
             )
         placements[name] = _place(rule, tuple(param.shape), topology, sequence_parallel)
     return placements

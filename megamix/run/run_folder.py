@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megamix.axes import OWN_AXES
 from megamix.builders.data import data_problems, data_warnings
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
 from megamix.config import Config, ConfigError, axis_sizes, check_world_size, config_to_toml, load_config
@@ -156,18 +157,22 @@ def file_problems(config: Config) -> list[str]:
 
 
 def _division_problems(config: Config) -> Iterator[str]:
-    """Yield why tensor parallelism cannot divide a plugin's family.
+    """Yield why ranks cannot divide a plugin's family, or why they cannot divide a model along a plugin's axis.
 
-    Only the family's modules can say, and these have imported torch.
+    Only the modules of plugin and model can say, and these import torch.
     """
-    tp_size = config.parallelism.tp_size
-    if config.model.family != "transformer" and tp_size > 1:
+    sizes = axis_sizes(config.parallelism)
+    shared = {name for name, size in sizes.items() if size > 1} - {"pp", "replicas", "dp"}
+    if shared - {*OWN_AXES} or (shared and config.model.family != "transformer"):
+        from megamix.comm.collectives import ShapesAlone
         from megamix.comm.topology import Topology
-        from megamix.parallel.build import outline
+        from megamix.parallel.build import divide_work, outline
 
         plain = config.model.model_copy(update={"compile": False})
+        topology = Topology.place(0, **sizes)
         try:
-            outline(plain, config.parallelism, Topology.place(0, **axis_sizes(config.parallelism)))
+            model, _ = outline(plain, config.parallelism, topology)
+            divide_work(model, config.parallelism, topology, ShapesAlone)
         except ValueError as error:
             yield str(error)
 

@@ -25,7 +25,8 @@ from megamix.checkpoint.snapshot import take_snapshot
 from megamix.comm.collectives import GlooCollectives, Pending, make_collectives
 from megamix.comm.topology import Topology
 from megamix.config import Config, ConfigError, check_world_size
-from megamix.plugins import Section, register_axis
+from megamix.plugins import MORE_AXES, Section, register_axis
+from megamix.run.run_folder import job_problems
 from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.judge import judge
@@ -127,7 +128,16 @@ def test_mistakes_with_axes_are_named(rows: None, tmp_path: Path) -> None:
     (problem,) = check_world_size(_job(tmp_path, {"rows": {"size": 2}}, 4), 3)
     assert problem.startswith("parallelism.rows.size: got 2, rows 2 = 2 must divide the number of ranks, but 3 were")
 
-    rows_config = sys.modules[ROWS].RowsConfig
+    rows = sys.modules[ROWS]
+    rows_config = rows.RowsConfig
+
+    def refuse(model: Any, collectives: Any, **settings: Any) -> None:
+        raise ValueError(f"parallelism.rows.size: got {collectives.axis.size}, and this model has no rows")
+
+    with mock.patch.dict(MORE_AXES.registered, {"rows": refuse}):
+        assert "parallelism.rows.size: got 2, and this model has no rows" in job_problems(
+            _job(tmp_path, {"rows": {"size": 2}}, 4), 2
+        )
 
     class Sizeless(Section):
         """No size."""

@@ -119,6 +119,11 @@ def test_a_size_that_ranks_cannot_divide_is_found_before_a_job(folder: Path) -> 
     assert not any("tp_size" in line for line in job_problems(_job(folder, "divided", tp_size=2), 2))
 
 
+def test_a_family_without_attention_of_ours_refuses_context_parallelism_before_a_job(folder: Path) -> None:
+    (problem,) = job_problems(_job(folder, "divided", cp_size=2), 2)
+    assert problem.startswith("parallelism.cp_size: got 2, but the family 'toy' does not attend by ops.attention alone")
+
+
 @pytest.mark.parametrize(
     ("divides", "told"),
     [

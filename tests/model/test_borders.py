@@ -12,10 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megamix.model import context, decoder, ops
 from megamix.model.context import Documents, find_borders, find_documents
-from megamix.model.ops import Ops, takes_borders
+from megamix.model.ops import Ops, has_values, takes_borders
 from megamix.model.transformer import Transformer
 from tests.model.families import VOCAB, config_of
 from tests.model.flash import stand_in
@@ -191,3 +192,10 @@ def test_one_graph_serves_every_packing_and_the_mask_is_left_to_those_of_too_man
 def test_borders_are_for_half_and_heads_that_the_kernels_know(dtype: torch.dtype, head_dim: int, takes: bool) -> None:
     assert takes_borders(torch.empty(1, dtype=dtype, device="meta"), head_dim) is takes
     assert not takes_borders(torch.empty(1, dtype=dtype), head_dim)
+
+
+def test_values_are_those_of_tensors_that_are_neither_fake_nor_meta() -> None:
+    assert has_values(torch.zeros(2))
+    assert not has_values(torch.zeros(2, device="meta"))
+    with FakeTensorMode():
+        assert not has_values(torch.zeros(2))

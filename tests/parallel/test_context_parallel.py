@@ -235,7 +235,7 @@ def test_equal_dropout_masks_are_found(run_ranks) -> None:
     assert first_difference(case, run_ranks(_train_with_own_masks, 2, case), train(case.alone)) is not None
 
 
-# What a rank computes, keeps and sends.
+# The share of the work, of the memory and of the traffic that a rank has.
 
 
 def _positions(dice: random.Random, batch: int, num_positions: int) -> Tensor:

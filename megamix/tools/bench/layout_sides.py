@@ -32,9 +32,13 @@ SCHEDULE = "1f1b"
 
 
 def _make_part(
-    work: Work, dtype: torch.dtype, topology: Topology, stages: Sequence[StagePlan] = (), *,
+    work: Work,
+    dtype: torch.dtype,
+    topology: Topology,
+    stages: Sequence[StagePlan] = (),
+    *,
     sequence_parallel: bool = False,
-) -> tuple[Decoder, ShardedEngine]:  # fmt: skip
+) -> tuple[Decoder, ShardedEngine]:
     """Return this rank's part of the model, with the weights that make_model has, and its engine."""
     cpu = torch.device("cpu")
     model, placements = build_model(
