@@ -264,7 +264,9 @@ def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, 
     except FileNotFoundError:
         near = nearest(path.stem, [file.stem for file in path.parent.glob("*.toml")])  # the ending alone is no likeness
         meant = one_line(str(path.with_name(f"{near}.toml")))
-        fix = f"did you mean {meant}?" if near else "write the path of a TOML file"
+        place = "as seen from that file; megamix's own are in configs/ of its repository: copy the one you want"
+        path_of = "write the path of a TOML file" + (f", {place}" * (not may_be_pipe))
+        fix = f"did you mean {meant}?" if near else path_of
         raise ConfigError([f"{what}, there is no such file; {fix}"]) from None
     except (OSError, ValueError) as error:  # also a path that no file can have
         reason = error.strerror if isinstance(error, OSError) else error

@@ -19,7 +19,12 @@ loader           batches, read ahead
 """
 
 import importlib
+import shlex
+from importlib.metadata import requires
+from pathlib import Path
 from typing import Any
+
+_ROOT = Path(__file__).parents[2]  # a checkout, or a folder of installed packages
 
 
 def import_extra(package: str, extra: str, *submodules: str, what: str = "") -> Any:
@@ -37,7 +42,10 @@ def import_extra(package: str, extra: str, *submodules: str, what: str = "") -> 
 
 
 def installing(extra: str) -> str:
-    """Return the instruction that installs an extra. It installs from a checkout: megamix is in no package index, and
-    the name there belongs to another package.
+    """Return the instruction that installs an extra: from the checkout if megamix runs from one, otherwise the packages
+    by their names. A `pip install 'megamix[...]'` would find another project: megamix is in no package index.
     """
-    return f"run pip install -e '.[{extra}]' in the checkout of megamix"
+    if (_ROOT / "pyproject.toml").is_file():
+        return f"run pip install -e '.[{extra}]' in the checkout of megamix"
+    needed = [line.split(";")[0].strip() for line in requires("megamix") or [] if f'extra == "{extra}"' in line]
+    return f"run pip install {shlex.join(needed)}"

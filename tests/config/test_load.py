@@ -195,6 +195,14 @@ def test_missing_base_names_both_files_and_the_near_one(tmp_path: Path) -> None:
     )
 
 
+def test_a_base_of_megamix_beside_which_there_is_no_checkout_is_to_be_copied(tmp_path: Path) -> None:
+    (problem,) = problems_of(write(tmp_path, "a.toml", 'base = "configs/base.toml"'))
+    assert problem.endswith(
+        "there is no such file; write the path of a TOML file, as seen from that file; megamix's own are in configs/ "
+        "of its repository: copy the one you want"
+    )
+
+
 @pytest.mark.parametrize("value", ["3", '""', "[]"])
 def test_base_must_be_a_path(tmp_path: Path, value: str) -> None:
     (problem,) = problems_of(write(tmp_path, "a.toml", f"base = {value}"))

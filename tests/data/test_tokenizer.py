@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megamix.data import installing
 from megamix.data.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, Tokenizer
 
 TEXTS = ["def add(left, right):\n    return left + right\n", "def subtract(left, right):\n\treturn left - right\n"] * 3
@@ -94,3 +95,9 @@ def test_a_missing_package_is_answered_with_the_pip_line(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # makes the import fail
     with pytest.raises(ValueError, match=r"run pip install -e '\.\[tokenizers\]' in the checkout"):
         Tokenizer.train(TEXTS, 280)
+
+
+def test_without_a_checkout_the_pip_line_names_the_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("megamix.data._ROOT", tmp_path)
+    assert installing("tokenizers") == "run pip install 'tokenizers>=0.21' 'tiktoken>=0.8'"
+    assert installing("plot") == "run pip install 'matplotlib>=3.9'"
