@@ -137,6 +137,7 @@ DIFFERS = {
             "dp_size",
             "replicas",
             "cp_size",
+            "cp_method",
             "tp_size",
             "pp_size",
             "pp_schedule",

@@ -19,6 +19,8 @@ from megamix.config import (
     stages_per_rank,
 )
 from megamix.config.sections import LrScheduleConfig
+from megamix.data.loader import BatchLoader
+from megamix.data.source import SampleSource
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale
@@ -142,6 +144,13 @@ def build_engine(
         compile_update=config.optimizer.compile,
         fill=fill,
     )
+
+
+def build_loader(config: Config, source: SampleSource, device: torch.device) -> BatchLoader:
+    """Return the loader of a source's batches, which deals packed sequences to the ranks that divide them."""
+    section = config.parallelism
+    dealt = config.data.packing == "documents" and section.cp_method == "gather"
+    return BatchLoader(source, device, num_dealt=section.cp_size if dealt else 1)
 
 
 def build_training(config: Config, device: torch.device) -> MicroBatchRunner:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from megamix.axes import AXES, OWN_AXES
 from megamix.config.model_and_data import default_ffn_hidden_size
 from megamix.config.sections import Config, ParallelismConfig
+from megamix.tuned import DEALT_CHUNKS
 
 # Each schedule's fewest and most stages per rank, and what it takes where the key is not set.
 _STAGES = {
@@ -94,17 +95,35 @@ def _divided(config: Config) -> Iterator[tuple[str, int, str]]:
         yield "seq_len", model.seq_len, "positions (sequence_parallel = false keeps them whole)"
 
 
+def chunks_per_rank(section: ParallelismConfig, packing: str) -> int:
+    """Return the number of chunks of a sequence on each context-parallel rank."""
+    if section.cp_method == "heads":
+        return 1
+    return DEALT_CHUNKS if packing == "documents" else 2
+
+
 def _context_parallel_divides(config: Config) -> Iterator[str]:
-    """Each rank has two chunks of every sequence, and tensor-parallel ranks may divide these again."""
+    """Each rank has equal chunks of every sequence, and tensor-parallel ranks may divide these again. Ranks that divide
+    the heads have as many of each.
+    """
     section, seq_len = config.parallelism, config.model.seq_len
-    divisor = 2 * section.cp_size
+    if section.cp_size == 1:
+        return
+    chunks = chunks_per_rank(section, config.data.packing)
+    divisor = chunks * section.cp_size
     if section.sequence_parallel and section.tp_size > 1:
         divisor = math.lcm(divisor, section.cp_size * section.tp_size)
-    if section.cp_size > 1 and seq_len % divisor:
+    if seq_len % divisor:
         fits = seq_len // divisor * divisor or divisor
         yield (
             f"parallelism.cp_size: got {section.cp_size}, needs a model.seq_len that is a multiple of {divisor}, not "
-            f"{seq_len}, since each rank computes two chunks of every sequence; write seq_len = {fits}"
+            f"{seq_len}, since each rank computes {chunks} equal chunks of every sequence; write seq_len = {fits}"
+        )
+    heads = config.model.num_kv_heads or config.model.num_heads
+    if section.cp_method == "heads" and heads % (ranks := section.cp_size * section.tp_size):
+        yield (
+            f'parallelism.cp_method: got "heads", with which cp_size {section.cp_size} * tp_size {section.tp_size} = '
+            f'{ranks} must divide the {heads} heads of keys and values; write cp_method = "gather"'
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megamix.data.deal import deal_chunks
 from megamix.data.sampler import Samples
 from megamix.data.source import SampleSource
 
@@ -28,6 +29,7 @@ class Batch(NamedTuple):
     positions: Tensor | None  # int64 (samples, seq_len) in packed documents, 0 begins one; None: 0 .. seq_len - 1
     num_counted: int  # targets that are not IGNORE
     num_documents: int = 0  # documents that positions begin, at most; 0: not counted
+    deal: Tensor | None = None  # int64 (samples, ranks, chunks): the chunks of each context-parallel rank, see deal.py
 
     @property
     def weight(self) -> float:
@@ -37,24 +39,26 @@ class Batch(NamedTuple):
     @property
     def inputs(self) -> tuple[Tensor | int | None, ...]:
         """Return the arguments with which the model computes its loss. Positions and documents are among them only if
-        the batch is packed: a plugin's family may not take them.
+        the batch is packed, and the deal only if it is dealt: a plugin's family may not take them.
         """
         packed = () if self.positions is None else (self.positions, self.num_documents)
-        return self.tokens, self.targets, *packed
+        dealt = () if self.deal is None else (self.deal,)
+        return self.tokens, self.targets, *packed, *dealt
 
     def to(self, device: torch.device) -> "Batch":
-        positions = None if self.positions is None else self.positions.to(device, non_blocking=True)
+        """Return the batch with its tensors on the device."""
         tokens, targets = self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
-        return Batch(tokens, targets, positions, self.num_counted, self.num_documents)
+        positions, deal = (None if x is None else x.to(device, non_blocking=True) for x in (self.positions, self.deal))
+        return Batch(tokens, targets, positions, self.num_counted, self.num_documents, deal)
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
     """Return batches of one source as one batch."""
     if len(batches) == 1:
         return batches[0]
-    tokens, targets, positions, counted, documents = zip(*batches, strict=True)
-    packed = None if positions[0] is None else torch.cat(positions)
-    return Batch(torch.cat(tokens), torch.cat(targets), packed, sum(counted), sum(documents))
+    tokens, targets, positions, counted, documents, deals = zip(*batches, strict=True)
+    packed, dealt = (None if some[0] is None else torch.cat(some) for some in (positions, deals))
+    return Batch(torch.cat(tokens), torch.cat(targets), packed, sum(counted), sum(documents), dealt)
 
 
 class BatchLoader:
@@ -63,11 +67,12 @@ class BatchLoader:
     Only the caller decides the order, by sample numbers: `get` works for any range, announced or not, and its result
     depends on the range alone. At most `max_ready` announced batches are read before they are asked for. The `get` that
     asks for a batch raises the exception that the reading thread met. One thread must make all calls, and call `close`
-    last: otherwise Python's exit waits for the reads.
+    last: otherwise Python's exit waits for the reads. `num_dealt`: the ranks to which packed sequences are dealt, if
+    there are several.
     """
 
-    def __init__(self, source: SampleSource, device: torch.device, *, max_ready: int = 4) -> None:
-        self._source, self._device, self._max_ready = source, device, max_ready
+    def __init__(self, source: SampleSource, device: torch.device, *, max_ready: int = 4, num_dealt: int = 1) -> None:
+        self._source, self._device, self._max_ready, self._num_dealt = source, device, max_ready, num_dealt
         # Each thread has its own current device: without this line, pinning would open a context on GPU 0.
         begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "megamix-loader", begin)
@@ -122,7 +127,8 @@ class BatchLoader:
         targets[torch.from_numpy(begins)] = IGNORE
         positions, num_counted = self._tensor(rows.positions[:, :-1]), begins.size - int(begins.sum())
         # Documents are counted on the host: to count them on a GPU the host would have to wait for it.
-        return Batch(tokens, targets, positions, num_counted, len(begins) + int(begins[:, :-1].sum()))
+        dealt = self._tensor(deal_chunks(rows.positions[:, :-1], self._num_dealt)) if self._num_dealt > 1 else None
+        return Batch(tokens, targets, positions, num_counted, len(begins) + int(begins[:, :-1].sum()), dealt)
 
     def _tensor(self, values: NDArray[np.int64]) -> Tensor:
         out = torch.empty(values.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")

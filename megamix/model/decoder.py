@@ -16,7 +16,7 @@ from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
 from megamix.model.formats import Format
 from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, param_rules
 from megamix.model.ops import Ops, has_values, takes_borders
-from megamix.model.span import Chunks, Span
+from megamix.model.span import Span
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter if they are tied
 
@@ -230,6 +230,7 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         num_documents: int = 0,
+        deal: Tensor | None = None,
         *,
         cache: KeyValueCache | None = None,
         layers: range | None = None,
@@ -241,6 +242,8 @@ class Decoder(nn.Module):
         begins at each 0. Attention never crosses from one document into another.
         num_documents: upper bound of the number of documents, 0 if it is not known. If they are few, a GPU in half
         needs no mask.
+        deal: the chunks of each context-parallel rank, INT64 (B, ranks, chunks), for packed sequences; None for two
+        chunks each.
         cache: the tokens follow those that the cache has seen, as one document. Only the last token's logits are
         returned.
         layers: the blocks to run; None for all. Without the first block `tokens` are the hidden states of the block
@@ -257,29 +260,32 @@ class Decoder(nn.Module):
                 f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
                 f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
             )
-        documents: Documents | Chunks | None = None
+        documents: Documents | None = None
         if cache is not None:
             positions, documents = cache.places(tokens), cache.seen(tokens)
         elif positions is not None:
             positions = positions.expand((tokens if targets is None else targets).shape)
-        whole_positions, part = positions, None if self.span is None else self.span.begin(targets)
-        if part is not None:
-            assert targets is not None
-            places = torch.arange(num_positions, device=targets.device) if positions is None else positions
-            targets, positions = part.own(targets, 1), part.own(places, -1)
-            tokens = tokens if layers.start else part.own(tokens, 1)
+        deal = None if positions is None else deal
+        whole_positions, part = positions, None if self.span is None else self.span.begin(targets, deal)
+        if part is not None and targets is not None:
+            targets, tokens = part.own(targets), tokens if layers.start else part.own(tokens)
+            positions = part.places[0] if positions is None else part.own(positions)
         x = tokens if layers.start else self._embed(tokens, positions)
-        if part is not None:
-            part.see(whole_positions, num_documents, x, by_borders=takes_borders(x, self.head_dim()))
-            documents = part
-        elif cache is None and positions is not None:
-            if 0 < num_documents <= most_borders(positions) and takes_borders(x, self.head_dim()):
-                documents = find_borders(positions)
+        by_borders = takes_borders(x, self.head_dim())
+        if cache is None and whole_positions is not None and (part is None or part.by_heads):
+            if by_borders and 0 < num_documents <= most_borders(whole_positions):
+                documents = find_borders(whole_positions)
             else:
-                documents = find_documents(positions, as_mask=self.is_compiled or x.device.type != "cpu")
+                documents = find_documents(whole_positions, as_mask=self.is_compiled or x.device.type != "cpu")
+        if part is not None:
+            if part.by_heads:
+                part.documents = documents
+            else:
+                part.see(whole_positions, num_documents, x, by_borders=by_borders)
+        context = documents if part is None else part
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
         for layer in layers:
-            x = self._run(self.blocks[layer], x, rotary, documents, None if cache is None else cache.blocks[layer])
+            x = self._run(self.blocks[layer], x, rotary, context, None if cache is None else cache.blocks[layer])
         if layers.stop < self.config.num_layers:
             return x
         x = self.norm(x if cache is None else x[:, -1:])

@@ -2,19 +2,20 @@
 
 A sequence is cut into two chunks for each rank. Rank r has the r-th chunk from the front and the r-th from the back, so
 every rank computes as many pairs of query and key of one causal sequence (zigzag; Zhu 2023, ring-flash-attention).
+Packed documents are less regular: the loader deals more and smaller chunks, each sequence by its own documents.
+Ranks that divide the heads in attention have one chunk each, since they then see all positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megamix.model.context import most_borders
+from megamix.model.context import Documents, most_borders
 from megamix.model.ops import Segments, has_values
 
 
@@ -33,34 +34,43 @@ class AttentionPiece:
 
 
 class Chunks:
-    """One rank's positions of sequences of `num_positions`, in a forward."""
+    """One rank's positions in a forward. `deal`: the chunks of each rank, INT64 (B, ranks, chunks). `by_heads`: in
+    attention the rank sees all positions, with some of the heads.
+    """
 
-    def __init__(self, num_ranks: int, rank: int, num_positions: int):
-        self.num_positions, self.chunk = num_positions, num_positions // (2 * num_ranks)
-        self._order = [chunk for r in range(num_ranks) for chunk in (r, 2 * num_ranks - 1 - r)]  # in rank order
-        self._firsts = [chunk * self.chunk for chunk in self._order[2 * rank : 2 * rank + 2]]
+    def __init__(self, deal: Tensor, rank: int, num_positions: int, *, by_heads: bool = False):
+        self.num_positions, self.chunk = num_positions, num_positions // deal[0].numel()
+        self.by_heads, self._deal, self._rank = by_heads, deal, rank
+        self._firsts = deal[:, rank] * self.chunk  # of each chunk: (B, chunks)
+        within = torch.arange(self.chunk, device=deal.device)
+        self.places = (self._firsts[..., None] + within).flatten(1)  # this rank's positions, INT64 (B, T / ranks)
+        self._order = deal.flatten(1).argsort(1)  # of each chunk: its place in rank order, (B, ranks * chunks)
         self.pieces: list[AttentionPiece] = []
         self.segments: list[Segments] = []  # of each chunk's queries and the keys that they see
+        self.documents: Documents | None = None  # of all positions, if the rank sees them
 
-    @cached_property
-    def _places(self) -> list[int]:
-        """Return for each chunk its place in rank order."""
-        return [self._order.index(chunk) for chunk in range(len(self._order))]
-
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's positions of a tensor whose `dim` has an entry for each."""
-        return torch.cat([x.narrow(dim, first, self.chunk) for first in self._firsts], dim)
+    def own(self, x: Tensor) -> Tensor:
+        """Return this rank's positions. Shapes: (B, T, ...) -> (B, T / ranks, ...)."""
+        return x[_numbers(x)[:, None], self.places]
 
     def whole(self, parts: Tensor) -> Tensor:
-        """Put the ranks' positions in order. Shapes: (ranks, ..., T / ranks, heads, D) -> (..., T, heads, D)."""
-        chunks = [chunk for part in parts.unbind() for chunk in torch.split(part, self.chunk, -3)]
-        return torch.cat([chunks[place] for place in self._places], -3)
+        """Put the ranks' positions in order. Shapes: (ranks, K, B, T / ranks, heads, D) -> (K, B, T, heads, D)."""
+        kinds, num_chunks = parts.shape[1], self._deal.shape[2]
+        kind, sequence = _numbers(parts[0])[:, None, None], _numbers(self._deal)[:, None]
+        holder, place = self._order // num_chunks, self._order % num_chunks
+        chunk = ((holder * kinds + kind) * len(self._deal) + sequence) * num_chunks + place
+        return self._chunks(parts, chunk).flatten(2, 3)
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Return each rank's positions. Shapes: (..., T, heads, D) -> (ranks, ..., T / ranks, heads, D)."""
-        chunks = torch.split(x, self.chunk, -3)
-        pairs = zip(self._order[::2], self._order[1::2], strict=True)
-        return torch.stack([torch.cat([chunks[one], chunks[other]], -3) for one, other in pairs])
+        """Return each rank's positions. Shapes: (K, B, T, heads, D) -> (ranks, K, B, T / ranks, heads, D)."""
+        kind, sequence = _numbers(x)[:, None, None], _numbers(self._deal)[:, None]
+        chunk = (kind * len(self._deal) + sequence) * self._order.shape[1] + self._deal.transpose(0, 1)[:, None]
+        return self._chunks(x, chunk).flatten(3, 4)
+
+    def _chunks(self, x: Tensor, numbers: Tensor) -> Tensor:
+        """Return chunks by number, contiguous. Shapes: (..., positions, heads, D) -> (*numbers, chunk, heads, D)."""
+        chunks = x.reshape(-1, self.chunk, *x.shape[-2:]).index_select(0, numbers.flatten())
+        return chunks.view(*numbers.shape, *chunks.shape[1:])
 
     def see(self, positions: Tensor | None, num_documents: int, like: Tensor, *, by_borders: bool) -> None:
         """Find what this rank's queries see. `positions`: those of all, INT64 (B, T); None for one document each.
@@ -80,29 +90,30 @@ class Chunks:
                 f"parallelism.cp_size: on a {like.device.type} device needs FP16 or BF16 and heads of a multiple of 8 "
                 f"elements up to 256, got {like.dtype}; choose those, or cp_size = 1"
             )
-        elif positions is None or not has_values(positions):  # planned as one document each
-            self.pieces = self._find_pieces(slice(None), [0])
         else:
-            begins = [[0, *(row[1:] == 0).nonzero().flatten().add(1).tolist()] for row in positions.cpu()]
-            self.pieces = [
-                piece
-                for number, row in enumerate(begins)
-                for piece in self._find_pieces(slice(number, number + 1), row)
-            ]
+            self.pieces = [*self._find_pieces(positions)]
 
-    def _find_pieces(self, sequences: slice, begins: list[int]) -> list[AttentionPiece]:
+    def _find_pieces(self, positions: Tensor | None) -> Iterator[AttentionPiece]:
+        if not has_values(self._firsts):  # planned: one document each, and the first rank's chunks
+            yield from self._pieces_of(slice(None), [0, self.num_positions - self.chunk], [0])
+        elif positions is None:
+            yield from self._pieces_of(slice(None), self._firsts[0].tolist(), [0])
+        else:
+            for number, (row, firsts) in enumerate(zip(positions, self._firsts.tolist(), strict=True)):
+                begins = [0, *(row[1:] == 0).nonzero().flatten().add(1).tolist()]
+                yield from self._pieces_of(slice(number, number + 1), firsts, begins)
+
+    def _pieces_of(self, sequences: slice, firsts: Sequence[int], begins: Sequence[int]) -> Iterator[AttentionPiece]:
         """Cut each document of a chunk in two: the keys before the chunk, and those in it. `begins`: of documents."""
-        pieces = []
-        for number, first in enumerate(self._firsts):
+        for number, first in enumerate(firsts):
             shift = number * self.chunk - first
             for start, stop in zip(begins, [*begins[1:], self.num_positions], strict=True):
                 begin, end = max(start, first), min(stop, first + self.chunk)
                 if begin < end:
                     rows = slice(begin + shift, end + shift)
-                    pieces.append(AttentionPiece(sequences, rows, slice(begin, end), causal=True))
+                    yield AttentionPiece(sequences, rows, slice(begin, end), causal=True)
                     if start < begin:
-                        pieces.append(AttentionPiece(sequences, rows, slice(start, begin), causal=False))
-        return pieces
+                        yield AttentionPiece(sequences, rows, slice(start, begin), causal=False)
 
     def _find_segments(self, positions: Tensor, most: int) -> Iterator[Segments]:
         """Yield the segments of each chunk: its documents, and before each sequence's and behind the last one's a
@@ -112,18 +123,20 @@ class Chunks:
         batch, chunk, num_positions = len(positions), self.chunk, self.num_positions
         sequence = torch.arange(batch, device=positions.device)[:, None]
         query = torch.arange(chunk, device=positions.device)[None]
-        for first in self._firsts:
+        own = torch.split(self.own(positions), chunk, 1)
+        for first, within in zip(torch.split(self._firsts, 1, 1), own, strict=True):
             # Each query's place in its document, which may have begun in the sequence before.
-            within = torch.minimum(positions[:, first : first + chunk], first + query)
+            within = torch.minimum(within, first + query)
             begins = pad(within == 0, (1, 0), value=True)
             begins[:, 1] = True  # the rest of a document that began before the chunk
             # The segment in front of a sequence begins where the chunk of the sequence before ends.
-            in_front = (sequence - 1) * num_positions + first + chunk
+            ends = sequence * num_positions + first + chunk
+            in_front = pad(ends[:-1], (0, 0, 1, 0))
             queries = torch.cat((sequence * chunk, sequence * chunk + query), 1)
-            keys = torch.cat((in_front.clamp(min=0), sequence * num_positions + first + query - within), 1)
+            keys = torch.cat((in_front, sequence * num_positions + first + query - within), 1)
             # Behind the last sequence another such segment begins where its chunk ends.
             queries = pad(queries.flatten(), (0, 1), value=batch * chunk)
-            keys = pad(keys.flatten(), (0, 1), value=(batch - 1) * num_positions + first + chunk)
+            keys = torch.cat((keys.flatten(), ends[-1]))
             at = torch.nonzero_static(begins.flatten(), size=most + batch + 1, fill_value=begins.numel()).flatten()
             # The last border is the end of all.
             queries = pad(queries[at], (0, 1), value=batch * chunk)
@@ -131,24 +144,39 @@ class Chunks:
             yield Segments(queries.int(), keys.int())
 
 
-class Span:
-    """The place of a rank among those that divide the positions of each sequence."""
+def _numbers(x: Tensor) -> Tensor:
+    """Return 0 to len(x) - 1, on x's device."""
+    return torch.arange(len(x), device=x.device)
 
-    def __init__(self, num_ranks: int, rank: int):
-        self.num_ranks, self.rank = num_ranks, rank
+
+class Span:
+    """The place of a rank among those that divide the positions of each sequence.
+
+    `by_heads`: in attention ranks divide the heads instead, and each sees all positions.
+    """
+
+    def __init__(self, num_ranks: int, rank: int, *, by_heads: bool = False):
+        self.num_ranks, self.rank, self.by_heads = num_ranks, rank, by_heads
         self.part: Chunks | None = None  # of the latest forward; None: it had all positions
 
-    def begin(self, targets: Tensor | None) -> Chunks | None:
-        """Return this rank's part of a forward; None for one without targets, which every rank computes whole.
+    def begin(self, targets: Tensor | None, deal: Tensor | None = None) -> Chunks | None:
+        """Return this rank's part of a forward; None for one without targets, which every rank computes whole. `deal`:
+        the chunks of packed sequences, INT64 (B, ranks, chunks).
 
         Raises: ValueError for a number of positions that the ranks cannot divide.
         """
         self.part = None
         if targets is not None:
-            if (num_positions := targets.shape[1]) % (2 * self.num_ranks):
+            deal = self._even_deal(targets.device) if deal is None else deal
+            if (num_positions := targets.shape[1]) % (least := deal[0].numel()):
                 raise ValueError(
                     f"targets has {num_positions} positions, which {self.num_ranks} context-parallel ranks cannot "
-                    f"divide into two chunks each; pass a multiple of {2 * self.num_ranks}"
+                    f"divide into {deal.shape[2]} equal chunks each; pass a multiple of {least}"
                 )
-            self.part = Chunks(self.num_ranks, self.rank, num_positions)
+            self.part = Chunks(deal.expand(len(targets), -1, -1), self.rank, num_positions, by_heads=self.by_heads)
         return self.part
+
+    def _even_deal(self, device: torch.device) -> Tensor:
+        """Return the deal of a sequence that is one document: INT64 (1, ranks, chunks)."""
+        front = torch.arange(self.num_ranks, device=device)[:, None]
+        return (front if self.by_heads else torch.cat((front, 2 * self.num_ranks - 1 - front), 1))[None]

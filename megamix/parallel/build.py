@@ -57,7 +57,7 @@ def divide_work(
     `connect`: returns the collectives of an axis.
     """
     if topology.cp.size > 1:
-        divide_positions(model, connect(topology.cp))
+        divide_positions(model, connect(topology.cp), by_heads=parallelism.cp_method == "heads")
     if topology.tp.size > 1:
         divide_layers(model, Border(connect(topology.tp), sequence=parallelism.sequence_parallel))
     for name, divide in MORE_AXES.registered.items():

@@ -1,7 +1,9 @@
-"""Attention of one rank's positions: keys and values of all positions are gathered, and a rank attends with its own
-queries. Every other operation of a block is one of single positions.
+"""Attention of ranks that divide the positions of sequences. A block's other operations are those of single positions.
 
-Between forward and backward a rank keeps its own keys and values alone, and gathers again. No mask is made: a CPU
+Either keys and values of all positions are gathered, and a rank attends with its own queries; or ranks exchange
+positions for heads, and a rank attends with all positions of its heads (Jacobs et al. 2023, DeepSpeed Ulysses).
+
+What is gathered is not kept: backward gathers again. No mask is made: a CPU
 attends in pieces that are whole or causal, whose results are merged by their logsumexp; a GPU's kernels take borders.
 """
 
@@ -20,8 +22,9 @@ from megamix.model.span import AttentionPiece, Chunks, Span
 from megamix.model.wide import apply, aten
 
 
-def divide_positions(model: Decoder, cp: Collectives) -> None:
-    """Make a model compute this rank's positions of sequences with targets. Its calls are collective then.
+def divide_positions(model: Decoder, cp: Collectives, *, by_heads: bool = False) -> None:
+    """Make a model compute this rank's positions of sequences with targets. Its calls are collective then. `by_heads`:
+    attend with all positions of some heads.
 
     Raises: ValueError for a family whose blocks read other positions by themselves.
     """
@@ -30,11 +33,11 @@ def divide_positions(model: Decoder, cp: Collectives) -> None:
             f"parallelism.cp_size: got {cp.axis.size}, but the family {model.name!r} does not attend by ops.attention "
             "alone (its head_dim() is 0): nothing would hand it the other ranks' positions; write cp_size = 1"
         )
-    model.span = span = Span(cp.axis.size, cp.axis.rank)
+    model.span = span = Span(cp.axis.size, cp.axis.rank, by_heads=by_heads)
+    way = _ExchangedHeads if by_heads else _GatheredAttention
     shared = {id(ops): ops for module in model.modules() if isinstance(ops := getattr(module, "ops", None), Ops)}
     divided = {
-        key: replace(ops, attend=_GatheredAttention(cp, ops.attend), keep=_OwnPositions(span, ops.keep))
-        for key, ops in shared.items()
+        key: replace(ops, attend=way(cp, ops.attend), keep=_OwnPositions(span, ops.keep)) for key, ops in shared.items()
     }
     for module in model.modules():
         if isinstance(ops := getattr(module, "ops", None), Ops):
@@ -51,7 +54,7 @@ class _OwnPositions:
         if (part := self._span.part) is None:
             return self._keep(ops, x, share)
         whole = x.new_empty(()).expand(x.shape[0], part.num_positions, x.shape[2])
-        return part.own(self._keep(ops, whole, share), 1)
+        return part.own(self._keep(ops, whole, share))
 
 
 class _GatheredAttention:
@@ -73,6 +76,51 @@ class _GatheredAttention:
         if part.pieces:
             return apply(_InPieces, query, own, part, self._cp, ops.attention_dtype(query))
         return apply(_BySegments, query, own, part, self._cp, ops)
+
+
+class _ExchangedHeads:
+    """Attention of all positions with this rank's part of the heads."""
+
+    def __init__(self, cp: Collectives, attend: Attend):
+        self._cp, self._attend = cp, attend
+        self._divided: Callable[..., Tensor] = torch.compiler.disable(self._attend_divided)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def __call__(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, documents: Any) -> Tensor:
+        if not isinstance(documents, Chunks):
+            return self._attend(ops, query, key, value, documents)
+        return self._divided(ops, query, key, value, documents)
+
+    def _attend_divided(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks) -> Tensor:
+        size = self._cp.axis.size
+        heads = [x.shape[1] // size for x in (query, key, value)]
+        # The heads of query, key and value that each rank gets, for one call: (ranks, B, heads, T / ranks, D).
+        own = torch.cat([torch.unflatten(x, 1, (size, -1)) for x in (query, key, value)], 2).movedim(1, 0)
+        whole = apply(_Exchange, own, self._cp).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        query, key, value = torch.split(whole, heads, 1)
+        out = self._attend(ops, query, key, value, part.documents)
+        parts = torch.unflatten(out, 2, (size, -1)).movedim(2, 0)
+        return apply(_Exchange, parts, self._cp).transpose(0, 1).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Send the r-th part to rank r, and return the parts that arrive, in rank order. Shapes: (ranks, ...), kept."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, cp: Collectives) -> Tensor:
+        ctx.cp = cp
+        return _exchanged(parts, cp)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad, ctx.cp), None
+
+
+def _exchanged(parts: Tensor, cp: Collectives) -> Tensor:
+    parts = parts.contiguous()
+    arrived, even = torch.empty_like(parts), [parts[0].numel()] * cp.axis.size
+    cp.exchange(parts.view(-1), arrived.view(-1), even, even).wait()
+    return arrived
 
 
 def _gather(own: Tensor, part: Chunks, cp: Collectives) -> Tensor:

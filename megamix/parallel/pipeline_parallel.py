@@ -82,10 +82,11 @@ class Pipeline(MicroBatchRunner):
         self, call: Callable[..., Any], batches: Sequence[Batch], seeds: Sequence[int | None], **more: Any
     ) -> None:
         # torch cuts the joined batch apart again. Every rank has all of it; the middle stages use only the positions.
-        tokens, targets, positions, *_ = joined(batches)
+        tokens, targets, positions, _, _, deal = joined(batches)
         self._weights = iter([batch.weight for batch in batches])
         if positions is not None:
             more |= {"positions": positions, "num_documents": max(batch.num_documents for batch in batches)}
+        more |= {} if deal is None else {"deal": deal}
         more |= {} if seeds[0] is None else {"seed": torch.tensor(seeds, dtype=torch.uint64)}
         call(tokens, target=targets, targets=targets, return_outputs=False, **more)
 

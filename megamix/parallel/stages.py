@@ -112,7 +112,7 @@ class Stage(nn.Module):
 
     def forward(
         self, x: Tensor, targets: Tensor, positions: Tensor | None = None, num_documents: int = 0,
-        seed: Tensor | None = None,
+        deal: Tensor | None = None, seed: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute hidden states, half (B, T, hidden_size); on the last stage the loss, FP32 ().
 
@@ -122,7 +122,7 @@ class Stage(nn.Module):
         if seed is not None:
             (number,) = seed.tolist()  # int(seed) fails from 2^63 on (torch 2.13)
             torch.manual_seed((number + self.layers.start) % 2**64)
-        out: Tensor = self._run(x, targets, positions, num_documents, layers=self.layers)
+        out: Tensor = self._run(x, targets, positions, num_documents, deal, layers=self.layers)
         return out
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 
 from megamix.builders.data import check_unchanged, training_source, validation_source
-from megamix.builders.objects import build_engine, build_runner, plan_pipeline
+from megamix.builders.objects import build_engine, build_loader, build_runner, plan_pipeline
 from megamix.config import Config, config_to_toml, grad_accum_steps
-from megamix.data.loader import BatchLoader
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.family import parameter_count
@@ -62,10 +61,10 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             job.on_first_rank(lambda: job.begin(start, claims=True))
 
             # 4. The data, which must be those that the checkpoints will name.
-            loader = files.enter_context(BatchLoader(training_source(config), job.device))
+            loader = files.enter_context(build_loader(config, training_source(config), job.device))
             held_out = validation_source(config)
             check_unchanged(config, job.data_identity)
-            validation = None if held_out is None else files.enter_context(BatchLoader(held_out, job.device))
+            validation = None if held_out is None else files.enter_context(build_loader(config, held_out, job.device))
 
             # 5. The reports: rates and losses; the first rank writes them down.
             report = _make_report(config, engine)

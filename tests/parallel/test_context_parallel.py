@@ -21,6 +21,7 @@ from torch import Tensor
 from megamix.comm.collectives import Collectives, GlooCollectives, ShapesAlone
 from megamix.comm.topology import Axis, Topology
 from megamix.config import Config, ConfigError, ParallelismConfig, config_from_dict
+from megamix.data.deal import deal_chunks
 from megamix.mixed_precision.step import StepProgress
 from megamix.model import decoder
 from megamix.model.context import find_documents
@@ -57,15 +58,16 @@ def _drawn(world_size: int) -> Iterator[Config]:
         layout = layouts[number % len(layouts)]
         stages = "pp" in layout
         family = dice.choice(["llama", "gpt"])
-        heads = {} if family == "gpt" else {"num_kv_heads": dice.choice([2, 4, 8])}
+        method = dice.choice(["gather", "heads"])
+        heads = {} if family == "gpt" else {"num_kv_heads": dice.choice([2, 4, 8] if method == "gather" else [4, 8])}
         yield make_config(
             layout.removesuffix("sp"), family=family, dtype=dice.choice(["fp32", "fp16", "bf16"]),
             tied=dice.random() < 0.5, accumulation=dice.choice([1, 2]),
             schedule=dice.choice(SCHEDULES) if stages else "1f1b", sequence_parallel=layout.endswith("sp"),
             packing=dice.choice(["none", "documents"]),
             shard=dice.choice(["states", "gradients"] + ["parameters"] * (not stages)),
-            name=dice.choice(["adamw", "muon", "nag"]),
-            model={"seq_len": dice.choice([16, 48]), "recompute": dice.choice(["none", "selective", "full"]), **heads},
+            name=dice.choice(["adamw", "muon", "nag"]), cp_method=method,
+            model={"seq_len": dice.choice([32, 96]), "recompute": dice.choice(["none", "selective", "full"]), **heads},
         )  # fmt: skip
 
 
@@ -130,15 +132,20 @@ def _weight_counted_by_each() -> Any:
     return mock.patch.object(StepProgress, "scaled", scaled)
 
 
-def _own_as(change: Callable[[Chunks, Tensor, Tensor], Tensor]) -> Any:
-    """Patch the positions that a rank takes. `change`: of the part, all positions and the rank's own."""
-    own = Chunks.own
-    return mock.patch.object(Chunks, "own", lambda part, x, dim: change(part, x, own(part, x, dim)))
+@contextmanager
+def _positions_of_the_part() -> Iterator[None]:
+    begin = Span.begin
 
+    def counted(span: Span, *given: Any) -> Chunks | None:
+        part = begin(span, *given)
+        if part is not None:
+            own = part.places
+            part.places = torch.arange(own.shape[1]).expand(len(own), -1)
+            part.own = lambda x: x[torch.arange(len(x))[:, None], own]
+        return part
 
-def _positions_of_the_part(part: Chunks, x: Tensor, own: Tensor) -> Tensor:
-    is_places = x.dim() == 1
-    return torch.arange(len(own)) if is_places else own
+    with mock.patch.object(Span, "begin", counted):
+        yield
 
 
 @contextmanager
@@ -146,12 +153,9 @@ def _without_the_last_chunk() -> Iterator[None]:
     """Rank 1 computes its first chunk twice."""
     own = Chunks.own
 
-    def twice(part: Chunks, x: Tensor, dim: int) -> Tensor:
-        found = own(part, x, dim)
-        if part._firsts[0] == 0:
-            return found
-        first = found.narrow(dim, 0, part.chunk)
-        return torch.cat((first, first), dim)
+    def twice(part: Chunks, x: Tensor) -> Tensor:
+        first = own(part, x)[:, : part.chunk]
+        return own(part, x) if part._rank == 0 else torch.cat((first, first), 1)
 
     with mock.patch.object(Chunks, "own", twice):
         yield
@@ -164,8 +168,8 @@ def _target_shift_at_the_border() -> Any:
     def shifted(model: Any, tokens: Tensor, targets: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
         if targets is not None and model.span is not None:
             part = model.span.begin(targets)
-            targets = targets.clone()
-            for first, following in zip(part._firsts, reversed(part._firsts), strict=True):
+            targets, firsts = targets.clone(), part._firsts[0].tolist()
+            for first, following in zip(firsts, reversed(firsts), strict=True):
                 targets[:, first + part.chunk - 1] = targets[:, following]
         return forward(model, tokens, targets, *rest, **more)
 
@@ -174,8 +178,8 @@ def _target_shift_at_the_border() -> Any:
 
 def _documents_leak() -> Any:
     """Documents that begin in a chunk see the keys before the chunk."""
-    find = Chunks._find_pieces
-    return mock.patch.object(Chunks, "_find_pieces", lambda part, sequences, begins: find(part, sequences, [0]))
+    pieces = Chunks._pieces_of
+    return mock.patch.object(Chunks, "_pieces_of", lambda part, rows, firsts, begins: pieces(part, rows, firsts, [0]))
 
 
 def _grads_of_own_keys_alone() -> Any:
@@ -187,20 +191,38 @@ def _grads_of_own_keys_alone() -> Any:
 
 def _chunks_in_rank_order() -> Any:
     def whole(part: Chunks, parts: Tensor) -> Tensor:
-        return torch.cat(parts.unbind(), -3)
+        return torch.cat(parts.unbind(), 2)
 
     return mock.patch.object(Chunks, "whole", whole)
+
+
+def _another_deal_on_a_rank() -> Any:
+    """Rank 1 takes the deal of the sequence beside."""
+    begin = Span.begin
+
+    def begun(span: Span, targets: Tensor | None, deal: Tensor | None = None) -> Chunks | None:
+        return begin(span, targets, deal.roll(1, 0) if span.rank and deal is not None else deal)
+
+    return mock.patch.object(Span, "begin", begun)
+
+
+def _heads_of_another_rank() -> Any:
+    """What arrives is taken in reverse rank order."""
+    exchanged = context_parallel._exchanged
+    return mock.patch.object(context_parallel, "_exchanged", lambda parts, cp: exchanged(parts, cp).flip(0))
 
 
 BUGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] = {
     "loss x cp": (_loss_times_cp, "none", "gradient"),
     "weight counted cp times": (_weight_counted_by_each, "none", "loss"),
-    "positions of the part": (lambda: _own_as(_positions_of_the_part), "none", "gradient"),
+    "positions of the part": (_positions_of_the_part, "none", "gradient"),
     "gradients of keys not summed": (_grads_of_own_keys_alone, "none", "gradient"),
     "documents leak": (_documents_leak, "documents", "gradient"),
     "chunk order": (_chunks_in_rank_order, "none", "gradient"),
     "target shift at a chunk's border": (_target_shift_at_the_border, "none", "gradient"),
     "a rank's last chunk missing": (_without_the_last_chunk, "none", "gradient"),
+    "another deal on a rank": (_another_deal_on_a_rank, "documents", "gradient"),
+    "heads of another rank": (_heads_of_another_rank, "none", "gradient"),
 }
 
 
@@ -214,7 +236,13 @@ def _observe_bugs(config_of: dict[str, Config]) -> list[Any]:
 
 def test_planted_bugs_are_found_at_the_first_step(run_ranks) -> None:
     configs = {
-        bug: make_config("cp2", loss_scale=4.0, packing=packing, model={"seq_len": 16})
+        bug: make_config(
+            "cp2",
+            loss_scale=4.0,
+            packing=packing,
+            model={"seq_len": 16},
+            cp_method="heads" if bug.startswith("heads") else "gather",
+        )
         for bug, (_, packing, _) in BUGS.items()
     }
     for bug, *ranks in zip(configs, *run_ranks(_observe_bugs, 2, configs), strict=True):
@@ -250,6 +278,13 @@ def _positions(dice: random.Random, batch: int, num_positions: int) -> Tensor:
     return torch.tensor(rows)
 
 
+def _part(num_ranks: int, rank: int, positions: Tensor, *, dealt: bool) -> Chunks:
+    deal = torch.from_numpy(deal_chunks(positions.numpy(), num_ranks)) if dealt else None
+    part = Span(num_ranks, rank).begin(positions, deal)
+    assert part is not None
+    return part
+
+
 def _mask(positions: Tensor) -> Tensor:
     documents = find_documents(positions, as_mask=True)
     assert documents is not None
@@ -261,18 +296,19 @@ def test_every_pair_that_the_mask_lets_is_in_one_piece_of_one_rank_and_work_is_e
     dice = random.Random(0)
     for num_ranks in (2, 3, 4):
         num_positions = 8 * num_ranks
-        for packed in (False, True):
+        for packed, dealt in ((False, False), (True, False), (True, True)):
             positions = _positions(dice, 2, num_positions) if packed else torch.arange(num_positions).expand(2, -1)
             count = torch.zeros(2, num_positions, num_positions, dtype=torch.int64)
             work = []
             for rank in range(num_ranks):
-                part = Chunks(num_ranks, rank, num_positions)
+                part = _part(num_ranks, rank, positions, dealt=dealt)
                 part.see(positions if packed else None, 0, torch.empty(2, 1), by_borders=False)
-                own, before = part.own(torch.arange(num_positions), 0), int(count.sum())
+                before = int(count.sum())
                 for piece in part.pieces:
-                    rows, columns = own[piece.rows], torch.arange(num_positions)[piece.columns]
-                    seen = torch.ones(len(rows), len(columns), dtype=torch.bool)
-                    count[piece.sequences, rows[:, None], columns] += seen.tril() if piece.causal else seen
+                    for number in range(2)[piece.sequences]:
+                        rows, columns = part.places[number][piece.rows], torch.arange(num_positions)[piece.columns]
+                        seen = torch.ones(len(rows), len(columns), dtype=torch.bool)
+                        count[number, rows[:, None], columns] += seen.tril() if piece.causal else seen
                 work.append(int(count.sum()) - before)
             assert torch.equal(count, _mask(positions).long())
             assert packed or len({*work}) == 1
@@ -281,23 +317,23 @@ def test_every_pair_that_the_mask_lets_is_in_one_piece_of_one_rank_and_work_is_e
 def test_borders_of_a_chunk_are_the_mask_and_hold_every_key() -> None:
     dice = random.Random(1)
     for num_ranks in (1, 2, 3):
-        for _ in range(10):
+        for number in range(10):
             batch, num_positions = dice.choice([1, 3]), 8 * num_ranks
             positions = _positions(dice, batch, num_positions)
             for rank in range(num_ranks):
-                part = Chunks(num_ranks, rank, num_positions)
+                part = _part(num_ranks, rank, positions, dealt=number % 2 > 0)
                 part.see(positions, 0, torch.empty(batch, 1), by_borders=True)
-                own = part.own(torch.arange(num_positions), 0)
-                for rows, borders in zip(own.split(part.chunk), part.segments, strict=True):
-                    want, found = _mask(positions)[:, rows], torch.zeros(batch * len(rows), batch * num_positions)
+                for rows, borders in zip(part.places.split(part.chunk, 1), part.segments, strict=True):
+                    want = _mask(positions)[torch.arange(batch)[:, None], rows]
+                    found = torch.zeros(want.shape[0] * want.shape[1], batch * num_positions)
                     ends = [borders.queries.tolist(), borders.keys.tolist()]
                     assert all(one == sorted(one) for one in ends)
-                    assert [one[-1] for one in ends] == [batch * len(rows), batch * num_positions]
+                    assert [one[-1] for one in ends] == [len(found), batch * num_positions]
                     assert [one[0] for one in ends] == [0, 0]
                     for q, q_end, k, k_end in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
                         seen = torch.ones(q_end - q, k_end - k).tril(k_end - k - (q_end - q))
                         found[q:q_end, k:k_end] += seen
-                    blocks = found.view(batch, len(rows), batch, num_positions)
+                    blocks = found.view(batch, -1, batch, num_positions)
                     assert torch.equal(blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).bool(), want)
                     assert int(found.sum()) == int(want.sum())
 
@@ -357,7 +393,7 @@ def test_kernels_that_take_borders_pass_verify(run_ranks) -> None:
         assert verdict.differences == []
 
 
-def _sent(recompute: str, as_on_gpus: bool) -> list[tuple[str, int]]:
+def _sent(recompute: str, as_on_gpus: bool, method: str) -> list[tuple[str, int]]:
     """Return collectives along cp of a forward and backward of two layers, and those of the forward alone."""
     calls = Counter[str]()
     whole = {name: getattr(GlooCollectives, name) for name in ("gather", "sum_parts", "table", "exchange")}
@@ -370,7 +406,9 @@ def _sent(recompute: str, as_on_gpus: bool) -> list[tuple[str, int]]:
         return mock.patch.object(GlooCollectives, name, call)
 
     config = make_config("cp2", dtype="fp16", model={"recompute": recompute}).model
-    model, _ = build_model(config, ParallelismConfig(cp_size=2), Topology.connect(cp=2), torch.device("cpu"))
+    model, _ = build_model(
+        config, ParallelismConfig(cp_size=2, cp_method=method), Topology.connect(cp=2), torch.device("cpu")
+    )
     for param in model.parameters():
         param.data = torch.randn(param.shape).half()
     tokens = torch.randint(72, (2, 9))
@@ -387,14 +425,46 @@ def _sent(recompute: str, as_on_gpus: bool) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("as_on_gpus", [False, True])
 def test_a_layer_gathers_once_forward_and_backward_and_sums_once(run_ranks, as_on_gpus: bool) -> None:
     for recompute, gathers in (("none", 4), ("full", 6)):
-        for sent in run_ranks(_sent, 2, recompute, as_on_gpus):
+        for sent in run_ranks(_sent, 2, recompute, as_on_gpus, "gather"):
             assert sent == [("gather", 2), ("gather", gathers), ("sum_parts", 2)]
 
 
-def _kept(cp_size: int, seq_len: int, packed: bool) -> int:
+def test_a_layer_that_divides_heads_exchanges_twice_forward_and_twice_backward(run_ranks) -> None:
+    for recompute, exchanges in (("none", 8), ("full", 12)):
+        for sent in run_ranks(_sent, 2, recompute, False, "heads"):
+            assert sent == [("exchange", 4), ("exchange", exchanges)]
+
+
+def _differing_blocks(packed: bool) -> list[int]:
+    """Return the blocks whose outputs differ in a bit from those of one process, at this rank's positions."""
+    config = make_config("dp1", dtype="fp32", model={"seq_len": 32, "num_kv_heads": 4}).model
+    section, topology = ParallelismConfig(cp_size=2, cp_method="heads"), Topology.connect(cp=2)
+    divided, _ = build_model(config, section, topology, torch.device("cpu"))
+    torch.manual_seed(0)
+    alone = Transformer(config)
+    divided.load_state_dict(alone.state_dict(), assign=True)
+    tokens = torch.randint(72, (2, 33), generator=torch.Generator().manual_seed(0))
+    positions = (torch.arange(32) % 11).expand(2, -1) if packed else None
+    seen = []
+    for model in (alone, divided):
+        outs: list[Tensor] = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda *given, outs=outs: outs.append(given[2]))
+        model(tokens[:, :-1], tokens[:, 1:], positions)
+        seen.append(outs)
+    own = slice(16 * topology.cp.rank, 16 * (topology.cp.rank + 1))
+    return [layer for layer, (one, part) in enumerate(zip(*seen, strict=True)) if not torch.equal(one[:, own], part)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_heads_have_the_bits_of_one_process_in_forward(run_ranks, packed: bool) -> None:
+    assert run_ranks(_differing_blocks, 2, packed) == [[], []]
+
+
+def _kept(cp_size: int, seq_len: int, packed: bool, method: str = "gather") -> int:
     """Return the bytes that a forward keeps for backward, beside parameters."""
     config = make_config("dp1", dtype="bf16", model={"seq_len": seq_len, "hidden_size": 64, "num_layers": 4}).model
-    section = ParallelismConfig(cp_size=cp_size)
+    section = ParallelismConfig(cp_size=cp_size, cp_method=method)
     model, _ = build_model(config, section, Topology.connect(cp=cp_size), torch.device("cpu"))
     kept = dict[int, int]()
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
@@ -417,9 +487,11 @@ def _kept(cp_size: int, seq_len: int, packed: bool) -> int:
 @pytest.mark.parametrize("seq_len", [2048, 8192] if FULL else [2048])
 def test_a_rank_of_two_keeps_half_of_the_activations(run_ranks, seq_len: int, packed: bool) -> None:
     whole = _kept(1, seq_len, packed)
-    for kept in run_ranks(_kept, 2, 2, seq_len, packed):
-        print(f"{seq_len} positions: {kept / whole:.3f} of one rank's")
-        assert kept <= 0.55 * whole
+    # Ranks that divide heads keep attention's output twice: with their heads, and with their positions.
+    for method, most in (("gather", 0.55), ("heads", 0.56)):
+        for kept in run_ranks(_kept, 2, 2, seq_len, packed, method):
+            print(f"{method}, {seq_len} positions: {kept / whole:.3f} of one rank's")
+            assert kept <= most * whole
 
 
 @dataclass(frozen=True)
@@ -493,6 +565,12 @@ def test_what_does_not_go_together_is_refused() -> None:
     for model, section, said in (
         ({"seq_len": 36}, {"cp_size": 8}, "cp_size: got 8, needs a model.seq_len that is a multiple of 16, not 36"),
         ({"seq_len": 32}, {"cp_size": 4, "tp_size": 16}, "multiple of 64, not 32"),
+        ({"seq_len": 36, "num_heads": 4}, {"cp_size": 8, "cp_method": "heads"}, "multiple of 8, not 36"),
+        (
+            {"seq_len": 32, "num_heads": 4},
+            {"cp_size": 4, "tp_size": 2, "cp_method": "heads"},
+            'cp_method: got "heads", with which cp_size 4 * tp_size 2 = 8 must divide the 4 heads of keys and values',
+        ),
         ({}, {"cp_size": 0}, "parallelism.cp_size: got 0, must be greater than 0"),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):
@@ -502,7 +580,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         span.begin(torch.zeros(1, 6))
     assert span.begin(None) is None
     with pytest.raises(ValueError, match="on a meta device needs FP16 or BF16"):
-        Chunks(2, 0, 8).see(None, 0, torch.empty(1, 1, device="meta"), by_borders=False)
+        _part(2, 0, torch.zeros(1, 8), dealt=False).see(None, 0, torch.empty(1, 1, device="meta"), by_borders=False)
     config = parse_layout("cp2").apply(make_config("dp1", family="gpt")).model
     with mock.patch.object(Transformer, "head_dim", lambda model: 0), pytest.raises(ValueError, match="its head_dim"):
         divide_positions(Transformer(config), Collectives(Axis((0, 1), 0)))

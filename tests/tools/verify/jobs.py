@@ -55,6 +55,7 @@ def make_config(
     loss_scale: float | None = None,
     packing: str = "none",
     shard: str = "states",
+    cp_method: str = "gather",
     model: Mapping[str, object] | None = None,
     **optimizer: object,
 ) -> Config:
@@ -78,7 +79,10 @@ def make_config(
         "data": {"train": "none", "packing": packing},
         "optimizer": {"lr": 1e-2, "compile": False, **optimizer},
         "precision": {"dtype": dtype, "loss_scale": scale},
-        "parallelism": {"bucket_size": 4000, **({"pp_size": stages, "pp_schedule": schedule} if stages > 1 else {})},
+        "parallelism": {
+            "bucket_size": 4000, "cp_method": cp_method,
+            **({"pp_size": stages, "pp_schedule": schedule} if stages > 1 else {}),
+        },
         "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 64},
         "checkpoint": {"folder": "none"},
         "plugins": [FAMILY] if family == "per_head" else [],

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamix.model.span import Chunks
+from megamix.data.loader import Batch
+from megamix.model.span import Span
 from megamix.tools.verify.core.hypotheses import RightStep, factor_of
 from megamix.tools.verify.core.reference import LossOf, moved, put
 from megamix.tools.verify.core.tape import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Tape, recorded
@@ -17,20 +18,22 @@ from megamix.tools.verify.core.verdict import NOISE, UNIT
 
 
 class RankTape(NamedTuple):
-    """The tape of one rank, the data-parallel rank whose data it had, and its share of their positions."""
+    """The tape of one rank, the data-parallel rank whose data it had, and what divided their positions, if anything."""
 
     dp_rank: int
     tape: Tape
-    cp_size: int = 1
-    cp_rank: int = 0
+    span: Span | None = None
 
     def has_data_of(self, other: RankTape) -> bool:
-        return (self.dp_rank, self.cp_rank) == (other.dp_rank, other.cp_rank)
+        spans = [span and span.rank for span in (self.span, other.span)]
+        return self.dp_rank == other.dp_rank and spans[0] == spans[1]
 
-    def own(self, whole: Tape, num_positions: int) -> Tape:
+    def own(self, whole: Tape, batch: Batch) -> Tape:
         """Return this rank's positions of tensors whose dim 1 has an entry for each."""
-        part = Chunks(self.cp_size, self.cp_rank, num_positions)
-        return {key: part.own(x, 1) if x.dim() > 1 and x.shape[1] == num_positions else x for key, x in whole.items()}
+        if self.span is None or (part := self.span.begin(batch.targets, batch.deal)) is None:
+            return whole
+        num_positions = part.num_positions
+        return {key: part.own(x) if x.dim() > 1 and x.shape[1] == num_positions else x for key, x in whole.items()}
 
 
 def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
@@ -41,8 +44,7 @@ def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
         batch = right.by_rank[mine.dp_rank][0]
         exact = _record(reference.exact, reference.exact_loss, wide, batch)
         native = _record(reference.native, reference.native_loss, reference.coarse(right.weights), batch)
-        if mine.cp_size > 1:
-            exact, native = (mine.own(whole, batch.targets.shape[1]) for whole in (exact, native))
+        exact, native = (mine.own(whole, batch) for whole in (exact, native))
         all_parts = [other.tape for other in tapes if mine.has_data_of(other)]
         if wrong := first_module(mine.tape, all_parts, exact, native):
             found.append((*wrong, rank))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamix.data.loader import Batch
 from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step
 from megamix.tools.verify.core.verdict import UNIT, Tensors
@@ -36,7 +37,11 @@ def nearest(found: Tensor, want: Tensor, bound: float, candidates: Candidates) -
 
 
 def _targets_moved(batch: Any, by: int) -> Any:
-    """Return a micro-batch with its targets, the last tensor of whole numbers, turned by some positions."""
+    """Return a micro-batch with its targets turned by some positions. In a user's batch they are the last tensor of
+    whole numbers.
+    """
+    if isinstance(batch, Batch):
+        return batch._replace(targets=batch.targets.roll(by))
     if isinstance(batch, Mapping):
         return dict(zip(batch, _targets_moved([*batch.values()], by), strict=True))
     if not isinstance(batch, tuple | list) or not isinstance(batch[-1], Tensor) or batch[-1].is_floating_point():

@@ -82,7 +82,7 @@ def judge_attempts(
         _copies(verdict, number, seen, after, dtype)
         _tables(verdict, number, seen, tables)
         if verdict.differences and not verdict.culprit and seen[0].tape:
-            tapes = [RankTape(one.dp_rank, one.tape, one.cp_size, one.cp_rank) for one in seen]
+            tapes = [RankTape(one.dp_rank, one.tape, one.span) for one in seen]
             verdict.culprit = culprit(step.right, tapes)
         before, earlier = after, replace(step.right, earlier=None)
     return verdict

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from megamix import tuned
 from megamix.axes import AXES, OWN_AXES
 from megamix.config import AXIS_KEYS, Config, ConfigError, check_world_size, reading_ranks
 from megamix.config.checks import check_config
@@ -108,8 +109,8 @@ def at_own_size(config: Config, overrides: Iterable[str], layouts: Sequence[str]
     context-parallel ranks of the named layouts can divide the sequences.
     """
     sizes = [{axis: int(size) for axis, size in re.findall(r"(cp|tp)(\d+)", name)} for name in layouts]
-    chunks = math.lcm(*(math.lcm(2, of.get("tp", 1)) * of["cp"] for of in sizes if "cp" in of))
-    seq_len = -(-SEQ_LEN // chunks) * chunks
+    divided = [tuned.DEALT_CHUNKS * of["cp"] * of.get("tp", 1) for of in sizes if "cp" in of]
+    seq_len = -(-SEQ_LEN // math.lcm(*divided)) * math.lcm(*divided)
     given = {text.partition("=")[0].strip() for text in overrides}
     if "model.seq_len" not in given:
         config = config.with_keys(model={"seq_len": min(seq_len, config.model.seq_len)})

@@ -20,6 +20,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec, Piece
 from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import StepResult
+from megamix.model.span import Span
 from megamix.tools.verify.core.tape import Tape
 from megamix.tools.verify.core.verdict import equal_bits
 
@@ -44,8 +45,7 @@ class ObservedStep:
     buffers: dict[str, Tensor] = field(default_factory=dict)  # buffers of this rank's module
     tape: Tape = field(default_factory=dict)  # tensors through the modules of the first micro-batch, if recorded
     dp_rank: int = 0  # data-parallel rank whose micro-batches these were
-    cp_size: int = 1  # ranks that divided their positions
-    cp_rank: int = 0
+    span: Span | None = None  # divided their positions
 
 
 def observed(
@@ -55,10 +55,13 @@ def observed(
     with engine.whole_parameters():
         copies = [*_copies(engine)]
     owned = [*used.fragments(), *_states(engine)]
+    span: Span | None = getattr(engine.module, "span", None)
+    if span is not None:
+        span = Span(span.num_ranks, span.rank, by_heads=span.by_heads)  # without the tensors of the latest forward
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     return ObservedStep(
         scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},
-        dp_rank=engine.topology.data.rank, cp_size=engine.topology.cp.size, cp_rank=engine.topology.cp.rank,
+        dp_rank=engine.topology.data.rank, span=span,
     )  # fmt: skip
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from megamix.builders.data import plugin_source
-from megamix.builders.objects import build_training
+from megamix.builders.objects import build_loader, build_training
 from megamix.config import Config, reading_ranks
-from megamix.data.loader import Batch, BatchLoader
+from megamix.data.loader import Batch
 from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.source import MarkovSource, Numbers, Rows
 from megamix.mixed_precision.step import StepResult
@@ -65,7 +65,7 @@ def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[Batch]:
     source = made_up(config) if own is None else own
     samples = (range(attempt * batch_size, (attempt + 1) * batch_size),)
     size, ranks = config.training.micro_batch_size, reading_ranks(config.parallelism)
-    with BatchLoader(source, torch.device("cpu")) as loader:
+    with build_loader(config, source, torch.device("cpu")) as loader:
         for (part,) in cut_batch(samples, micro_batch_size=size, dp_rank=dp_rank, dp_size=ranks):
             yield loader.get(part)
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megamix.builders.data import training_source
-from megamix.builders.objects import DTYPES, lr_table
+from megamix.builders.objects import DTYPES, build_loader, lr_table
 from megamix.config import Config, reading_ranks
-from megamix.data.loader import Batch, BatchLoader
+from megamix.data.loader import Batch
 from megamix.data.sampler import micro_batches
 from megamix.report.metrics import TAGS
 from megamix.run.run_folder import METRICS
@@ -210,7 +210,7 @@ def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
         def batches_of(number: int, rank: int, config: Config = config, attempts: list[Seen] = attempts) -> list[Batch]:
             cut = partial(micro_batches, micro_batch_size=config.training.micro_batch_size, dp_rank=rank)
             samples = cut(attempts[number].planned, dp_size=reading_ranks(config.parallelism))
-            with BatchLoader(training_source(config), torch.device("cpu")) as loader:
+            with build_loader(config, training_source(config), torch.device("cpu")) as loader:
                 return [loader.load(part) for part in samples]
 
         planted = [number for number, seen in enumerate(attempts) if seen.planted]
