@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from megamix import cli
 from megamix.config import ConfigError
@@ -24,6 +25,8 @@ from megamix.machine import many_imports
 from megamix.supervise.console import say, say_phase
 from megamix.supervise.launch import PREEMPTED, signals_passed_on, start_ranks
 from megamix.train import command
+
+_SETTINGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(argv: list[str]) -> int:
@@ -51,9 +54,19 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
         say_phase(f"no problems; starting {ranks} rank{'s' * (ranks > 1)}")
         status = start_ranks([*options, f"--nproc-per-node={ranks}", "-m", "megamix", "train", *job], request)
     if status == PREEMPTED:
-        command_line = shlex.join(["./launch/pretrain.sh", *job])
-        say(f"megamix: interrupted; the same command goes on with the run: {command_line}", sys.stderr)
+        say(f"megamix: interrupted; the same command goes on with the run: {_command_line(options, job)}", sys.stderr)
     return status
+
+
+def _command_line(options: list[str], job: list[str]) -> str:
+    """Return the command that starts the same ranks again."""
+    launched = (Path(__file__).parents[1] / "launch/pretrain.sh").is_file()  # in a checkout
+    start = ["./launch/pretrain.sh"] if launched else ["python", "-m", "megamix.pretrain", *options, "--"]
+    ranks = os.environ["LOCAL_WORLD_SIZE"]
+    settings = {"NPROC_PER_NODE": ranks} if ranks != "1" else {}
+    settings |= {name: os.environ[name] for name in _SETTINGS if os.environ.get(name)}
+    words = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    return " ".join([*words, shlex.join([*start, *job])])
 
 
 def _gpus() -> int:

@@ -115,6 +115,23 @@ def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox: Sandbox) ->
 NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
 
 
+@pytest.mark.parametrize(
+    ("variables", "settings"),
+    [
+        ({}, ""),
+        ({"NPROC_PER_NODE": "2"}, "NPROC_PER_NODE=2 "),
+        (NODES, "NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 "),
+    ],
+)
+def test_the_command_that_goes_on_starts_as_many_ranks(
+    sandbox: Sandbox, variables: dict[str, str], settings: str
+) -> None:
+    (sandbox.base / "interrupted").touch()
+    config = str(sandbox.repo / "configs" / "quickstart.toml")
+    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
+    assert done.stderr.endswith(f"goes on with the run: {settings}./launch/pretrain.sh {config}\n"), done.stderr
+
+
 @pytest.mark.parametrize(("variables", "port"), [({}, 29500), ({"MASTER_PORT": "4711"}, 4711)])
 def test_pretrain_on_many_nodes_meets_at_the_first(sandbox: Sandbox, variables: dict[str, str], port: int) -> None:
     python = str(sandbox.program("p"))
@@ -233,7 +250,7 @@ def test_quickstart_that_was_interrupted_says_last_that_it_starts_anew(sandbox: 
     done = sandbox.run("quickstart.sh")
     assert done.returncode == 130
     *_, goes_on, last = done.stderr.splitlines()
-    command = "./launch/pretrain.sh configs/quickstart.toml"
+    command = "NPROC_PER_NODE=2 ./launch/pretrain.sh configs/quickstart.toml"  # two ranks, as this start had
     assert goes_on == f"megamix: interrupted; the same command goes on with the run: {command}"
     assert last == "interrupted; ./launch/quickstart.sh starts anew"
 

@@ -50,11 +50,11 @@ def find_start(config: Config, fingerprints: dict[str, str], all_or_none: AllOrN
     checkpoint = find_checkpoint(config, all_or_none)
     if checkpoint is None:
         return Start(None, Progress(), record, [])
-    return _start_from(checkpoint, config, record)
+    return _start_from(checkpoint, config, record, all_or_none.size)
 
 
-def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord) -> Start:
-    lines = judge(checkpoint.path, checkpoint.manifest, config, record)
+def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, ranks: int) -> Start:
+    lines = judge(checkpoint.path, checkpoint.manifest, config, record, ranks)
     progress = Progress.read(checkpoint.manifest.run.progress)
     if 0 < progress.applied < config.training.steps:
         schedules = (
@@ -95,7 +95,7 @@ def load_start(start: Start, config: Config, engine: ShardedEngine, all_or_none:
         raise ConfigError([problem], "job") from None
     if found is None:
         raise none_is_whole(config)
-    return start if found is start.checkpoint else _start_from(found, config, start.record)
+    return start if found is start.checkpoint else _start_from(found, config, start.record, all_or_none.size)
 
 
 def find_checkpoint(config: Config, all_or_none: AllOrNone) -> Checkpoint | None:

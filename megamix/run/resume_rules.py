@@ -3,6 +3,7 @@
 Torch is imported only where model, optimizer or code have changed, so `--check` and a start apply the same rules.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -44,7 +45,7 @@ def outlook(config: Config) -> str:
     for path in found:
         try:
             manifest = _manifest_of(path, config, record)
-            lines = judge(path, manifest, config, record)
+            lines = judge(path, manifest, config, record, int(os.environ.get("WORLD_SIZE", "1")))
         except ConfigError:
             raise
         except (OSError, ValueError, LookupError, TypeError) as error:  # no run has written such a manifest
@@ -109,8 +110,8 @@ def record_of(config: Config, fingerprints: dict[str, str]) -> RunRecord:
     return RunRecord(config=config_to_toml(config), fingerprints=trained_on, rng_rule=RNG_RULE, code=code)
 
 
-def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord) -> list[str]:
-    """Return the lines that a run says when it goes on from this checkpoint.
+def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord, ranks: int) -> list[str]:
+    """Return the lines that a run says when it goes on from this checkpoint on so many ranks.
 
     Raises: ConfigError if the run must not go on from there.
     """
@@ -131,6 +132,8 @@ def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord) -> lis
     saved_by = manifest.run.code
     if saved_by and (other := _differing(saved_by, now.code)):
         lines.append("; ".join(f"{it}: {saved_by.get(it, 'none')} -> {now.code.get(it, 'none')}" for it in other))
+    if (saved_on := len(manifest.files)) != ranks and not manifest.weights_only:
+        lines.append(f"ranks: {saved_on} -> {ranks}")
     told = [f"changed since: {line}" for line in lines]
     folder, resume = config.checkpoint.folder, config.checkpoint.resume
     if resume not in RESUME_WORDS and own:

@@ -137,16 +137,18 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
     assert told() == f"no problems; 1 rank; would start a new run in {run}\n"
     newest = _save(folder, "run", 7)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert told() == f"no problems; 2 ranks; would go on from step 7 of {run} to step 12\n"
+    assert (
+        told() == f"no problems; 2 ranks; would go on from step 7 of {run} to step 12\n  changed since: ranks: 1 -> 2\n"
+    )
     assert told("training.steps=7") == (
         f"no problems; 2 ranks; {run} is after step 7 already, so no step is left; "
-        "training.steps = 8 or more has some\n  changed since: training.steps: 12 -> 7\n"
+        "training.steps = 8 or more has some\n  changed since: training.steps: 12 -> 7\n  changed since: ranks: 1 -> 2\n"
     )
     begun = _save(folder, "other", 3)
     resume, new = f"checkpoint.resume={begun}", f"checkpoint.folder={folder / 'new'}"
     first, *changes = told(resume, new).splitlines()
     assert first == f"no problems; 2 ranks; would start a new run in {folder / 'new'} from {begun}"
-    assert len(changes) == 2  # changes of resume and folder
+    assert len(changes) == 3  # changes of resume, folder and ranks
     goes_on = told(resume)  # a run that has saved goes on from its own
     assert "go on from step 7" in goes_on
     assert f"checkpoint.resume: {begun} is not read, for {run} has checkpoints of its own" in goes_on
