@@ -271,9 +271,8 @@ class Decoder(nn.Module):
             targets, tokens = part.own(targets), tokens if layers.start else part.own(tokens)
             positions = part.places[0] if positions is None else part.own(positions)
         x = tokens if layers.start else self._embed(tokens, positions)
-        by_borders = takes_borders(x, self.head_dim())
         if cache is None and whole_positions is not None and (part is None or part.by_heads):
-            if by_borders and 0 < num_documents <= most_borders(whole_positions):
+            if 0 < num_documents <= most_borders(whole_positions) and takes_borders(x, self.head_dim()):
                 documents = find_borders(whole_positions)
             else:
                 documents = find_documents(whole_positions, as_mask=self.is_compiled or x.device.type != "cpu")
@@ -281,7 +280,7 @@ class Decoder(nn.Module):
             if part.by_heads:
                 part.documents = documents
             else:
-                part.see(whole_positions, num_documents, x, by_borders=by_borders)
+                part.see(whole_positions, num_documents, x, by_borders=takes_borders(x, self.head_dim()))
         context = documents if part is None else part
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
         for layer in layers:

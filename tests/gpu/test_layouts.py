@@ -18,21 +18,27 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megamix.cli import main
+from megamix.comm.collectives import Collectives, Pending
 from megamix.config import Config
 from megamix.machine import CPU_HALVES
-from megamix.model import layers
+from megamix.model import layers, ops
 from megamix.model.ops import Ops
+from megamix.parallel import context_parallel
+from megamix.tools.ranks import RankFailure
 from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.core.observed_step import ObservedStep
+from megamix.tools.verify.layouts.judge import judge
 from tests.conftest import FULL, also_wide
 from tests.gpu.pools import processes_with_gpus
-from tests.tools.verify.jobs import make_config, observe_case
+from tests.model.flash import stand_in
+from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_case
 from tests.tools.verify.layouts.covering import Run, whole_matrix
 from tests.tools.verify.layouts.test_layouts import AXES, _allowed
 from tests.tools.verify.test_command import CONFIG, SMALL
 
 pytestmark = pytest.mark.uncounted
 
-LAYOUTS = ("dp2", "dp4", "tp2", "pp2", "dp2tp2pp2")
+LAYOUTS = ("dp2", "dp4", "tp2", "pp2", "cp2", "dp2cp2", "dp2tp2pp2")
 SETTINGS = AXES | {"layout": LAYOUTS, "fp32_sum": (False, True), "overlap": (True, False), "clip_grad": (0.0, 0.05)}
 SETTINGS |= {"shard": ("states", "gradients", "parameters"), "accumulate": ("local", "owner")}
 
@@ -51,7 +57,8 @@ def _runs(layout: str) -> list[Run]:
 
 
 def _config(run: Run) -> Config:
-    config = make_config(**{name: value for name, value in run.items() if name in AXES})
+    method = "heads" if "cp" in str(run["layout"]) else "gather"  # a GPU's kernels gather, and have bits of their own
+    config = make_config(cp_method=method, **{name: value for name, value in run.items() if name in AXES})
     changes = {
         "precision": {"reduce_dtype": "half_fp32_sum" if run["fp32_sum"] else None},
         "parallelism": {key: run[key] for key in ("overlap", "shard", "accumulate")},
@@ -104,9 +111,82 @@ def test_a_layout_trains_the_bits_of_gloo(run_ranks, gpu_ranks, layout: str) -> 
 
 @pytest.mark.parametrize("dtype", random.Random(0).sample(AXES["dtype"], 3 if FULL else 1))
 def test_verify_passes(gpu_ranks, capsys, dtype: str) -> None:
-    layouts = random.Random(dtype).sample(LAYOUTS, len(LAYOUTS) if FULL else 2)
+    known = [layout for layout in LAYOUTS if "cp" not in layout]  # its kernels are not in the processes of a command
+    layouts = random.Random(dtype).sample(known, len(known) if FULL else 2)
     settings = [line for line in SMALL if dtype == "fp16" or not line.startswith("precision.loss_scale")]
     settings += [f"precision.dtype={dtype}", "model.num_layers=4", "--layouts", ",".join(layouts)]
     with processes_with_gpus(), mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 8):
         assert main(["verify", CONFIG, *settings]) == 0
     assert capsys.readouterr().out.count("passes") == len(layouts)
+
+
+# Context parallelism as on a GPU, with a stand-in for the kernels.
+
+
+def _observe_with_kernels(configs: list[Config]) -> list[list[ObservedStep]]:
+    ops._flash_takes_borders.cache_clear()
+    with stand_in(), mock.patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True):
+        return [observe_case(config) for config in configs]
+
+
+def test_verify_passes_kernels_that_take_segments(gpu_ranks) -> None:
+    model = {"hidden_size": 64, "seq_len": 32}
+    configs = [
+        make_config("cp2", dtype="fp16", model=model),
+        make_config("cp2", dtype="bf16", packing="documents", shard="parameters", model=model | {"recompute": "full"}),
+    ]
+    for config, *ranks in zip(configs, *gpu_ranks(_observe_with_kernels, 2, configs), strict=True):
+        assert judge(config, ranks, torch.device("cpu"), UPDATES, OVERFLOW_AT).differences == []
+    config = make_config("dp2cp2", dtype="fp16", packing="documents", model=model)
+    ranks = [steps for (steps,) in gpu_ranks(_observe_with_kernels, 4, [config])]
+    assert judge(config, ranks, torch.device("cpu"), UPDATES, OVERFLOW_AT).differences == []
+
+
+def _gather_is_not_awaited() -> Any:
+    kept: list[Pending] = []  # dropped it would wait
+
+    def gather(self: Collectives, part: Tensor, number: int = 0) -> Tensor:
+        flat = part.new_empty(self.axis.size, part.numel())
+        flat[self.axis.rank].copy_(part)
+        kept.append(self.all_gather(flat.view(-1), flat[self.axis.rank], number))
+        return flat
+
+    return mock.patch.object(Collectives, "gather", gather)
+
+
+def _exchange_is_not_awaited() -> Any:
+    kept: list[Pending] = []
+
+    def exchanged(parts: Tensor, cp: Collectives) -> Tensor:
+        parts = parts.contiguous()
+        arrived, even = torch.empty_like(parts), [parts[0].numel()] * cp.axis.size
+        kept.append(cp.exchange(parts.view(-1), arrived.view(-1), even, even))
+        return arrived
+
+    return mock.patch.object(context_parallel, "_exchanged", exchanged)
+
+
+FAULTS = {
+    "gather is not awaited": (
+        _gather_is_not_awaited,
+        "gather",
+        r"memory of all_gather.*, which has not been waited for",
+    ),
+    "exchange is not awaited": (
+        _exchange_is_not_awaited,
+        "heads",
+        r"memory of all_to_all.*, which has not been waited",
+    ),
+}
+
+
+def _observe_fault(fault: str) -> None:
+    plant, method, _ = FAULTS[fault]
+    with plant():
+        _observe_with_kernels([make_config("cp2", cp_method=method, model={"hidden_size": 64, "seq_len": 32})])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_of_context_parallelism_is_named(gpu_ranks, fault: str) -> None:
+    with pytest.raises(RankFailure, match=FAULTS[fault][2]):
+        gpu_ranks(_observe_fault, 2, fault, deadline_s=30.0)

@@ -1,5 +1,5 @@
 """A stand-in for FlashAttention's kernels for documents, which torch has for a GPU alone: it demands what they demand,
-and computes each document in FP32.
+and computes each document, or each segment of queries and keys, in FP32.
 """
 
 from __future__ import annotations
@@ -16,30 +16,38 @@ from torch import Tensor
 calls = {"forward": 0, "backward": 0}
 
 
-def _demand(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, longest: int) -> list[tuple[int, int]]:
-    """Check what torch's flash_api.cpp (`mha_varlen_fwd`) checks, and what it takes for granted; the documents."""
-    total, heads, head_dim = query.shape
+def _demand(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, begins_k: Tensor, longest: int, longest_k: int
+) -> list[tuple[slice, slice]]:
+    """Check what torch's flash_api.cpp (`mha_varlen_fwd`) checks, and what it takes for granted. Return the queries and
+    the keys of each segment.
+    """
+    heads, head_dim = query.shape[1:]
     assert query.dtype in (torch.float16, torch.bfloat16)
     assert key.dtype == value.dtype == query.dtype
-    assert key.shape == value.shape == (total, key.shape[1], head_dim)
+    assert key.shape == value.shape == (len(key), key.shape[1], head_dim)
     assert heads % key.shape[1] == 0
     assert head_dim % 8 == 0
     assert head_dim <= 256
     assert all(x.stride(-1) == 1 for x in (query, key, value))
-    assert begins.dtype == torch.int32
-    assert begins.dim() == 1
-    assert begins.is_contiguous()
-    borders = [*pairwise(begins.tolist())]
-    assert borders[0][0] == 0
-    assert borders[-1][1] == total
-    assert all(0 <= end - begin <= longest for begin, end in borders)
-    return borders
+    segments = []
+    for borders, total, most in ((begins, len(query), longest), (begins_k, len(key), longest_k)):
+        assert borders.dtype == torch.int32
+        assert borders.dim() == 1
+        assert borders.is_contiguous()
+        ends = borders.tolist()
+        assert ends[0] == 0
+        assert ends[-1] == total
+        assert all(0 <= end - begin <= most for begin, end in pairwise(ends))
+        segments.append([slice(*pair) for pair in pairwise(ends)])
+    return [*zip(*segments, strict=True)]
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """FP32 (heads, T, T) of one document, -inf for later tokens."""
+    """FP32 (heads, queries, keys) of one segment, -inf for later keys: the last query sees all."""
     scores = query.float().transpose(0, 1) @ key.float().permute(1, 2, 0) / math.sqrt(query.shape[-1])
-    return scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -math.inf)
+    unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(key) - len(query))
+    return scores.masked_fill(unseen, -math.inf)
 
 
 def _forward(
@@ -49,14 +57,11 @@ def _forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     calls["forward"] += 1
     assert (dropout, is_causal, debug, scale, window_size_left, window_size_right) == (0.0, True, False, None, -1, 0)
-    assert torch.equal(begins, begins_k)
-    assert longest == longest_k
     assert all(other is None for other in others.values())
     out, group = torch.full_like(query, math.nan), query.shape[1] // key.shape[1]
     statistic = torch.full((query.shape[1], query.shape[0]), math.nan)
-    for begin, end in _demand(query, key, value, begins, longest):
-        part = slice(begin, end)
-        keys, values = (x[part].repeat_interleave(group, dim=1) for x in (key, value))
+    for part, seen in _demand(query, key, value, begins, begins_k, longest, longest_k):
+        keys, values = (x[seen].repeat_interleave(group, dim=1) for x in (key, value))
         scores = _scores(query[part], keys)
         out[part] = (scores.softmax(-1) @ values.float().transpose(0, 1)).transpose(0, 1).to(query.dtype)
         statistic[:, part] = scores.logsumexp(-1)
@@ -72,18 +77,18 @@ def _backward(
     assert (dropout, is_causal, scale, window_size_left, window_size_right) == (0.0, True, None, -1, 0)
     assert grad.shape == out.shape == query.shape
     assert statistic.shape == (query.shape[1], query.shape[0])
-    grads, group = [torch.full_like(x, math.nan) for x in (query, key, value)], query.shape[1] // key.shape[1]
-    for begin, end in _demand(query, key, value, begins, longest):
-        part = slice(begin, end)
+    grads, heads = [torch.full_like(x, math.nan) for x in (query, key, value)], query.shape[1]
+    for part, seen in _demand(query, key, value, begins, begins_k, longest, longest_k):
         q, k, v, o, d = (
-            x[part].float().repeat_interleave(query.shape[1] // x.shape[1], dim=1).transpose(0, 1)
-            for x in (query, key, value, out, grad)
+            x.float().repeat_interleave(heads // x.shape[1], dim=1).transpose(0, 1)
+            for x in (query[part], key[seen], value[seen], out[part], grad[part])
         )
-        weights = (_scores(query[part], key[part].repeat_interleave(group, dim=1)) - statistic[:, part, None]).exp()
+        weights = (_scores(q.transpose(0, 1), k.transpose(0, 1)) - statistic[:, part, None]).exp()
         slopes = weights * (d @ v.transpose(1, 2) - (d * o).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-        for into, found in zip(grads, (slopes @ k, slopes.mT @ q, weights.mT @ d), strict=True):
-            shared = found.transpose(0, 1).unflatten(1, (into.shape[1], -1)).sum(2)  # by those of one group
-            into[part] = shared.to(into.dtype)
+        found = (part, slopes @ k), (seen, slopes.mT @ q), (seen, weights.mT @ d)
+        for into, (place, values) in zip(grads, found, strict=True):
+            shared = values.transpose(0, 1).unflatten(1, (into.shape[1], -1)).sum(2)  # by those of one group
+            into[place] = shared.to(into.dtype)
     return grads[0], grads[1], grads[2]
 
 

@@ -25,7 +25,7 @@ from megamix.data.deal import deal_chunks
 from megamix.mixed_precision.step import StepProgress
 from megamix.model import decoder
 from megamix.model.context import find_documents
-from megamix.model.ops import Ops, Segmented, Segments
+from megamix.model.ops import Ops
 from megamix.model.span import Chunks, Span
 from megamix.model.transformer import Transformer
 from megamix.parallel import context_parallel
@@ -39,6 +39,7 @@ from megamix.tools.verify.layouts.judge import judge
 from megamix.tools.verify.layouts.observe import observe
 from tests.config.test_errors import changed
 from tests.conftest import FULL
+from tests.model.flash import stand_in
 from tests.parallel.layouts import Case, Outcome, first_difference, same_everywhere, train
 from tests.tools.verify.jobs import make_config
 from tests.train.jobs import run_recorded, tiny_job, write_data
@@ -338,41 +339,9 @@ def test_borders_of_a_chunk_are_the_mask_and_hold_every_key() -> None:
                     assert int(found.sum()) == int(want.sum())
 
 
-def _segments(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return causal attention of each segment, aligned to the segment's end. Shapes: FP32 (positions, heads, D)."""
-    group, outs = q.shape[1] // k.shape[1], []
-    ends = [queries.tolist(), keys.tolist()]
-    for first, end, k_first, k_end in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
-        of_k, of_v = (x[k_first:k_end].repeat_interleave(group, 1) for x in (k, v))
-        seen = torch.ones(end - first, k_end - k_first, dtype=torch.bool).tril(k_end - k_first - (end - first))
-        scores = torch.einsum("qhd,khd->hqk", q[first:end], of_k) * q.shape[-1] ** -0.5
-        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), of_v))
-    return torch.cat(outs)
-
-
-def _forward(ops: Ops, query: Tensor, key: Tensor, value: Tensor, borders: Segments) -> Segmented:
-    """As a GPU's kernel, in FP32."""
-    assert key.is_contiguous()  # a copy would be made in each call
-    out = _segments(query.float(), key.float(), value.float(), *borders)
-    return Segmented(out.to(query.dtype), torch.zeros(1), torch.zeros(1))
-
-
-def _backward(
-    ops: Ops, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Segmented, borders: Segments
-) -> list[Tensor]:
-    leaves = [x.detach().float().requires_grad_() for x in (query, key, value)]
-    with torch.enable_grad():
-        out = _segments(*leaves, *borders)
-    return [x.to(grad.dtype) for x in torch.autograd.grad(out, leaves, grad.float())]
-
-
 @contextmanager
 def _as_on_gpus() -> Iterator[None]:
-    with (
-        mock.patch.object(Ops, "segments", _forward),
-        mock.patch.object(Ops, "segments_backward", _backward),
-        mock.patch.object(decoder, "takes_borders", lambda x, head_dim: True),
-    ):
+    with stand_in(), mock.patch.object(decoder, "takes_borders", lambda x, head_dim: True):
         yield
 
 
@@ -384,8 +353,12 @@ def _observe_as_on_gpus(configs: list[Config]) -> list[Any]:
 @pytest.mark.uncounted
 def test_kernels_that_take_borders_pass_verify(run_ranks) -> None:
     kinds = [
-        {"dtype": "fp16"},
-        {"dtype": "bf16", "packing": "documents", "model": {"seq_len": 16, "recompute": "full", "num_kv_heads": 2}},
+        {"dtype": "fp16", "model": {"hidden_size": 64}},
+        {
+            "dtype": "bf16",
+            "packing": "documents",
+            "model": {"hidden_size": 64, "seq_len": 16, "recompute": "full", "num_kv_heads": 2},
+        },
     ]
     configs = [make_config("cp2", **kind) for kind in kinds]
     for config, *ranks in zip(configs, *run_ranks(_observe_as_on_gpus, 2, configs), strict=True):
@@ -405,7 +378,7 @@ def _sent(recompute: str, as_on_gpus: bool, method: str) -> list[tuple[str, int]
 
         return mock.patch.object(GlooCollectives, name, call)
 
-    config = make_config("cp2", dtype="fp16", model={"recompute": recompute}).model
+    config = make_config("cp2", dtype="fp16", model={"hidden_size": 64, "recompute": recompute}).model
     model, _ = build_model(
         config, ParallelismConfig(cp_size=2, cp_method=method), Topology.connect(cp=2), torch.device("cpu")
     )
