@@ -96,12 +96,10 @@ def _why_not(ends: Sequence[Note], status: int, updates: int) -> str:
             "environment leaves out; write megamix audit -- python SCRIPT"
         )
     made = max(note["made"] for note in ends)
-    if not made and any(note["engine"] for note in ends):
-        return "it trains by megamix's own engine; put with megamix.audit(model, engine) around a step of it"
     if not made:
         return (
             "no torch.optim.Optimizer made an update: one that is written by hand, or is no subclass of it, cannot be "
-            "seen from outside; docs/verify.md says how a loop is judged by its results"
+            "seen from outside; megamix verify --trainer judges such a loop by its results, see docs/verify.md"
         )
     more = f"write --updates {made}, or give" if made > 1 else "give"
     return f"it made {made} update(s) that can be audited; {more} it more to do"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 NUM_TOKENS = 64
 LR = 6e-6
@@ -193,6 +194,24 @@ def by_hand() -> None:
             param -= param.grad
 
 
+def accumulating() -> None:
+    """Accumulate 300 micro-batches for each update, whose activations are made anew in backward."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in count():
+        head = checkpoint(module[1], module[0](torch.arange(NUM_TOKENS)), use_reentrant=True)
+        cross_entropy(head, torch.arange(NUM_TOKENS)).div(300).backward()
+        if step % 300 == 299:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_hand_forever() -> None:
+    """Move the weights without an optimizer, until someone ends it."""
+    while True:
+        by_hand()
+
+
 def loose_tensor() -> None:
     """Move a tensor that is in no module."""
     weight = torch.zeros(3, requires_grad=True)
@@ -206,7 +225,7 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     one.__name__: one
     for one in (
         half, overflowing, by_closure, in_turns, twice, once, by_epochs, by_many, inside_backward, flat,
-        masters_by_hand, partly_held, evaluating, compiled_step, by_hand, loose_tensor,
+        masters_by_hand, partly_held, evaluating, compiled_step, by_hand, by_hand_forever, accumulating, loose_tensor,
     )
 }  # fmt: skip
 

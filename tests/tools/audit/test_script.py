@@ -103,6 +103,10 @@ def test_an_evaluation_between_updates_is_no_part_of_them() -> None:
     assert {row.dtypes["compute"] for row in report.rows} == {"fp32"}
 
 
+def test_many_micro_batches_are_no_sign_of_updates_by_hand() -> None:
+    assert audit_script(script("accumulating"), 3).report.warnings == []
+
+
 def test_what_a_compiled_function_computes_with_is_unknown() -> None:
     report = audit_script(script("compiled_step"), 2).report
     assert {row.dtypes[column][0] for row in report.rows for column in ("compute", "gradient")} == {"?"}
@@ -117,6 +121,7 @@ def test_what_a_compiled_function_computes_with_is_unknown() -> None:
         (script("inside_backward"), "its optimizers step inside backward"),
         (script("flat"), "the weights of FullyShardedDataParallel cannot be watched"),
         (script("by_hand"), "no torch.optim.Optimizer made an update"),
+        (script("by_hand_forever"), "512 backward passes in a row made no update that can be seen.*verify --trainer"),
         (script("loose_tensor"), "no nn.Module holds what the optimizer moves"),
         ([sys.executable, "-c", "pass"], "no Python of this command has imported torch"),
         ([sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3 before its update 3"),
@@ -132,8 +137,9 @@ def test_a_script_that_trains_by_the_engine_is_told_of_the_audit_for_it(tmp_path
     text = """
         import torch, megamix
         engine = megamix.ShardedEngine(torch.nn.Linear(2, 1), megamix.NAG(lr=0.1), compile_update=False)
-        engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum())
-        engine.step()
+        while True:
+            engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum())
+            engine.step()
     """
     program.write_text(textwrap.dedent(text))
     with pytest.raises(ValueError, match=r"put with megamix.audit\(model, engine\) around a step"):

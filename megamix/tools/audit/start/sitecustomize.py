@@ -1,4 +1,5 @@
-"""Start of every Python that `megamix audit -- COMMAND` starts: each update of a torch optimizer is told to the audit.
+"""Start of every Python that `megamix audit -- COMMAND` starts: each update of a torch optimizer is told to the audit,
+and a script whose updates cannot be seen is ended.
 
 Python imports a module of this name by itself. This one imports nothing that a script may not want, and runs the
 `sitecustomize` that it hides.
@@ -7,6 +8,7 @@ Python imports a module of this name by itself. This one imports nothing that a 
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.machinery
 import importlib.util
 import json
@@ -18,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+MOST_PASSES = 512  # backward passes without an update that is seen: more than gradients are accumulated over
 
 
 def tell(kind: str, **note: Any) -> None:
@@ -28,16 +31,47 @@ def tell(kind: str, **note: Any) -> None:
     os.replace(path + ".part", path)
 
 
-class Updates:
-    """Takes torch's call behind each update of any of its optimizers."""
+def refuse(text: str) -> None:
+    """End the process, which cannot be audited: its own way out would save checkpoints."""
+    tell("refusal", text=text)
+    os._exit(0)
 
-    def __init__(self) -> None:
-        self.made = 0
+
+class Updates:
+    """Takes note of each backward pass, and of each update by any of torch's optimizers."""
+
+    def __init__(self, optimizer_module: Any):
+        self.made = self.passes = 0
         self.audit: Any = None
+        self.torch = optimizer_module.torch
+        self.torch.autograd.backward = self.told(self.torch.autograd.backward)
+        optimizer_module.register_optimizer_step_post_hook(self.after_update)
         atexit.register(self.at_exit)
 
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def told(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """Return torch's function with a call of `before_backward` ahead."""
+
+        @functools.wraps(backward)
+        def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self.torch._C._current_graph_task_id() == -1:  # else inside a backward pass, as a checkpoint's is
+                self.before_backward()
+            backward(tensors, *args, **kwargs)
+
+        return run
+
+    def before_backward(self) -> None:
+        """Count a pass, and end the process if too many of them made no update."""
+        self.passes += 1
+        if self.passes > MOST_PASSES:
+            refuse(
+                f"{MOST_PASSES} backward passes in a row made no update that can be seen. An update by hand, or by an "
+                "optimizer that is no torch.optim.Optimizer, cannot: megamix verify --trainer judges such a loop by "
+                "its results, see docs/verify.md. If a GradScaler skips every update, look whether its loss is finite"
+            )
+
+    def after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.made += 1
+        self.passes = 0
         try:
             if self.audit is None:  # torch is whole only now
                 sys.path.append(os.environ["MEGAMIX_AUDIT_PATH"])  # last, so that nothing there hides a module
@@ -47,17 +81,24 @@ class Updates:
                 self.audit = ScriptAudit(updates, folder, tell)
             self.audit.after_update(optimizer)
         except Exception as error:
-            tell("refusal", text=f"{type(error).__name__}: {error}")
-            os._exit(0)
+            refuse(f"{type(error).__name__}: {error}")
 
     def at_exit(self) -> None:
-        tell("end", made=self.made, engine="megamix.mixed_precision.engine" in sys.modules and self.audit is None)
+        tell("end", made=self.made)
+
+
+def refuse_engine(engine: Any) -> None:
+    """Have the first step of megamix's own engine end the process."""
+    engine.ShardedEngine.step = lambda *_: refuse(
+        "it trains by megamix's own engine; put with megamix.audit(model, engine) around a step of it, or audit a job "
+        "by its file: megamix audit job.toml"
+    )
 
 
 class WhenImported:
     """Finder of one module that hands it, once it is imported, to a function."""
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]):
+    def __init__(self, name: str, then: Callable[[ModuleType], object]):
         self.name = name
         self.then = then
 
@@ -86,6 +127,6 @@ def run_hidden() -> None:
 
 
 if "MEGAMIX_AUDIT_FOLDER" in os.environ:
-    listen = WhenImported("torch.optim.optimizer", lambda torch: torch.register_optimizer_step_post_hook(Updates()))
-    sys.meta_path.insert(0, listen)
+    sys.meta_path.insert(0, WhenImported("torch.optim.optimizer", Updates))
+    sys.meta_path.insert(0, WhenImported("megamix.mixed_precision.engine", refuse_engine))
     run_hidden()
