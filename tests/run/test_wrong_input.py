@@ -142,7 +142,8 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
     )
     assert told("training.steps=7") == (
         f"no problems; 2 ranks; {run} is after step 7 already, so no step is left; "
-        "training.steps = 8 or more has some\n  changed since: training.steps: 12 -> 7\n  changed since: ranks: 1 -> 2\n"
+        "training.steps = 8 or more has some\n  changed since: training.steps: 12 -> 7\n"
+        "  changed since: ranks: 1 -> 2\n"
     )
     begun = _save(folder, "other", 3)
     resume, new = f"checkpoint.resume={begun}", f"checkpoint.folder={folder / 'new'}"
