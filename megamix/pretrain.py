@@ -22,8 +22,10 @@ from pathlib import Path
 from megamix import cli
 from megamix.config import ConfigError
 from megamix.machine import many_imports
+from megamix.run.resume_rules import what_is_kept
 from megamix.supervise.console import say, say_phase
 from megamix.supervise.launch import PREEMPTED, signals_passed_on, start_ranks
+from megamix.supervise.status import EXIT_STATUS
 from megamix.train import command
 
 _SETTINGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -55,6 +57,8 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
         status = start_ranks([*options, f"--nproc-per-node={ranks}", "-m", "megamix", "train", *job], request)
     if status == PREEMPTED:
         say(f"megamix: interrupted; the same command goes on with the run: {_command_line(options, job)}", sys.stderr)
+    elif status == EXIT_STATUS["failed"]:
+        say(f"megamix: failed; {what_is_kept(config)}: {_command_line(options, job)}", sys.stderr)
     return status
 
 

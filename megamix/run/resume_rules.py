@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from megamix.builders.data import data_fingerprints
-from megamix.checkpoint.folder import MANIFEST, checkpoints
+from megamix.checkpoint.folder import MANIFEST, applied_updates, checkpoints
 from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
 from megamix.config import Config, ConfigError, config_to_toml, data_source, effective_tables, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.run.own_code import own_code
 from megamix.run.run_folder import BEGIN_ANEW, RESUME_WORDS, checkpoint_folder
 from megamix.supervise.run_lock import refuse_held
+from megamix.supervise.status import last_update
 
 RNG_RULE = (
     "training.seed and the number of the sample and of its source, the parameter's name and the element's place for "
@@ -59,7 +60,23 @@ def outlook(config: Config) -> str:
         return "\n  ".join([first, *told, *lines])
     if damaged:
         raise none_is_whole(config) if own else path_is_damaged(damaged[0])
-    return f"would start a new run in {folder}"
+    lost = f"\n  {_nothing_saved(config)}" if resume != "never" and last_update(folder) else ""
+    return f"would start a new run in {folder}{lost}"
+
+
+def what_is_kept(config: Config) -> str:
+    """Return in words what a failed start has saved and lost, and what the same command does now."""
+    if not (own := checkpoints(checkpoint_folder(config))):
+        return f"{_nothing_saved(config)}; the same command starts anew"
+    saved = applied_updates(own[0])
+    lost = max(0, last_update(Path(config.checkpoint.folder)) - saved)
+    return f"{own[0]} is saved, {lost} later updates are lost; the same command goes on with the run"
+
+
+def _nothing_saved(config: Config) -> str:
+    lost = last_update(Path(config.checkpoint.folder))
+    interval = config.checkpoint.save_interval
+    return f"nothing was saved yet (checkpoint.save_interval is {interval}): {lost} updates are lost"
 
 
 def _manifest_of(path: Path, config: Config, now: RunRecord) -> Manifest:

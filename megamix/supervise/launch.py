@@ -28,11 +28,9 @@ from megamix.supervise.processes import children_of
 from megamix.supervise.status import NO_MEMORY, NOTED, SHUTDOWN_VARIABLE, LeaveRequest, PreemptedError, noted_signals
 
 PREEMPTED = PreemptedError().exit_status
-# Wrong input, gave up, no memory, preempted: a rank with such a status has printed the reason, so torchrun's line about
-# it is filtered out. One that a noted signal killed was asked to leave while it started. That torchrun then ends the
-# other ranks is news to nobody.
-_SAID = tuple(f"failed (exitcode: {status})" for status in (2, 3, NO_MEMORY, PREEMPTED, *(-number for number in NOTED)))
-_SAID += ("Sending process",)
+# Lines of torchrun that say nothing new: a rank has printed the reason for its exit status, or this launcher names the
+# signal that killed it.
+_SAID = ("failed (exitcode: ", "Sending process")
 # Seconds from a signal to the ranks' kill. torchrun's default, 30 s, may be less than a save takes. A scheduler kills
 # this process by its own limit in any case, and the ranks end a hang by themselves.
 SHUTDOWN_S = 3600
@@ -69,10 +67,13 @@ def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
         say(f"megamix: {error.problems[0]}", sys.stderr)
         return 2
     except ChildFailedError as error:
-        status: int = error.get_first_failure()[1].exitcode
+        rank, first = error.get_first_failure()
+        status: int = first.exitcode
         if -signal.SIGKILL in (one.exitcode for one in error.failures.values()) and kernel_kills() > kills:
             say("megamix: the kernel has killed a rank, for there was no memory left", sys.stderr)
             status = NO_MEMORY
+        elif status < 0 and -status not in NOTED:
+            say(f"megamix: rank {rank} (pid {first.pid}) was killed by {first.signal_name()}", sys.stderr)
         if status == NO_MEMORY:
             _tell_plan(arguments)
         # A rank that the requested signal itself killed was still starting: nothing is lost.

@@ -75,10 +75,25 @@ class NoAnswerError(EndedEarlyError):
     """The end of a start in which a rank died or hung before all agreed, or the store holds a foreign value."""
 
 
+class PeerLostError(EndedEarlyError):
+    """The end of a rank that lost another one, which died or hung."""
+
+
 class StuckError(EndedEarlyError):
     """The end of a run that was started again and again, and failed each time before it got any further."""
 
     state: State = "gave_up"
+
+
+_NOT_OURS = (OSError, ValueError, KeyError, TypeError, RecursionError)  # no file, or not as we write it
+
+
+def last_update(folder: Path) -> int:
+    """Return the update at which the last start of a run ended; 0 if its folder has no status of ours."""
+    try:
+        return int(json.loads(read_own(folder / STATUS))["update"])
+    except _NOT_OURS:
+        return 0
 
 
 class RunStatus:
@@ -119,7 +134,7 @@ class RunStatus:
         try:
             values = json.loads(read_own(self.folder / STATUS))
             return values["state"], int(values["start"]), int(values["restarts"]), values["reason"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no file, or not ours
+        except _NOT_OURS:
             return "finished", 0, 0, ""
 
     @property

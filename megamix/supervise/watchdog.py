@@ -40,6 +40,7 @@ from megamix.supervise.status import (
     EndedEarlyError,
     LeaveRequest,
     NoMemoryError,
+    PeerLostError,
     RunStatus,
     WrongDataError,
 )
@@ -264,8 +265,11 @@ class Watchdog:
             # The end reason comes first: a collective's own note describes the consequence, and may name another cause.
             error.__notes__ = [reason.text, *getattr(error, "__notes__", [])]
             _end_missing(reason, roll)
-            if roll.rank != 0 and roll.rank == _speaker(reason, roll):
+            if roll.rank == _speaker(reason, roll) and (roll.rank != 0 or reason.missing):
                 self._status.write("failed", reason.text)
+            if reason.missing:  # this rank's traceback would bury the reason: it shows the consequence
+                where = self._stacks.name if self._stacks is not None else "stderr"
+                raise PeerLostError(f"ended without {names(reason.missing)}; this rank's traceback: {where}") from error
 
     def _wait_for_missing(self, roll: RollCall) -> list[int]:
         suspicion = _Suspicion(roll)

@@ -33,6 +33,7 @@ from megamix.supervise.status import (
     LeaveRequest,
     NoAnswerError,
     NoMemoryError,
+    PeerLostError,
     RunStatus,
     StuckError,
     WrongDataError,
@@ -168,7 +169,9 @@ def join(config: Config, stack: ExitStack) -> Job:
 
 
 def _leave_ranks(kind: object, error: BaseException | None, trace: object) -> None:
-    of_some = isinstance(error, NoAnswerError | NoMemoryError | WrongDataError)  # errors of some ranks only
+    of_some = isinstance(
+        error, NoAnswerError | NoMemoryError | PeerLostError | WrongDataError
+    )  # errors of some ranks only
     leave_ranks(alike=error is None or (not of_some and isinstance(error, EndedEarlyError | ConfigError)))
 
 

@@ -17,7 +17,7 @@ from megamix.builders.data import data_fingerprints
 from megamix.checkpoint.manifest import UNTRAINED, FileRecord, LayoutRecord, Manifest, ParamRecord, manifest_text
 from megamix.cli import main
 from megamix.config import config_to_toml, load_config
-from megamix.run.resume_rules import record_of
+from megamix.run.resume_rules import record_of, what_is_kept
 from megamix.run.run_folder import checkpoint_folder
 from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.tools.plan.advice import by_shard
@@ -135,7 +135,14 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
         return capsys.readouterr().out
 
     assert told() == f"no problems; 1 rank; would start a new run in {run}\n"
+    run.mkdir()
+    (run / "status.json").write_text('{"update": 26}')
+    lost = "nothing was saved yet (checkpoint.save_interval is 500): 26 updates are lost"
+    assert told() == f"no problems; 1 rank; would start a new run in {run}\n  {lost}\n"
+    assert what_is_kept(load_config(config)) == f"{lost}; the same command starts anew"
     newest = _save(folder, "run", 7)
+    goes_on = f"{newest} is saved, 19 later updates are lost; the same command goes on with the run"
+    assert what_is_kept(load_config(config)) == goes_on
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert (
         told() == f"no problems; 2 ranks; would go on from step 7 of {run} to step 12\n  changed since: ranks: 1 -> 2\n"

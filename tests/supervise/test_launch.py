@@ -73,12 +73,23 @@ def test_a_rank_out_of_memory_or_killed_for_it_ends_with_the_plan(
     assert plans == ([] if exit_code == 1 else [plan])
 
 
-@pytest.mark.parametrize(("exit_code", "lines"), [(75, 0), (2, 0), (3, 0), (4, 0), (1, 1), (-9, 1)])
-def test_torchrun_adds_no_line_to_what_a_rank_has_said_of_its_end(monkeypatch, caplog, exit_code, lines) -> None:
+@pytest.mark.parametrize("exit_code", [75, 2, 3, 4, 1, -9])
+def test_torchrun_adds_no_line_to_what_is_said_of_a_rank_s_end(monkeypatch, caplog, exit_code) -> None:
     line = "failed (exitcode: %s) local_rank: %s (pid: %s) of binary: %s"
     monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: api.logger.error(line, exit_code, 0, 1, "python"))
     launch([])
-    assert len(caplog.records) == lines
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("exit_code", [1, -9, -15])
+def test_a_killed_rank_is_named_with_its_signal(monkeypatch, capsys, exit_code: int) -> None:
+    def fail(arguments: list[str]) -> None:
+        raise ChildFailedError("megamix", {3: ProcessFailure(1, 4711, exit_code, error_file="")})
+
+    monkeypatch.setattr(rendezvous, "torchrun", fail)
+    launch([])
+    line = "megamix: rank 3 (pid 4711) was killed by SIGKILL\n"  # SIGTERM is a request to leave
+    assert capsys.readouterr().err == (line if exit_code == -9 else "")
 
 
 def test_ranks_that_end_well_end_well(monkeypatch) -> None:
