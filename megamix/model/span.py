@@ -8,6 +8,7 @@ Ranks that divide the heads in attention have one chunk each, since they then se
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -157,7 +158,17 @@ class Span:
 
     def __init__(self, num_ranks: int, rank: int, *, by_heads: bool = False):
         self.num_ranks, self.rank, self.by_heads = num_ranks, rank, by_heads
-        self.part: Chunks | None = None  # of the latest forward; None: it had all positions
+        # A weak reference, because the forward and what it keeps for backward hold the part.
+        self._part: weakref.ref[Chunks] | None = None
+
+    @property
+    def part(self) -> Chunks | None:
+        """Return the part of the forward that runs, or runs again in backward; None if it has all positions."""
+        return None if self._part is None else self._part()
+
+    def enter(self, part: object) -> None:
+        """Note the part of the forward that runs from here on. Anything that is no part stands for all positions."""
+        self._part = weakref.ref(part) if isinstance(part, Chunks) else None
 
     def begin(self, targets: Tensor | None, deal: Tensor | None = None) -> Chunks | None:
         """Return this rank's part of a forward; None for one without targets, which every rank computes whole. `deal`:
@@ -165,7 +176,7 @@ class Span:
 
         Raises: ValueError for a number of positions that the ranks cannot divide.
         """
-        self.part = None
+        part = None
         if targets is not None:
             deal = self._even_deal(targets.device) if deal is None else deal
             if (num_positions := targets.shape[1]) % (least := deal[0].numel()):
@@ -173,8 +184,9 @@ class Span:
                     f"targets has {num_positions} positions, which {self.num_ranks} context-parallel ranks cannot "
                     f"divide into {deal.shape[2]} equal chunks each; pass a multiple of {least}"
                 )
-            self.part = Chunks(deal.expand(len(targets), -1, -1), self.rank, num_positions, by_heads=self.by_heads)
-        return self.part
+            part = Chunks(deal.expand(len(targets), -1, -1), self.rank, num_positions, by_heads=self.by_heads)
+        self.enter(part)
+        return part
 
     def _even_deal(self, device: torch.device) -> Tensor:
         """Return the deal of a sequence that is one document: INT64 (1, ranks, chunks)."""

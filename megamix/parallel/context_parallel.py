@@ -39,6 +39,9 @@ def divide_positions(model: Decoder, cp: Collectives, *, by_heads: bool = False)
     divided = {
         key: replace(ops, attend=way(cp, ops.attend), keep=_OwnPositions(span, ops.keep)) for key, ops in shared.items()
     }
+    for block in model.blocks:
+        # Backward may run a block again after the forwards of other micro-batches.
+        block.register_forward_pre_hook(lambda _, args: span.enter(args[2]))
     for module in model.modules():
         if isinstance(ops := getattr(module, "ops", None), Ops):
             module.ops = divided[id(ops)]  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy

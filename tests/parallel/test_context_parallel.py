@@ -264,6 +264,34 @@ def test_equal_dropout_masks_are_found(run_ranks) -> None:
     assert first_difference(case, run_ranks(_train_with_own_masks, 2, case), train(case.alone)) is not None
 
 
+def _grads_of_two(interleaved: bool) -> list[Tensor]:
+    """Return the gradients of two packed micro-batches with dropout and recompute. If `interleaved`, both forwards run
+    before the backwards, as in a pipeline.
+    """
+    config = make_config("cp2", dtype="fp32", model={"seq_len": 32, "recompute": "full", "dropout": 0.2}).model
+    model, _ = build_model(config, ParallelismConfig(cp_size=2), Topology.connect(cp=2), torch.device("cpu"))
+    torch.manual_seed(0)
+    model.load_state_dict(Transformer(config).state_dict(), assign=True)
+    losses = []
+    for length in (32, 5):
+        tokens = torch.randint(72, (2, 33), generator=torch.Generator().manual_seed(length))
+        positions = (torch.arange(32) % length).expand(2, -1)
+        deal = torch.from_numpy(deal_chunks(positions.numpy(), 2))
+        torch.manual_seed(length)
+        losses.append(model(tokens[:, :-1], tokens[:, 1:], positions, 0, deal))
+        if not interleaved:
+            losses.pop().backward()
+    for loss in losses:
+        loss.backward()
+    return [param.grad for param in model.parameters()]
+
+
+@pytest.mark.uncounted
+def test_backward_recomputes_a_micro_batch_with_its_own_deal(run_ranks) -> None:
+    for one, other in zip(run_ranks(_grads_of_two, 2, False), run_ranks(_grads_of_two, 2, True), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 # The share of the work, of the memory and of the traffic that a rank has.
 
 

@@ -78,6 +78,8 @@ def _kinds(config: Config, plan: MemoryPlan) -> Iterator[Changes]:
     full = config.with_keys(model={"recompute": "full"})
     yield ((f'model.recompute = "full" and {words}', changed) for words, changed in _micro_batches(full))
     section = config.parallelism
+    if section.cp_size > 1 and section.cp_method == "gather":
+        yield iter([('parallelism.cp_method = "heads"', config.with_keys(parallelism={"cp_method": "heads"}))])
     larger_tp = [size for size in _doubled(section.tp_size, 3) if size <= MOST_TP]
     larger_pp, larger_cp = _doubled(section.pp_size, 4), _doubled(section.cp_size, 6)
     yield _meshes(config, [{"tp_size": size} for size in larger_tp])

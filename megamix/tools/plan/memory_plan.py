@@ -117,11 +117,14 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
     return part.held, _host(config, part)
 
 
+_DIVIDING = ("cp_size", "cp_method", "tp_size", "sequence_parallel")
+
+
 def _division(section: ParallelismConfig) -> ParallelismConfig:
     """Return the section with the keys alone that decide how a micro-batch is divided, so that other keys do not trace
     it again.
     """
-    kept = {key: getattr(section, key) for key in ("cp_size", "tp_size", "sequence_parallel", *MORE_AXES.sections)}
+    kept = {key: getattr(section, key) for key in (*_DIVIDING, *MORE_AXES.sections)}
     return type(section)(**kept)
 
 

@@ -57,7 +57,7 @@ def observed(
     owned = [*used.fragments(), *_states(engine)]
     span: Span | None = getattr(engine.module, "span", None)
     if span is not None:
-        span = Span(span.num_ranks, span.rank, by_heads=span.by_heads)  # without the tensors of the latest forward
+        span = Span(span.num_ranks, span.rank, by_heads=span.by_heads)  # one that no forward has entered can be sent
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     return ObservedStep(
         scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},
