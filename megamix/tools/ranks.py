@@ -54,6 +54,10 @@ class RankFailure(RuntimeError):
     """Failure of ranks: the message names them and says how they failed."""
 
 
+class ToldError(Exception):
+    """An error on a rank whose message says everything: the rank's traceback would add nothing to it."""
+
+
 class LateRanks(RankFailure, TimeoutError):
     """Failure in which ranks did not answer by the deadline, and none failed otherwise."""
 
@@ -214,8 +218,8 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
             if hold:
                 held, value = [value], None
             answer = ("returned", value)
-        except Exception:
-            answer = ("raised", traceback.format_exc())
+        except Exception as error:
+            answer = ("raised", str(error) if isinstance(error, ToldError) else traceback.format_exc())
         other_groups = len(dist.distributed_c10d._world.pg_map) != 1  # made by the call, or its world was left
         # Pickled here: a pipe would send each tensor as an open file, and a process may have a thousand of these.
         pipe.send_bytes(pickle.dumps((*answer, other_groups)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
+from megamix.tools.ranks import ToldError
 from megamix.tools.verify.core.reference import moved
 from megamix.tools.verify.core.tape import plain_name
 from megamix.tools.verify.core.verdict import U32, Tensors
@@ -25,8 +27,33 @@ from megamix.tools.verify.core.verdict import U32, Tensors
 IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}  # options that change no result
 
 
-class WrongTrainer(ValueError):
+METHODS = ("model", "loss", "batches", "optimizer", "setup", "step")
+_NOT_THEIRS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[3]}{os.sep}", "<frozen ")
+
+
+class WrongTrainer(ToldError, ValueError):
     """Mistake that a trainer's author must mend before anything can be compared."""
+
+
+@contextmanager
+def in_own_code(trainer: ForeignTrainer) -> Iterator[None]:
+    """Show of an error in the trainer's methods the author's lines alone, not those of megamix and torch around them.
+
+    Raises: WrongTrainer instead of that error. An error without any line of the author stays as it is.
+    """
+    try:
+        yield
+    except WrongTrainer:
+        raise
+    except Exception as error:
+        frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith(_NOT_THEIRS)]
+        if not any(Path(frame.filename).resolve() == Path(type(trainer).__module__) for frame in frames):
+            raise
+        fix = ""
+        if "dtype" in str(error):
+            fix = "; verify also calls loss with the model in FP64: cast to a weight's dtype, as x.to(weight.dtype)"
+        what = f"{type(trainer).__name__} raised {type(error).__name__}: {error}{fix}"
+        raise WrongTrainer(f"{what}\n{''.join(traceback.format_list(frames))}".rstrip()) from error
 
 
 class ForeignTrainer:
@@ -116,7 +143,9 @@ def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
     """Return the trainer that FILE.py:CLASS names. Raises: WrongTrainer that says what is missing."""
     file, _, name = where.rpartition(":")
     path = Path(file)
-    if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
+    if name.isidentifier() and path.suffix == ".py" and not path.is_file():
+        raise WrongTrainer(f"--trainer: got {where}, there is no file {file}; write the path of your trainer's file")
+    if not name.isidentifier() or path.suffix != ".py":
         raise WrongTrainer(f"--trainer: got {where}, must be a file and a class in it; write my_trainer.py:MyTrainer")
     module_name = str(path.resolve())  # the stem would let a torch.py take torch's place
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -144,6 +173,9 @@ def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
 def check_trainer(trainer: ForeignTrainer) -> None:
     """Ask twice for model, samples and loss: values that are new each time are no reference. Raises: WrongTrainer."""
     who, ranks, cpu = type(trainer).__name__, trainer.ranks, torch.device("cpu")
+    for name in METHODS:
+        if not callable(is_now := getattr(trainer, name)):
+            raise WrongTrainer(f"{who}.{name} is {is_now!r}, must be a method; write def {name}(self, ...)")
     try:
         models: list[Any] = [trainer.model() for _ in range(2)]
         if not isinstance(models[0], nn.Module):

@@ -11,7 +11,7 @@ from megamix.tools.ranks import RankFailure, pool_for
 from megamix.tools.verify.core.table import COLUMNS, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
-from megamix.tools.verify.foreign.trainer import check_trainer, load_trainer
+from megamix.tools.verify.foreign.trainer import check_trainer, in_own_code, load_trainer
 from megamix.tools.verify.foreign.watch import watch_trainer
 
 DEADLINE_S = 1800.0
@@ -21,7 +21,9 @@ def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = 
     """Yield the lines to print: the results of somebody's own training on each number of ranks. `where`:
     FILE.py:CLASS.
     """
-    check_trainer(load_trainer(where, ranks=worlds[0]))  # mistakes of the trainer are told before any rank is started
+    trainer = load_trainer(where, ranks=worlds[0])
+    with in_own_code(trainer):
+        check_trainer(trainer)  # mistakes of the trainer are told before any rank is started
     yield row("ranks", "attempts", "skipped", *COLUMNS, "")
     for world in worlds:
         say(f"megamix verify: {where} on {world} rank(s)", sys.stderr)
@@ -36,4 +38,6 @@ def verify_trainer(where: str, world: int, steps: int, bisect: bool = False) -> 
     """Run FILE.py:CLASS on `world` ranks and judge it."""
     with pool_for(world, deadline_s=DEADLINE_S) as pool:
         ranks = pool.call(watch_trainer, where, steps, bisect)
-    return judge_trainer(load_trainer(where, ranks=world), ranks)
+    trainer = load_trainer(where, ranks=world)
+    with in_own_code(trainer):
+        return judge_trainer(trainer, ranks)

@@ -17,8 +17,10 @@ from megamix.tools.verify.core.tape import Tape, plain_name, recorded
 from megamix.tools.verify.core.verdict import Tensors
 from megamix.tools.verify.foreign.trainer import (
     ForeignTrainer,
+    WrongTrainer,
     autocast_entered,
     computes_in,
+    in_own_code,
     load_trainer,
     optimizers_of,
     options_of,
@@ -59,14 +61,17 @@ def watch_trainer(where: str, steps: int, bisect: bool = False) -> list[SeenStep
     ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 0}
     # Variables that torchrun sets. accelerate and DeepSpeed ask for no more, for the process group exists already.
     with environment({name: str(value) for name, value in ours.items()} | {"MASTER_ADDR": "127.0.0.1"}):
-        return _watch(load_trainer(where, rank, world), steps, bisect)
+        trainer = load_trainer(where, rank, world)
+        with in_own_code(trainer):
+            return _watch(trainer, steps, bisect)
 
 
 def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
     made: Any = trainer.setup(trainer.model())
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else type(made).__name__
-        raise ValueError(f"{type(trainer).__name__}.setup returned ({kinds}), must be (module, optimizer)")
+        fix = "must be (module, optimizer); write return module, optimizer"
+        raise WrongTrainer(f"{type(trainer).__name__}.setup returned ({kinds}), {fix}")
     witness = _Witness(trainer, made[0], optimizers_of(made[1], f"{type(trainer).__name__}.setup"))
     seen = [witness.read({}, {}, set())]
     for number in range(steps):
@@ -74,7 +79,7 @@ def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
             told = trainer.step(trainer.batches(number, trainer.rank, trainer.ranks))
         if not isinstance(told, Mapping | None):
             kind = type(told).__name__
-            raise ValueError(f"{type(trainer).__name__}.step returned {kind}, must be as {{'loss': 2.3}}, or None")
+            raise WrongTrainer(f"{type(trainer).__name__}.step returned {kind}, must be as {{'loss': 2.3}}, or None")
         seen.append(witness.read({name: float(told[name]) for name in TOLD if told and name in told}, tape, autocast))
     return seen
 

@@ -154,7 +154,7 @@ def test_the_verb_starts_the_ranks_and_prints_a_row_for_each_number(capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--trainer", "nowhere.py:Mine"], "must be a file and a class in it; write my_trainer.py:MyTrainer"),
+        (["--trainer", "nowhere.py:Mine"], "there is no file nowhere.py; write the path of your"),
         (["--trainer", f"{TRAINERS}:Ddpp"], "which has Plain, Ddp, Fsdp"),
         (["--trainer", f"{TRAINERS}:Ddp", "--ranks", "two"], "must be numbers of ranks; write --ranks 1,2"),
         (["--trainer", f"{TRAINERS}:Ddp", "--steps", "0"], "must be a number of steps, 1 or more; write --steps 4"),
@@ -197,6 +197,12 @@ def test_wrong_arguments_are_told_before_any_rank_is_started(
         ("optimizer = setup = model = ForeignTrainer.model", "Mine lacks model(self): return the plain nn.Module"),
         ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
         ("def model(:", "SyntaxError"),
+        ("step = None", "Mine.step is None, must be a method; write def step(self, ...)"),
+        ("def loss(self, *a): return 1 / 0", "Mine raised ZeroDivisionError: division by zero\n  File"),
+        (
+            "def loss(self, model, batch): return (torch.ones(2, 2) @ torch.ones(2, 2).half()).sum()",
+            "; verify also calls loss with the model in FP64: cast to a weight's dtype, as x.to(weight.dtype)\n",
+        ),
     ],
 )
 def test_a_trainer_that_is_no_reference_is_refused_before_any_rank_is_started(
@@ -209,7 +215,20 @@ def test_a_trainer_that_is_no_reference_is_refused_before_any_rank_is_started(
     with pytest.raises(SystemExit) as ended:
         main(["verify", "--trainer", f"{file}:Mine"])
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert told in said
+    assert "/megamix/tools/" not in said
+
+
+def test_a_mistake_on_a_rank_is_told_without_our_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(Path(TRAINERS).parent)
+    file = tmp_path / "mine.py"
+    file.write_text("from trainers import *\nclass Mine(Plain):\n    def setup(self, model): return model\n")
+    assert main(["verify", "--trainer", f"{file}:Mine", "--ranks", "1"]) == 1
+    fault = "rank 0: Mine.setup returned (Sequential), must be (module, optimizer); write return module, optimizer"
+    assert capsys.readouterr().out.splitlines()[1:3] == ["1             fails", fault]
 
 
 @pytest.mark.parametrize(("told", "read"), [({"loss": torch.tensor(2.0), "run": "mine"}, {"loss": 2.0}), (None, {})])
