@@ -33,13 +33,12 @@ def test_the_audit_says_what_is_shown(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.chdir(ROOT)
     (shown,) = re.findall(r"^```\n(parameters .*?)```$", README, flags=re.MULTILINE | re.DOTALL)
     assert main(["audit", "--", sys.executable, "docs/examples/wrong/half_weights.py"]) == 1
-    said = [_without_digits(line) for line in capsys.readouterr().out.splitlines()]
-    for line in map(_without_digits, shown.splitlines()):
-        assert any(one.startswith(line) for one in said), line
+    said = capsys.readouterr().out.partition("parameters ")
+    assert _without_digits("parameters " + said[2]) == _without_digits(shown)
 
 
 def _without_digits(line: str) -> str:
-    return " ".join(re.sub(r"\d", "0", line).split())
+    return " ".join(re.sub(r"\d+", "0", line).split())
 
 
 def test_it_takes_no_longer_than_seven_minutes_to_read() -> None:

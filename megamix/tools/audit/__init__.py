@@ -1,6 +1,7 @@
 """Audit of a training step: the dtype in which every number is kept, and the digits that it loses.
 
 facts      facts on each parameter; the ranks' parts put together
+finite     first loss, gradient, state or weight that is not finite
 watch      dtypes that a step computes and sends with, and its gradients, seen operation by operation
 updates    changes by an update: of a torch optimizer, or of a `ShardedEngine`
 holders    tensors that the optimizer updates for each parameter, and the dtypes that DDP and FSDP2 declare

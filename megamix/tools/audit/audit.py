@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megamix.comm.collectives import make_collectives
+from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.tools.audit.facts import NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, gather_facts
+from megamix.tools.audit.facts import NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, local
+from megamix.tools.audit.finite import first_not_finite
 from megamix.tools.audit.holders import find_masters, fully_sharded, innermost, is_compiled, wires_told
 from megamix.tools.audit.report import AuditReport
 from megamix.tools.audit.updates import engine_updates, optimizer_updates
-from megamix.tools.audit.watch import Watch
+from megamix.tools.audit.watch import Watch, losses_told
+from megamix.tools.verify.core.observed_step import rank_device
 
 
 @contextmanager
@@ -45,13 +53,28 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) ->
         updates = torch_updates(model, [optimizer], facts, watch)
     with updates, watched(model, facts, watch):
         yield report
+    watch.first = watch.first or first_not_finite(watch.losses)
     finite = all(one.largest.get("gradient", 0.0) < torch.inf for one in facts.values())
     if not watch.steps and finite and not watch.overflowed:
         raise RuntimeError(
             "audit: no step was made inside the block: call optimizer.step() there, or scaler.step(optimizer) with a "
             "GradScaler, after the backward of its last micro-batch; give audit the optimizer that is stepped"
         )
-    report.fill(gather_facts(facts.values()), watch.loss_scale, Topology.current().world.size, skipped=not watch.steps)
+    device = rank_device()
+    collectives = make_collectives(Topology.current().world, device)
+    notes = gather_json(collectives, make_note(facts, facts.values(), watch), device)
+    report.fill(notes, skipped=not watch.steps)
+
+
+def make_note(facts: Mapping[nn.Parameter, ParamFacts], judged: Iterable[ParamFacts], watch: Watch) -> dict[str, Any]:
+    """Return what this rank has found, for JSON. `judged`: those of the facts that are whole."""
+    first, not_finite = watch.first, None
+    if first is not None:
+        other = "the loss" if first.held is None else "a copy of a weight"
+        where = next((one.name for param, one in facts.items() if param is first.held), other)
+        not_finite = {"update": first.update, "kind": first.kind, "where": where}
+    told = [asdict(one) for one in judged]
+    return {"facts": told, "loss_scale": watch.loss_scale, "sent": watch.sent, "not_finite": not_finite}
 
 
 @contextmanager
@@ -65,6 +88,11 @@ def torch_updates(
         for optimizer in optimizers:
             stack.enter_context(optimizer_updates(innermost(optimizer), partial(find_masters, optimizer, facts), watch))
         yield
+    if dist.is_available() and dist.is_initialized():
+        for param, one in facts.items():
+            total = float(local(param).detach().sum(dtype=torch.float64))
+            if one.counts.get("held") and local(param) is param and math.isfinite(total):
+                one.weight_sums = [total]
 
 
 @contextmanager
@@ -73,6 +101,7 @@ def watched(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
     with ExitStack() as stack:
         stack.callback(watch.release)
         watch.handles += _follow(model, facts, watch)
+        stack.enter_context(losses_told(watch))
         stack.enter_context(watch)
         yield
     _settle_compute(facts.values(), watch, any(map(is_compiled, model.modules())))

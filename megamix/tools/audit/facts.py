@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megamix.comm.collectives import make_collectives
-from megamix.comm.host import gather_json
-from megamix.comm.topology import Topology
-from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.core.tape import plain_name
 
 # Columns in the order in which a step meets them. `sum`: over micro-batches and ranks. `master`: the tensor that the
@@ -57,6 +53,7 @@ class ParamFacts:
     direction: str = NOWHERE  # dtype in which our Muon multiplies matrices, and sends them between ranks
     counts: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
+    weight_sums: list[float] = field(default_factory=list)  # after the step, those that differ between ranks
 
     @property
     def pattern(self) -> str:
@@ -129,13 +126,6 @@ def describe(model: nn.Module) -> dict[nn.Parameter, ParamFacts]:
     return facts
 
 
-def gather_facts(facts: Iterable[ParamFacts]) -> dict[str, ParamFacts]:
-    """Return the facts of all ranks, put together by name. Every rank must call it."""
-    device = rank_device()
-    collectives = make_collectives(Topology.current().world, device)
-    return join_facts(gather_json(collectives, [asdict(one) for one in facts], device))
-
-
 def join_facts(by_rank: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, ParamFacts]:
     """Return the facts that each rank tells, as `asdict` gives them, put together by name."""
     whole: dict[str, ParamFacts] = {}
@@ -147,6 +137,7 @@ def join_facts(by_rank: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, Para
             there.direction = joined(there.direction, one.direction)
             there.count(**one.counts)
             there.note_largest(**one.largest)
+            there.weight_sums = sorted({*there.weight_sums, *one.weight_sums})
     for one in whole.values():
         moments = [*one.moments.values()]
         one.dtypes["moments"] = "/".join({*moments} if len({*moments}) == 1 else moments) or NOWHERE

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megamix.tools.audit.audit import torch_updates, watched
+from megamix.tools.audit.audit import make_note, torch_updates, watched
 from megamix.tools.audit.facts import ParamFacts, describe
+from megamix.tools.audit.finite import NotFinite, first_not_finite
 from megamix.tools.audit.holders import innermost
 from megamix.tools.audit.watch import Watch
 
@@ -45,15 +46,21 @@ class ScriptAudit:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: list[torch.optim.Optimizer] = []  # since the watch began
         self._watch: Watch | None = None
+        self._not_finite: NotFinite | None = None  # before the watch began
         self._stack = ExitStack()
 
-    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of an update. Raises: ValueError that says why the script cannot be audited."""
+    def after_update(self, optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor]) -> None:
+        """Take note of an update. `losses`: of the last backward pass.
+
+        Raises: ValueError that says why the script cannot be audited.
+        """
         if innermost(optimizer) is not optimizer:  # a wrapper, whose inner one has told it already
             return
         if torch._C._current_graph_task_id() != -1:
             raise ValueError("its optimizers step inside backward, where no watch can begin; step them behind it")
-        if self._watch is not None:
+        if self._watch is None:
+            self._not_finite = self._not_finite or first_not_finite(losses, optimizer, self._made + 1)
+        else:
             self._stepped.append(optimizer)
         if not self._leads(optimizer):
             return
@@ -99,9 +106,10 @@ class ScriptAudit:
         judged = [*self._judged()]
         held = {param for optimizer in self._stepped for group in optimizer.param_groups for param in group["params"]}
         unseen = len(held) - sum("held" in one.counts for one in judged)
-        facts = [asdict(one) for one in judged]
+        watch.first = self._not_finite or (watch.first and replace(watch.first, update=self._updates))
         waiting = len(self._facts) - len(judged)
-        self._tell("facts", facts=facts, world=world, loss_scale=watch.loss_scale, unseen=unseen, waiting=waiting)
+        note = make_note(self._facts, judged, watch)
+        self._tell("facts", **note, world=world, unseen=unseen, waiting=waiting)
         end = time.monotonic() + WAIT_S
         while len([*self._folder.glob("*.facts")]) < world and time.monotonic() < end:
             time.sleep(0.05)

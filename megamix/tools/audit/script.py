@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from megamix.tools.audit.facts import join_facts
 from megamix.tools.audit.report import AuditReport
 
 POLL_S = 0.1
@@ -60,7 +59,7 @@ def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -
             _end(child)
             signal.signal(signal.SIGTERM, others)
     report = AuditReport()
-    report.fill(join_facts(note["facts"] for note in notes), notes[0]["loss_scale"], len(notes), skipped=False)
+    report.fill(notes, skipped=False)
     unseen, waiting = (max(note[kind] for note in notes) for kind in ("unseen", "waiting"))
     return ScriptReport(report, len(notes), unseen, waiting)
 

@@ -13,6 +13,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.update_slice import MASTER
 from megamix.tools.audit.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
+from megamix.tools.audit.finite import first_not_finite
 from megamix.tools.audit.watch import Watch
 from megamix.tools.verify.core.observed_step import UsedValues
 
@@ -56,7 +57,7 @@ class Update:
             due = direction != 0
         if self._decays:
             due = due | (before != 0)
-        if self._lr:
+        if self._lr and bool(master.isfinite().all()):  # else nothing that is left of it can be counted
             moved, weight = (torch.linalg.vector_norm(x.float()).double() for x in (master.float() - before, before))
             facts.count(due=due.sum(), lost=(due & (master == before)).sum())
             facts.count(update_squares=moved**2, weight_squares=weight**2)
@@ -119,6 +120,7 @@ def optimizer_updates(
         for param, update in under_way.items():
             assert param.grad is not None
             update.after(local(param.grad), states[param])
+        watch.first = watch.first or first_not_finite(watch.losses, optimizer)
 
     with optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after):
         yield

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megamix.tools.audit.facts import DTYPES, HALVES, NOWHERE, ParamFacts
+from megamix.tools.audit.finite import KINDS
 
 _TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("warnings.toml").read_text())
 
@@ -44,16 +45,21 @@ def _warning(rule: str, where: str, more: str = "", **words: object) -> AuditWar
 
 
 def warnings_of(
-    facts: Mapping[str, ParamFacts], rows: Sequence[ParamFacts], ranks: int, scaled: bool, skipped: bool
+    facts: Mapping[str, ParamFacts],
+    rows: Sequence[ParamFacts],
+    notes: Sequence[Mapping[str, Any]],
+    scaled: bool,
+    skipped: bool,
 ) -> list[AuditWarning]:
     """Return all warnings, harmful ones first. Of several rows with one warning, the worst is named.
 
-    `ranks`: number of ranks that sum. `scaled`: whether the loss is.
-    """
+    `notes`: of the ranks, which sum. `scaled`: whether the loss is.
+    """  # fmt: skip
+    ranks = len(notes)
     rows = [row for row in rows if row.trains]
     trained = [facts[name] for row in rows for name in row.parameters]
     held = [one for one in trained if one.counts.get("held")]
-    found = [*_odd_ones(held)]
+    found = [*_not_finite(notes), *_odd_ones(held)]
     if skipped:
         return [*found, _warning("skipped", "all parameters")]
     broken: dict[str, list[tuple[float, ParamFacts]]] = {rule: [] for rule in _TEXTS}
@@ -67,10 +73,21 @@ def warnings_of(
             found.append(_warning(rule, worst.name, more, row=worst, ranks=ranks))
     free = [one.name for one in trained if not one.counts.get("held")]
     silent = [one.name for one in held if not one.largest.get("gradient")]
-    for rule, names in (("not held", free), ("no gradient", silent)):
+    parted = [one.name for one in held if len(one.weight_sums) > 1]
+    alone = not any(note["sent"] for note in notes) and all(one.dtypes["wire"] == NOWHERE for one in held)
+    for rule, names in (("not held", free), ("no gradient", silent), ("ranks apart", parted if alone else [])):
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        found += [_warning(rule, ", ".join(names[:4]) + more)] if names else []
+        found += [_warning(rule, ", ".join(names[:4]) + more, ranks=ranks)] if names else []
     return sorted(found, key=lambda one: not one.harms)
+
+
+def _not_finite(notes: Sequence[Mapping[str, Any]]) -> Iterator[AuditWarning]:
+    """Yield the first number of any rank that is not finite."""
+    found = [note["not_finite"] for note in notes if note["not_finite"]]
+    if found:
+        first = min(found, key=lambda one: (one["update"], KINDS.index(one["kind"])))
+        when = f"update {first['update']}" if first["update"] else "this step"
+        yield _warning(f"{first['kind']} not finite", first["where"], when=when)
 
 
 def _rules(row: ParamFacts, ranks: int, scaled: bool) -> Iterator[tuple[str, float]]:

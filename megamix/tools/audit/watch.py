@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from megamix.tools.audit.facts import DTYPES, ESTIMATED, EXACT, ParamFacts, dtype_name, joined, local
+from megamix.tools.audit.finite import NotFinite
 from megamix.tools.verify.core.tape import tensors_in
 
 _COPIES = {"_to_copy", "clone"}
@@ -24,6 +27,7 @@ _NOT_COMPUTED = {
     "resize_", "_foreach_copy_", "record_stream", "split_with_sizes_copy", "cat", "isfinite", "equal",
 }  # fmt: skip
 _TRAFFIC = {"c10d", "_c10d_functional", "fsdp"}
+_FEW = 16  # numbers that ranks may send for a log or a norm
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 T = TypeVar("T")
@@ -44,6 +48,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self.reduced: set[torch.dtype] = set()  # dtypes that ranks summed behind the forward
         self.loss_scale: float | None = None
         self.steps, self.overflowed = 0, False
+        self.losses: list[Tensor] = []  # of the last backward pass
+        self.first: NotFinite | None = None
+        self.sent = False  # whether ranks sent more than a few numbers
         self.inside_forward = False  # forward of the whole model
         self.handles: list[RemovableHandle] = []
         self._followed: set[Tensor] = set()
@@ -98,9 +105,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         if name == _UNSCALE:
             self.overflowed |= bool(args[1])
         elif room in _TRAFFIC:
-            if "reduce" in name or "to_all" in name or "toall" in name:
-                floats = [one for one in tensors_in(args[:1]) if one.is_floating_point() and not self.inside_forward]
-                self.reduced.update(one.dtype for one in floats if one.numel() > 1)  # one number: a loss or a norm
+            sent = {one.dtype for one in tensors_in(args[:1]) if one.numel() > _FEW}
+            self.sent |= bool(sent)
+            if ("reduce" in name or "to_all" in name or "toall" in name) and not self.inside_forward:
+                self.reduced.update(dtype for dtype in sent if dtype.is_floating_point)
         elif name in _COPIES and torch._C._current_graph_task_id() != -1:  # in backward
             storage = local(out).untyped_storage()
             self._sources[storage._cdata] = (_Weak(storage), (args[0].dtype, flushed(local(args[0]), out.dtype)))
@@ -129,9 +137,27 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         kept = DTYPES.get(facts.dtypes["wire"]) or DTYPES.get(facts.dtypes["sum"]) or grad.dtype
         lost = flushed(grad, kept) if lost is None else lost
         facts.dtypes["gradient"] = joined(facts.dtypes["gradient"], dtype_name(made))
-        facts.note_largest(gradient=grad.abs().amax())
+        facts.note_largest(gradient=grad.abs().amax().nan_to_num(nan=torch.inf))
         counted = {ESTIMATED: zeros_among_subnormals(grad, made)} if lost is None else {EXACT: lost}
         facts.count(**counted, looked_at=grad.numel())
+
+
+@contextmanager
+def losses_told(watch: Watch) -> Iterator[None]:
+    """Keep the losses of the last backward pass of the block in `watch.losses`."""
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else inside a backward pass, as a checkpoint's is
+            watch.losses = [one.detach() for one in tensors_in(tensors)]
+        backward(tensors, *args, **kwargs)
+
+    torch.autograd.backward = run
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
 
 
 def flushed(values: Tensor, dtype: torch.dtype) -> Tensor | None:

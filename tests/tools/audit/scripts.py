@@ -212,6 +212,62 @@ def by_hand_forever() -> None:
         by_hand()
 
 
+def half_without_masters() -> None:
+    """Train in FP16, in which AdamW's eps is zero."""
+    module = model().half()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-8)
+    for step in count():
+        optimizer.zero_grad()
+        loss_of(module, step).backward()
+        optimizer.step()
+
+
+def log_of_negative() -> None:
+    """Compute a loss that is NaN from the second update on, with finite gradients."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    for step in count():
+        optimizer.zero_grad()
+        loss = loss_of(module, step)
+        (loss + torch.log(loss.detach() if step == 0 else -loss.detach())).backward()
+        optimizer.step()
+
+
+def root_of_zero() -> None:
+    """Compute a gradient that is not finite from the third update on."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    for step in count():
+        optimizer.zero_grad()
+        (loss_of(module, step) + (module[1].bias * (step < 2)).square().sum().sqrt()).backward()
+        optimizer.step()
+
+
+def each_alone() -> None:
+    """Train on two ranks that read their own data and average only a count for a log."""
+    train_on_ranks(average=False)
+
+
+def averaging() -> None:
+    """Average the gradients of two ranks by hand."""
+    train_on_ranks(average=True)
+
+
+def train_on_ranks(average: bool) -> None:
+    """Train a plain module on each rank. `average`: whether they average their gradients."""
+    dist.init_process_group("gloo")
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for step in count():
+        optimizer.zero_grad()
+        loss = loss_of(module, 2 * step + dist.get_rank())
+        loss.backward()
+        for param in module.parameters() if average else ():
+            dist.all_reduce(param.grad)
+        dist.all_reduce(torch.stack([loss.detach(), torch.ones(())]))
+        optimizer.step()
+
+
 def loose_tensor() -> None:
     """Move a tensor that is in no module."""
     weight = torch.zeros(3, requires_grad=True)
@@ -225,7 +281,9 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     one.__name__: one
     for one in (
         half, overflowing, by_closure, in_turns, twice, once, by_epochs, by_many, inside_backward, flat,
-        masters_by_hand, partly_held, evaluating, compiled_step, by_hand, by_hand_forever, accumulating, loose_tensor,
+        masters_by_hand, partly_held, evaluating, compiled_step, by_hand, by_hand_forever,
+        accumulating, half_without_masters, log_of_negative, root_of_zero,
+        each_alone, averaging, loose_tensor,
     )
 }  # fmt: skip
 

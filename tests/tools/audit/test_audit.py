@@ -328,6 +328,15 @@ def test_a_step_that_the_scaler_skips_is_told_and_harms_nothing() -> None:
     assert report.rows[0].lost is None
 
 
+@pytest.mark.parametrize("loop", [plain, scaled])
+def test_a_loss_that_is_not_finite_is_wrong_whether_the_step_is_skipped_or_not(loop: Callable[..., Loop]) -> None:
+    poisoned = loop(seed=1)
+    torch.nn.init.constant_(poisoned.model.head.weight, torch.nan)
+    report = poisoned.audited(0)
+    assert "the loss: is NaN or infinite, first at this step" in said(report)
+    assert "is zero, or did not come" not in said(report, harms=False)
+
+
 def test_headroom_follows_the_loss_scale() -> None:
     rooms = []
     for power in (10, 13):

@@ -46,9 +46,35 @@ def test_it_tells_what_an_audit_in_the_loop_tells(capfd: pytest.CaptureFixture[s
     assert page == str(report).splitlines()
 
 
+def on_two_ranks(name: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *script(name)[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "updates", "where", "what"),
+    [
+        ("half_without_masters", 4, "0.weight", r"is NaN or infinite, first after update 1, and the gradient and"),
+        ("log_of_negative", 4, "the loss", "is NaN or infinite, first at update 2: the training is lost"),
+        ("root_of_zero", 3, "1.bias", "its gradient is NaN or infinite, first at update 3, and the loss was finite"),
+    ],
+)
+def test_the_first_number_that_is_not_finite_is_wrong(name: str, updates: int, where: str, what: str) -> None:
+    report = audit_script(script(name), updates).report
+    (wrong, *others) = report.warnings
+    assert (wrong.harms, wrong.where, wrong.what[: len(what)]) == (True, where, what)
+    assert not any(one.harms or "gradient" in one.what for one in others)
+
+
+@pytest.mark.parametrize("name", ["each_alone", "averaging"])
+def test_ranks_that_train_models_of_their_own_are_told(name: str) -> None:
+    report = audit_script(on_two_ranks(name), 2).report
+    apart = [one.where for one in report.warnings if "differs between the 2 ranks" in one.what]
+    assert apart == (["0.weight, 1.weight, 1.bias"] if name == "each_alone" else [])
+    assert not report.harms
+
+
 def test_an_attempt_that_overflows_is_watched_anew_on_all_ranks() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    seen = audit_script([*launcher, *script("overflowing")[2:]], 3)
+    seen = audit_script(on_two_ranks("overflowing"), 3)
     assert (seen.ranks, seen.report.loss_scale, seen.report.warnings) == (2, 2.0**10, [])
     wires = {row.dtypes["wire"] for row in seen.report.rows}
     assert wires == {"fp32"}

@@ -42,6 +42,7 @@ class Updates:
 
     def __init__(self, optimizer_module: Any):
         self.made = self.passes = 0
+        self.losses: list[Any] = []
         self.audit: Any = None
         self.torch = optimizer_module.torch
         self.torch.autograd.backward = self.told(self.torch.autograd.backward)
@@ -54,13 +55,15 @@ class Updates:
         @functools.wraps(backward)
         def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self.torch._C._current_graph_task_id() == -1:  # else inside a backward pass, as a checkpoint's is
-                self.before_backward()
+                self.before_backward(tensors)
             backward(tensors, *args, **kwargs)
 
         return run
 
-    def before_backward(self) -> None:
-        """Count a pass, and end the process if too many of them made no update."""
+    def before_backward(self, tensors: Any) -> None:
+        """Keep the losses and count the pass, and end the process if too many of them made no update."""
+        kind = self.torch.Tensor
+        self.losses = [one.detach() for one in ([tensors] if isinstance(tensors, kind) else tensors)]
         self.passes += 1
         if self.passes > MOST_PASSES:
             refuse(
@@ -79,7 +82,7 @@ class Updates:
 
                 updates, folder = int(os.environ["MEGAMIX_AUDIT_UPDATES"]), os.environ["MEGAMIX_AUDIT_FOLDER"]
                 self.audit = ScriptAudit(updates, folder, tell)
-            self.audit.after_update(optimizer)
+            self.audit.after_update(optimizer, self.losses)
         except Exception as error:
             refuse(f"{type(error).__name__}: {error}")
 

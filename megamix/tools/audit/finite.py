@@ -1,0 +1,57 @@
+"""First number of a training that is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamix.tools.audit.facts import DTYPES, local
+from megamix.tools.verify.core.tape import tensors_in
+
+KINDS = ("loss", "gradient", "state", "weight")  # in the order in which an update makes them
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """A number that is not finite: one of `KINDS`, of a tensor that the optimizer holds unless it is the loss."""
+
+    kind: str
+    held: Tensor | None = None
+    update: int = 0  # 0: the one that is watched
+
+
+@torch.no_grad()
+def first_not_finite(
+    losses: Sequence[Tensor], optimizer: torch.optim.Optimizer | None = None, update: int = 0
+) -> NotFinite | None:
+    """Return what is not finite in an update that is over, the earliest of `KINDS`; None if nothing is, or it skipped.
+
+    `losses`: of the last backward pass. `update`: number of the update.
+    """
+    # An FP16 loss may be infinite by its loss scale alone, and do no harm.
+    if any(loss.isnan().any() or not (loss.dtype == torch.float16 or _finite(loss)) for loss in losses):
+        return NotFinite("loss", update=update)
+    if optimizer is None or getattr(optimizer, "found_inf", None):
+        return None
+    held = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    made = {
+        "gradient": [param.grad for param in held],
+        "state": [optimizer.state.get(param, {}) for param in held],
+        "weight": held,
+    }
+    found = (
+        NotFinite(kind, param, update)
+        for kind, values in made.items()
+        for param, value in zip(held, values, strict=True)
+        if not all(map(_finite, tensors_in(value)))
+    )
+    return next(found, None)
+
+
+def _finite(tensor: Tensor) -> bool:
+    tensor = local(tensor)
+    judged = tensor.layout == torch.strided and tensor.dtype in DTYPES.values()
+    return not judged or bool(tensor.isfinite().all())
