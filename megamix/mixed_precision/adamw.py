@@ -25,12 +25,12 @@ class AdamW(AdamWSettings, Optimizer):
 
     @property
     def takes_chances(self) -> bool:
-        """Whether a moment is rounded by chance."""
+        """Return whether a moment is rounded by chance."""
         return self.state_dtype == torch.bfloat16 and any(map(needs_chance, self.betas))
 
     def coefficients(self, update: Tensor) -> Tensors:
-        # As factors, since the compiled loop would divide every vector anew by them: 1 / (1 - beta1^t) and
-        # 1 / sqrt(1 - beta2^t), rounded once.
+        # The bias corrections are factors, 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t), each rounded once. As divisors
+        # they would cost the compiled loop a division per vector.
         correction1, correction2 = (1 - beta**update for beta in self.betas)
         corrections = correction1.reciprocal().float(), correction2.rsqrt().float()
         return (*corrections, update.float()) if self.takes_chances else corrections
@@ -49,7 +49,7 @@ class AdamW(AdamWSettings, Optimizer):
         return master, new
 
     def has_torchs_equation(self, states: States) -> bool:
-        """Return whether torch's fused AdamW does the same with these states."""
+        """Return whether torch's fused AdamW computes the same from these states."""
         return type(self).equation is AdamW.equation and not self.takes_chances
 
     def library_update_(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> bool:

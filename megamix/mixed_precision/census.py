@@ -41,7 +41,7 @@ def single_device(model: nn.Module) -> torch.device:
 
 
 class _Span(NamedTuple):
-    """The memory of a tensor: the addresses of its first byte and of the end."""
+    """The memory of a tensor: the address of its first byte, and the address behind its last byte."""
 
     start: int
     end: int
@@ -67,15 +67,15 @@ def refuse_shared_elements(model: nn.Module) -> None:
             if (other.tensor.requires_grad or span.tensor.requires_grad) and _share_elements(other, span):
                 both = " and ".join(sorted((plain_name(other.name), plain_name(span.name))))
                 raise ValueError(
-                    f"{both} share elements, and the engine would train them apart: make them one Parameter: "
-                    "module.weight = other.weight; or let them be two: nn.Parameter(other.weight.detach().clone())"
+                    f"{both} share elements, and the engine would train each by itself: make them one Parameter, "
+                    "module.weight = other.weight, or two, nn.Parameter(other.weight.detach().clone())"
                 )
         near.append(span)
 
 
 def _share_elements(first: _Span, second: _Span) -> bool:
-    """Return whether two overlapping tensors share elements: slices of one matrix may interleave without it. `second`
-    must not begin before `first`.
+    """Return whether two tensors with overlapping memory share an element. Slices of one matrix may overlap without a
+    common element. `second` must not begin before `first`.
     """
     one, other = first.tensor, second.tensor
     apart, rest = divmod(second.start - first.start, one.itemsize)
@@ -132,19 +132,19 @@ def take_census(model: nn.Module, optimizer: Optimizer, topology: Topology, shar
 def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn.Module]) -> list[ParamSpec]:
     """Return the specs with the numbers of their units, 1 for the first.
 
-    0 is the root's: parameters that no unit has alone, and parameters with other owners than the data-parallel ranks,
-    which lie together. Raises: ValueError if a unit is inside another one.
+    The root has number 0. Its parameters are those in no unit or in several, and those whose owners are not the
+    data-parallel ranks alone. Raises: ValueError if a unit is inside another one.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(prefix_of(path))
     for unit in units:
         if any(other is not unit and other in units for other in unit.modules()):
-            raise ValueError(f"units must not lie in each other, but a {type(unit).__name__} holds another one")
+            raise ValueError(f"a unit must not contain another unit, but a {type(unit).__name__} does; pass one")
     numbers = []
     sizes = [0] * (1 + len(units))
     for spec in specs:
-        # By its names: a parameter in two units has a name in each.
+        # A parameter in two units has a name in each, so all names must lie in one unit.
         names = (spec.name, *spec.aliases)
         of = (k for k, unit in enumerate(units, start=1) if all(name.startswith(tuple(paths[unit])) for name in names))
         number = 0 if spec.axis else next(of, 0)
@@ -157,9 +157,9 @@ def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn
 def _joined(sizes: Sequence[int], whole: int) -> list[int]:
     """Return the number, from 1 on, of the gather that each unit belongs to.
 
-    Neighbouring units below the least size are joined until they reach it together: a gather, and the update of a
-    bucket, cost as much host time for ten thousand elements as for a million. `sizes`: elements of each unit. `whole`:
-    elements of the model.
+    Neighbouring units that are smaller than the least size are joined until they reach it together. The reason: a
+    gather, or the update of a bucket, takes as much host time for ten thousand elements as for a million. `sizes`:
+    elements of each unit. `whole`: elements of the model.
     """
     least = min(tuned.LEAST_UNIT, whole / tuned.LEAST_UNITS)
     numbers = []
@@ -175,8 +175,8 @@ def _joined(sizes: Sequence[int], whole: int) -> list[int]:
 
 
 class Entry(NamedTuple):
-    """A trained parameter of the model that all ranks hold together, or a buffer in its state_dict. Buffers are equal
-    on all ranks of their stage, or the first rank's counts.
+    """A trained parameter of the model that all ranks hold together, or a buffer in its state_dict. If the ranks of a
+    stage have different values of a buffer, those of the first rank count.
     """
 
     name: str
@@ -218,6 +218,6 @@ def describe_whole(model: nn.Module, specs: Sequence[ParamSpec], pp: Collectives
 
 def _each_once(by_stage: Iterable[list[Any]]) -> list[Entry]:
     found: dict[str, Entry] = {}
-    for name, full_shape, dtype, stage, aliases in chain.from_iterable(by_stage):  # two stages may hold the same one
+    for name, full_shape, dtype, stage, aliases in chain.from_iterable(by_stage):  # two stages may hold the same entry
         found.setdefault(name, Entry(name, tuple(full_shape), dtype, stage, tuple(aliases)))
     return list(found.values())

@@ -47,7 +47,7 @@ from megamix.mixed_precision.weights import Fill, full_weights, load_weights, ta
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """Facts for which an engine was built. None of them changes."""
+    """The facts that an engine was built with. They never change."""
 
     precision: Precision
     sharding: Sharding
@@ -70,9 +70,9 @@ class ShardedEngine:
             engine.step()
 
     The module keeps its Parameters; their data become views into flat half buffers. Their first values are those of the
-    first rank, or those that `fill` writes; the module then needs no values of its own (`without_values`). Gradients
-    are averaged over ranks and over `grad_accum_steps` calls of `backward` per `step`, by weight. `clip_grad`: largest
-    global norm; 0 is off.
+    first rank or, with `fill`, those that it writes. With `fill` the module needs no values (`without_values`).
+    Gradients are averaged over ranks and over `grad_accum_steps` calls of `backward` per `step`, by weight.
+    `clip_grad`: largest norm of the whole model's gradient; 0 turns clipping off.
     """
 
     __reduce__ = refusals.refuse_copy
@@ -83,7 +83,7 @@ class ShardedEngine:
         compile_update: bool = True, fill: Fill | None = None,
     ):  # fmt: skip
         precision = Precision() if precision is None else precision
-        sharding = Sharding() if sharding is None else sharding  # `or` would let an empty list pass
+        sharding = Sharding() if sharding is None else sharding  # with `or`, an empty list would not be refused
         refusals.check_arguments(model, optimizer, precision, sharding, clip_grad, grad_accum_steps)
         refuse_second_engine(model)
         refuse_shared_elements(model)
@@ -117,8 +117,8 @@ class ShardedEngine:
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=self.device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._lr_table = put_lr_table(self.optimizer.lr_table(), self.device)
-        # A user fills it with a positive number on any rank. From the next step() on, every rank's `stop_requested` is
-        # positive.
+        # A program may fill this tensor with a positive number on any rank. From the next step() on, `stop_requested`
+        # is positive on every rank.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _agree(
@@ -190,9 +190,9 @@ class ShardedEngine:
 
     @contextmanager
     def observe(self, observer: StepObserver) -> Iterator[None]:
-        """Show `observer` gradients, transfers and updates of steps inside: `with engine.observe(observer): ...`."""
+        """Show `observer` the gradients, transfers and updates of the steps inside the block."""
         if not isinstance(observer, StepObserver):
-            raise TypeError(f"observe() takes a megamix.StepObserver, got {observer!r}; derive its class from that")
+            raise TypeError(f"observe() takes a megamix.StepObserver, got {observer!r}; derive its class from it")
         self._observers.append(observer)
         try:
             yield
@@ -207,8 +207,8 @@ class ShardedEngine:
         micro-batches divided by the sum of the weights: the exact mean over all counted targets of all ranks. If no
         target counts anywhere, both are zero.
         In the last micro-batch of a step each bucket's reduction starts as soon as its gradients are complete.
-        `last=True` ends the step early; ranks may end at different counts, except with shard="parameters" or
-        accumulate="owner".
+        `last=True` ends the step early. The ranks may end it after different numbers of micro-batches, except with
+        shard="parameters" or accumulate="owner".
         """
         refusals.check_loss(loss, weight)
         number = self.progress.micro_batches
@@ -221,8 +221,8 @@ class ShardedEngine:
 
     @contextmanager
     def micro_batches(self, count: int) -> Iterator[None]:
-        """Take `count` of the step's micro-batches, whose forwards and backwards run inside, as in a pipeline's
-        schedule. Their losses go through `progress.scaled`, their backward passes run inside `backward_pass`.
+        """Take `count` of the step's micro-batches, whose forwards and backwards the block runs in any order, as a
+        pipeline does. Each loss goes through `progress.scaled`; each backward pass runs inside `backward_pass`.
         """
         with self._taking(count, last=False):
             self._moving_buffers.begin()  # a pipeline never runs the whole module's forward, whose hook calls begin()
@@ -230,9 +230,7 @@ class ShardedEngine:
 
     @contextmanager
     def _taking(self, micro_batches: int, last: bool) -> Iterator[None]:
-        """Take the step's next micro-batches. After the last one, start the sums over the ranks that are not started
-        yet.
-        """
+        """Take the step's next micro-batches. After the last one, start all remaining sums over the ranks."""
         with self.progress.alone("engine.backward"):
             self._guard.check_gradients()
             self.progress.require_room(micro_batches)
@@ -255,9 +253,9 @@ class ShardedEngine:
     def backward_pass(self, micro_batch: int, completes: Collection[str], loss: Tensor | None = None) -> Context[None]:
         """Collect, by the ready hooks, the gradients of one backward pass through the model or through a stage of it.
 
-        `completes`: names of the parameters whose gradients are complete after this pass; a bucket's sum over the ranks
-        starts once all its gradients are. `loss`: the tensor to back-propagate; its graph is searched for parameters
-        that it reads outside the model's output.
+        `completes`: names of the parameters whose gradients are complete after this pass. A bucket's sum over the ranks
+        starts once all its gradients are complete. `loss`: the tensor to back-propagate; its graph is searched for
+        parameters that it reads outside the model's output.
         """
         grads = self._grads.backward_pass(micro_batch, completes)
         if isinstance(self._gather, UnitGather):
@@ -273,8 +271,8 @@ class ShardedEngine:
 
         `lr`: a number, or a table with one entry per update as in the optimizer's constructor; update n reads entry n.
         Groups keep their factors.
-        The first rank's learning rate holds for all ranks and travels with the step's agreement; other ranks need not
-        call this. No state dict holds it: set it again after loading a state.
+        The first rank's learning rate holds for all ranks; other ranks need not call this. No state dict holds the
+        learning rate: set it again after loading a state.
         """
         self.optimizer = replace(self.optimizer, lr=lr)  # refuses invalid values
         self._lr_table = put_lr_table(self.optimizer.lr_table(), self.device)
@@ -283,15 +281,15 @@ class ShardedEngine:
         """Return once no transfer of parameters is under way. Then parameters may be read, unless `shard="parameters"`
         has freed them.
 
-        Without `Sharding.units` no transfer is under way after `step()`. With them, forwards and `state_dict()` wait by
-        themselves.
+        Without `Sharding.units` no transfer is under way after `step()`. With units, forwards and `state_dict()` wait
+        by themselves.
         """
         self._gather.wait_all()
 
     def discard_step(self) -> None:
         """Forget the micro-batches since the last `step()`, the changes that their forwards made to buffers, and
-        `examine_next_step()`. Call it for instance when a forward has failed; a failed `backward` does it by itself.
-        Every rank must call it.
+        `examine_next_step()`. Call it for instance when a forward has failed. A failed `backward` forgets the step by
+        itself. Every rank must call it.
         """
         self._forget_step()
         self._gather.release()
@@ -303,7 +301,7 @@ class ShardedEngine:
         self._moving_buffers.put_back(torch.ones_like(self.stop_request, dtype=torch.bool))
 
     def examine_next_step(self) -> None:
-        """Examine the next step closely: `StepResult.examination`. Its results stay the same, bit for bit."""
+        """Examine the next step closely, for `StepResult.examination`. All other results stay the same, bit for bit."""
         self.progress.require_empty("examine_next_step()", "before the first")
         self._end_examination()
         self._examiner = Examiner(self.plan.param_names, self.grad_accum_steps, self.device)
@@ -323,7 +321,7 @@ class ShardedEngine:
         """
         with self.progress.alone("step()"):
             by_piece, stats = self._sum_and_agree("step()")
-            # The scale that backward used. The next step's may differ from it by the growth factor.
+            # The scale that this step's backward used. `update_` below may change the scale for the next step.
             scale_used = self.progress.scale_used
             with self._grads.freed_after(), self._examined() as examination:
                 with self.clock.span("update"):
@@ -395,9 +393,9 @@ class ShardedEngine:
     def whole_parameters(self) -> Iterator[None]:
         """Allow any read of the module's parameters inside the block. Every rank must enter and leave it.
 
-        With `Sharding(shard="parameters")` they have no memory while their unit does not compute. A forward inside the
-        block gathers nothing, so a rank may run one alone. Writes inside the block are refused by the `step()` two
-        steps later, or earlier when weights are handed out or saved.
+        With `Sharding(shard="parameters")` parameters otherwise have memory only while their unit computes. A forward
+        inside the block gathers nothing, so a single rank may run it. Writes inside the block are refused by the
+        `step()` two steps later, or earlier if weights are handed out or saved.
         """
         self._require_between_steps("whole_parameters()")
         with self._gather.whole():
@@ -409,7 +407,7 @@ class ShardedEngine:
                     self._unseen_writes.look(self.buckets)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return the state dict on the host, trained weights in FP32 from the masters. Every rank must call it."""
+        """Return the module's state dict on the host, with trained weights in FP32. Every rank must call it."""
         self._require_between_steps("full_weights()")
         self.refuse_unseen_writes()
         return full_weights(self.module, self.buckets, self.plan.entries, self._links)
@@ -418,8 +416,8 @@ class ShardedEngine:
         """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.
 
         Give full FP32 weights under the module's own names, the same on every rank.
-        Raises: ValueError naming missing, unknown and misshapen entries, the first of each, or a parameter with NaN,
-        inf or a value that the dtype cannot hold; nothing is changed then.
+        Raises: ValueError, before anything is changed, naming the first missing, unknown and misshapen entries, or a
+        parameter with NaN, inf or a value that its dtype cannot hold.
         """
         self._require_between_steps("load_weights()", writes=True)
         load_weights(state_dict, self.module, self.buckets, self.plan.entries)
@@ -444,8 +442,8 @@ class ShardedEngine:
         """Load the result of `state_dict` of the same rank and the same layout. Every rank must call it.
 
         Masters, states, counters and the loss scale are replaced; lr and all other settings stay this engine's own.
-        Raises: ValueError if the layout (with the optimizer's groups), the names of the optimizer's states, the loss
-        scale's rule or the rank differ; nothing is changed then.
+        Raises: ValueError, before anything is changed, if the layout (with the optimizer's groups), the names of the
+        optimizer's states, the loss scale's rule or the rank differ.
         """
         self._require_between_steps("load_state_dict()", writes=True)
         refusals.require_own_state(state, self.plan.fingerprint, self.topology.world.rank)
@@ -460,7 +458,7 @@ class ShardedEngine:
         return [state for bucket in self.buckets for states in bucket.states for state in states.values()]
 
     def owned_ranges(self) -> list[OwnedRange]:
-        """Return this rank's masters and states as views: to read, or to write before `publish_masters`."""
+        """Return views of this rank's masters and states. A caller that writes to them calls `publish_masters` then."""
         self._require_between_steps("owned_ranges()")
         return [owned for bucket in self.buckets for owned in bucket.owned_ranges()]
 
@@ -479,7 +477,7 @@ class ShardedEngine:
 
         Only half parameters that have memory between steps are compared.
         Raises: RuntimeError naming the first parameter that differs. With `on_every_rank` all ranks must call it, and
-        all raise; without it this rank alone does.
+        all raise. Without, this rank calls and raises alone.
         """
         self._unseen_writes.look(self._kept_buckets)
         self._unseen_writes.refuse(self.world if on_every_rank else None)

@@ -1,4 +1,4 @@
-"""Stochastic rounding of moments in BF16: rounding to nearest would never let some moments move, rounding by chance is
+"""Stochastic rounding of moments in BF16. With rounding to nearest some moments would never move; rounding by chance is
 right on average.
 """
 

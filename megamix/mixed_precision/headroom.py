@@ -12,8 +12,8 @@ from megamix.settings.limits import Count, check
 from megamix.settings.loss_scales import HeadroomSettings
 
 FP16_MAX = 65504.0  # limit of every gradient and of its sum over micro-batches and ranks
-_LARGEST_PEAK = 2.0**128 / SMALLEST_USED  # more than any gradient in FP32, without the scale
-_EXPONENT = 0x7FF0_0000_0000_0000  # the bits of an FP64 number that are left when it is rounded down to a power of two
+_LARGEST_PEAK = 2.0**128 / SMALLEST_USED  # larger than any unscaled gradient in FP32
+_EXPONENT = 0x7FF0_0000_0000_0000  # mask of FP64's exponent bits: it rounds a number down to a power of two
 
 
 @dataclass(eq=False)
@@ -21,16 +21,17 @@ class HeadroomLossScale(LossScale, HeadroomSettings):
     """Takes the largest power of two that keeps `margin` between the largest gradient of the last `window` steps and
     65504.
 
-    It moves both ways, by any power of two, in the step that calls for it. So overflow is rare, where a search
-    overflows once per growth. If all gradients were alike, a new one would exceed the `window` before it in one step of
-    window + 1; to overflow it must exceed them `margin`-fold.
+    The scale moves up or down, by any power of two, after each step. So overflow is rare, whereas a scale that searches
+    overflows once per growth. If the steps' gradients were alike, one step in window + 1 would have a larger gradient
+    than the `window` steps before it. To overflow, the gradient must be more than `margin` times as large.
 
-    An overflow hides its gradient's size. It counts as a gradient that calls for half the scale it happened at, and is
-    forgotten after `window` steps as any other. That is right for an outlier and for overflow inside backward that the
-    parameters' gradients do not show. It costs one octave for a NaN that no scale cures. A step of zeros alone tells
-    nothing. While there are only such steps the scale doubles, because gradients that have all vanished look the same.
+    An overflow hides the size of its gradient. It counts as a gradient that calls for half the scale of that step, and
+    is forgotten after `window` steps like any other. This is right for an outlier, and for an overflow inside backward
+    that the parameters' gradients do not show. A NaN that no scale cures costs one octave. A step whose gradients are
+    all zero says nothing about the size. While there are only such steps the scale doubles, because gradients that
+    have vanished look the same.
 
-    The first scale is low, because the largest gradient survives at a low scale and only the largest matters.
+    The first scale is low, because only the largest gradient matters and it survives at a low scale.
     `engine.probe_loss_scale()` on the first batch then finds the scale of the first step. Without the probe the first
     step itself runs at `init_scale`.
     """
@@ -63,12 +64,12 @@ class HeadroomLossScale(LossScale, HeadroomSettings):
         super().check_state(state, applied, skipped)
         peaks, steps = state["peaks"], applied + skipped + 1  # the probe counts as a step
         if not isinstance(peaks, list) or len(peaks) != len(self.peaks):
-            raise ValueError(f"loss_scale.peaks: there must be {len(self.peaks)}")
+            raise ValueError(f"loss_scale.peaks: it must have {len(self.peaks)} numbers")
         if not all(0 <= peak <= _LARGEST_PEAK for peak in peaks) or any(peaks[steps:]):
-            raise ValueError(f"loss_scale.peaks: they are no magnitudes of {steps} gradients")
+            raise ValueError(f"loss_scale.peaks: its numbers are no magnitudes of {steps} gradients")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        peaks = state["peaks"]  # another window keeps the newest ones; those before them are unknown
+        peaks = state["peaks"]  # a shorter window keeps the newest peaks; a longer one adds 0: unknown
         fitted = torch.cat([peaks, peaks.new_zeros(self.peaks.shape)])[: self.peaks.numel()]
         super().load_state_dict({**state, "peaks": fitted})
         self.wants_probe = False

@@ -1,9 +1,11 @@
 """The loss scale: gradients below 2**-24 vanish in FP16, so the loss is multiplied by a power of two before backward.
 
-All kinds are device tensors, updated on the device: nobody waits to learn whether a step overflowed. Here are the
-constant one, the one that searches and the rules of other trainers, event for event, so that a run can be moved here
-unchanged: settings, defaults and order of events of their sources. Two things are ours: scales are powers of two,
-and none grows to inf (Megatron's and DeepSpeed's could, and would never return), hence `max_scale`.
+All kinds are device tensors, updated on the device, so the host never waits to learn whether a step overflowed.
+
+This file has the constant scale, the scale that searches, and the rules of other trainers. Those rules keep the
+settings, the defaults and the order of events of their sources, so that a run can be moved here unchanged. Two things
+differ: every scale is a power of two, and none grows beyond `max_scale`. Megatron's and DeepSpeed's scales can grow to
+inf and then stay there.
 """
 
 from __future__ import annotations
@@ -20,26 +22,29 @@ from torch import Tensor
 from megamix.settings.limits import check
 from megamix.settings.loss_scales import DeepSpeedSettings, DynamicSettings, MegatronSettings, TorchSettings
 
-# Backward never uses less: the update multiplies by the inverse, and FP32's ends at 2**127. A rule without a floor
-# may pass it on its way to 0, where one clean step would multiply vanished gradients by inf and the weights be NaN.
+# Backward never uses a smaller scale: the update multiplies by the inverse, which must fit into FP32. The scale of a
+# rule without a floor may fall to 0. Without this limit the next clean step would multiply vanished gradients by inf,
+# and the weights would become NaN.
 SMALLEST_USED = 2.0**-126
-LARGEST = 2.0**127  # FP32's largest power of two: the ceiling of a rule that has none
+LARGEST = 2.0**127  # FP32's largest power of two: the ceiling of a rule that has none itself
 
 
 def _check_count(name: str, value: float | list[float], least: int, most: int) -> None:
-    """Raises: ValueError unless it is a whole number in that range, and one of INT32."""
+    """Refuse a value that is not a whole number from `least` to `most`, or that INT32 cannot hold. Raises:
+    ValueError.
+    """
     if isinstance(value, list) or not value.is_integer() or not max(least, -(2**31)) <= value <= min(most, 2**31 - 1):
-        raise ValueError(f"{name} is {value}, no whole number of {least} to {most}")
+        raise ValueError(f"{name} is {value}, no whole number from {least} to {most}")
 
 
 class LossScale:
-    """Holds what all rules share: a power of two on the device, its range, and the state by which a run goes on."""
+    """Base class of all rules: a power of two on the device, its range, and the state that checkpoints keep."""
 
-    state_names: tuple[str, ...] = ("loss_scale",)  # the tensors that go to the device and into the run's state
+    state_names: tuple[str, ...] = ("loss_scale",)  # the tensors that lie on the device and that checkpoints keep
     wants_probe = False  # whether a first `engine.probe_loss_scale()` would find a better scale to start from
 
     def __init__(self, init_scale: float, min_scale: float, max_scale: float):
-        # A min_scale of 0 is no floor.
+        # min_scale 0 means that there is no floor. It is the only value that need not be a power of two.
         for name, value in {"init_scale": init_scale, "max_scale": max_scale, "min_scale": min_scale or 1.0}.items():
             if not isinstance(value, Real) or isinstance(value, bool):
                 raise TypeError(f"{name} of {self.rule} must be a number, got {value!r}; write for example 1024.0")
@@ -50,7 +55,7 @@ class LossScale:
             raise ValueError(
                 f"init_scale {init_scale:g} must lie between min_scale {min_scale:g} and max_scale {max_scale:g}"
             )
-        self.min_scale, self.max_scale = float(min_scale), float(max_scale)  # it never leaves this range
+        self.min_scale, self.max_scale = float(min_scale), float(max_scale)  # the scale never leaves this range
         self.loss_scale = torch.tensor(
             float(init_scale), dtype=torch.float32
         )  # FP32 (), on the engine's device after `to`
@@ -60,28 +65,30 @@ class LossScale:
             setattr(self, name, getattr(self, name).to(device))
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
-        """Take note of a step's outcome. Shapes: found_inf bool (); max_abs FP64 (), of the gradient summed over
-        micro-batches and ranks with the scale still in it, anything where found_inf is set; scale_used FP32 (), the
-        scale that this step's backward used, whatever `loss_scale` was set to since.
+        """Change the scale after a step.
+
+        Shapes: found_inf bool (); max_abs FP64 (), the largest element of the gradient, summed over micro-batches and
+        ranks and not unscaled, arbitrary if found_inf is set; scale_used FP32 (), the scale of this step's backward,
+        even if `loss_scale` has been set to another value since.
         """
         raise NotImplementedError
 
     @property
     def rule(self) -> str:
-        """Say what its state means: other rules have states of the same names."""
+        """Return the name of the rule. It says what the state means, because several rules use the same state names."""
         return type(self).__name__
 
     def settings(self) -> dict[str, Any]:
-        """Return all that decides how it goes on, its first state too, as numbers: equal where two go on alike."""
+        """Return the settings and the state as numbers. Two loss scales for which these are equal behave alike."""
         return {"rule": self.rule, **vars(self), **{name: state.tolist() for name, state in self.state_dict().items()}}
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).clone() for name in self.state_names}
 
     def check_state(self, state: Mapping[str, float | list[float]], applied: int, skipped: int) -> None:
-        """Refuse a state that a run of this rule and these settings cannot have come to.
+        """Refuse a state that a run with this rule and these settings cannot have reached.
 
-        `applied`, `skipped`: its updates and overflows so far. Raises: ValueError naming what is wrong.
+        `applied`, `skipped`: the run's updates and overflows so far. Raises: ValueError naming what is wrong.
         """
         if set(state) != set(self.state_names):
             raise ValueError(f"loss_scale has {sorted(state)}, {self.rule} has {sorted(self.state_names)}")
@@ -92,7 +99,7 @@ class LossScale:
             raise ValueError(f"loss_scale.loss_scale is {scale}, not in {self.min_scale:g} to {self.max_scale:g}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the same rule, whatever its settings were when it was saved. The present settings win: the
+        """Load a state of the same rule, which may have been saved with other settings. The present settings win: the
         scale is clamped to their range, so a static scale keeps its own value.
         """
         for name in self.state_names:
@@ -112,12 +119,12 @@ class StaticLossScale(LossScale):
 
 @dataclass(eq=False)
 class DynamicLossScale(LossScale, DynamicSettings):
-    """Searches the largest scale that does not overflow: grows after clean steps, backs off at an overflow.
+    """Searches for the largest scale that does not overflow: it grows after clean steps and backs off at an overflow.
 
-    `hysteresis` overflows in a row are needed to back off from a scale that has survived a step. A scale that has
-    not (the first one, a growth's, a back-off's) backs off at once: hysteresis would only lose steps to a scale that
-    never worked. A clean step forgives earlier overflows. Hence the lower bound on steps lost per growth probe is
-    one, and it is met.
+    A scale with which a step was clean backs off after `hysteresis` overflows in a row; a clean step between them
+    starts the count again. A scale with which no step was clean so far backs off at its first overflow, because
+    hysteresis would only lose more steps to a scale that has never worked. So a growth to a scale that overflows costs
+    one step.
     """
 
     min_scale: float = 1.0
@@ -128,15 +135,16 @@ class DynamicLossScale(LossScale, DynamicSettings):
     def __post_init__(self) -> None:
         check(self)
         super().__init__(self.init_scale, self.min_scale, self.max_scale)
-        self.clean_steps = torch.zeros((), dtype=torch.int32)  # in a row, since the scale last grew
-        # The overflow from here that backs off: the first (1), the second (2) ... The first scale has yet to work.
+        self.clean_steps = torch.zeros((), dtype=torch.int32)  # clean steps in a row since the scale last grew
+        # Number of further overflows at which the scale backs off. It begins at 1, because the first scale has not
+        # worked yet.
         self.patience = torch.ones((), dtype=torch.int32)
 
     def check_state(self, state: Mapping[str, float | list[float]], applied: int, skipped: int) -> None:
         super().check_state(state, applied, skipped)
-        # Not bounded by growth_interval: at the ceiling they go on, and the interval may have been longer before.
+        # growth_interval is no bound: at max_scale the count goes on, and the interval may have been longer earlier.
         _check_count("loss_scale.clean_steps", state["clean_steps"], 0, applied)
-        # Each overflow takes one, and no rule begins or refills with less than 1.
+        # Each overflow subtracts 1, and every rule begins and refills with at least 1.
         _check_count("loss_scale.patience", state["patience"], 1 - skipped, self.hysteresis)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -146,7 +154,7 @@ class DynamicLossScale(LossScale, DynamicSettings):
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
         self._count_(found_inf)
         back_off = found_inf & (self.patience <= 0)
-        # At the ceiling there is nothing to probe: a growth to the same scale would only unlearn that it works.
+        # Without growth at max_scale: it would keep the scale but reset `patience`, as if the scale had never worked.
         grow = (self.clean_steps >= self.growth_interval) & (self.loss_scale < self.max_scale)
         self._move_(grow, back_off)
         self.clean_steps.masked_fill_(grow, 0)
@@ -164,9 +172,10 @@ class DynamicLossScale(LossScale, DynamicSettings):
 
 @dataclass(eq=False)
 class TorchLossScale(DynamicLossScale):
-    """`torch.amp.GradScaler`: every overflow backs off, nothing is too small, and a growth to inf is left out.
+    """The rule of `torch.amp.GradScaler`: every overflow backs off, no scale is too small, and a growth to inf is left
+    out.
 
-    Without a floor the scale reaches 0.0 and stays there; the engine's backward then uses 2**-126.
+    Without a floor the scale may reach 0.0, where it stays. The engine's backward then uses 2**-126.
     Source: `torch._amp_update_scale_`, aten/src/ATen/native/cpu/AmpGradScalerKernels.cpp.
     """
 
@@ -177,7 +186,7 @@ class TorchLossScale(DynamicLossScale):
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
         self._count_(found_inf)
-        # Not ==, here and below: a run that goes on with a shorter interval may have counted more than that already.
+        # >= and not ==, here and below: a run that goes on with a shorter interval may have counted more steps already.
         due = self.clean_steps >= self.growth_interval
         self._move_(due & torch.isfinite(self.loss_scale * self.growth_factor), found_inf)
         self.clean_steps.masked_fill_(due, 0)
@@ -185,8 +194,8 @@ class TorchLossScale(DynamicLossScale):
 
 @dataclass(eq=False)
 class MegatronLossScale(MegatronSettings, DynamicLossScale):
-    """Megatron-LM's DynamicGradScaler: the `hysteresis`-th overflow since the last growth backs off, and so does
-    every later one until the scale grows again. Clean steps in between forgive nothing.
+    """The rule of Megatron-LM's DynamicGradScaler: the `hysteresis`-th overflow since the last growth backs off, and so
+    does every later one until the scale grows again. Clean steps in between do not change the count.
 
     Source: megatron/core/optimizer/grad_scaler.py at 00caa53, defaults in optimizer_config.py beside it.
     """
@@ -214,11 +223,11 @@ class MegatronLossScale(MegatronSettings, DynamicLossScale):
 
 @dataclass(eq=False)
 class DeepSpeedLossScale(DeepSpeedSettings, MegatronLossScale):
-    """DeepSpeed's DynamicLossScaler: as Megatron's, but the window begins at the first clean step after an overflow,
-    so growth comes one step later: after 1 + n * growth_interval clean steps.
+    """The rule of DeepSpeed's DynamicLossScaler. It is Megatron's rule, but the first clean step after an overflow does
+    not count. So growth comes one step later: after 1 + n * growth_interval clean steps.
 
-    `consecutive_hysteresis`: any clean step restores the hysteresis, not only a growth. At the floor DeepSpeed ends
-    the run; here the scale stays there, and when to give up is the caller's decision.
+    `consecutive_hysteresis`: any clean step restores the hysteresis, not only a growth. DeepSpeed ends a run that
+    overflows at min_scale. Here the scale stays at min_scale, and the caller decides when to give up.
     Source: deepspeed/runtime/fp16/loss_scaler.py at 18fd4c9, defaults in deepspeed/runtime/precision_config.py.
     """
 

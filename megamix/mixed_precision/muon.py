@@ -1,8 +1,9 @@
-"""Muon: a matrix moves by its momentum made orthogonal, all else by AdamW (Jordan et al. 2024, "Muon: An optimizer for
-hidden layers in neural networks"; Liu et al. 2025, "Muon is scalable for LLM training", for the width rule).
+"""Muon: a matrix moves along its momentum made orthogonal, and AdamW moves all other parameters (Jordan et al. 2024,
+"Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is scalable for LLM training", for the
+width rule).
 
-Momentum in the shards, each matrix to one rank, its direction, and back to its owners: what a rank computes with a
-matrix does not depend on who owns its elements, so neither does the result.
+Each rank computes the momentum in its shards and sends each matrix to one rank. This rank computes the direction and
+sends it back to the owners. The result does not depend on which ranks own the elements of a matrix.
 """
 
 import fnmatch
@@ -35,25 +36,26 @@ from megamix.names import by_plain_name
 from megamix.settings.optimizers import MuonSettings
 
 MOMENTUM = "momentum_buffer"
-# Tables, with a row for each token or position, and what holds queries, keys and values together, by the usual names.
+# Usual names of tables, which have a row for each token or position.
 TABLES = (
     "*embed*", "emb.*", "*_emb", "*_emb.*", "*wte.*", "*wpe.*", "shared.weight",
     "*lm_head.*", "head.*", "*.head.*", "output.*", "classifier.*", "*.classifier.*", "score.*", "*.score.*",
 )  # fmt: skip
+# Usual names of parameters that hold several matrices, such as queries, keys and values.
 FUSED = ("*qkv*", "*query_key_value*", "*in_proj?weight", "*x_proj.weight", "*c_attn.weight", "*gate_up*")
-# Their own parameters are no maps between hidden states, whatever shape and name.
+# Modules whose own parameters are no maps between hidden states, whatever their shapes and names.
 _NO_MAPS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Muon(MuonSettings, AdamW):
-    """Muon for matrices, AdamW, with the settings that this class inherits, for tables, norms and biases.
+    """Updates matrices by Muon. Updates tables, norms and biases by AdamW, with the settings that this class inherits.
 
-    A matrix is what has two dims, or three, (E, out, in) for E of them, unless a shell pattern of `tables` matches its
-    name, or its module is an embedding, a norm or a convolution; the patterns of `matrix` and `adamw` are exceptions,
-    the latter first.
-    `fused`: rows of the matrices that stand one below the other in a parameter, by its pattern, as of queries, keys
-    and values; each is orthogonalised by itself.
+    A parameter of two dims is a matrix. A parameter of three dims, (E, out, in), is E matrices. Excepted are parameters
+    whose names match a shell pattern of `tables`, and those of embeddings, norms and convolutions. AdamW updates every
+    parameter that matches `adamw`; of the others, Muon updates every parameter that matches `matrix`.
+    `fused`: for parameters whose names match a pattern, the numbers of rows of the matrices that lie one below the
+    other in them, such as queries, keys and values. Each of these matrices is orthogonalised by itself.
     """
 
     ns_dtype: StateDtype = torch.bfloat16
@@ -102,7 +104,8 @@ class Muon(MuonSettings, AdamW):
 
     def doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
         yield from super(Muon, self).doubts(model, shapes)
-        # No model has all of the usual tables, nor need it have its family's; whole names are what `for_model` adds.
+        # No doubt about the usual tables, about those of the model's family and about the names that `for_model` adds:
+        # a model need not have all of them.
         usual = {*TABLES, *getattr(type(model), "tables", ())}
         usual |= {*map(glob.escape, by_plain_name(model.named_parameters(remove_duplicate=False)))}
         for key in ("tables", "matrix", "adamw", "fused"):
@@ -112,32 +115,32 @@ class Muon(MuonSettings, AdamW):
         maps, told = _params_of(model, (nn.Linear,)), set[str]()
         for name, param in by_plain_name(model.named_parameters()).items():
             rows = self.matrices(name, shapes[name]) if name in shapes else ()
-            alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # in all layers
+            alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # a pattern for this parameter in all layers
             is_clear = param in maps and not _matches(name, FUSED)
             if rows and not is_clear and alike not in told and not _matches(name, [*self.fused, *self.matrix]):
                 told.add(alike)
                 yield (
-                    f"Muon makes {alike}, {[*shapes[name]]}, orthogonal as {len(rows)} matrix(es). If that is right: "
-                    f"matrix=[{alike!r}]; if it holds several, as queries, keys and values, one below the other: "
-                    f"fused={{{alike!r}: (rows, rows, rows)}}; if these stand beside each other, or it is a table or a "
-                    f"norm, let AdamW move it: adamw=[{alike!r}]"
+                    f"Muon makes {alike}, {[*shapes[name]]}, orthogonal as {len(rows)} matrix(es). If that is right, "
+                    f"set matrix=[{alike!r}]. If it holds several matrices one below the other, such as queries, keys "
+                    f"and values, set fused={{{alike!r}: (rows, rows, rows)}}. If they stand beside each other, or it "
+                    f"is a table or a norm, let AdamW update it: adamw=[{alike!r}]"
                 )
 
     def dtypes(
         self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype | None, grad: torch.dtype
     ) -> tuple[torch.dtype | None, torch.dtype]:
         if not states:
-            return half, torch.float32  # a direction
+            return half, torch.float32  # the update along a direction
         return self.ns_dtype if MOMENTUM in dict(states) else half, grad
 
     def lr_scale(self, rows: int, columns: int) -> float:
-        """Return what the direction of a matrix is multiplied by."""
+        """Return the factor of a matrix's direction."""
         if self.adjust_lr == "original":
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
 
     def kernel_groups(self, groups: Sequence[UpdateGroup]) -> list[UpdateGroup]:
-        """Add as many without states: of masters that move along directions."""
+        """Return the groups, followed by a copy of each without states, for masters that move along directions."""
         return [*groups, *(group._replace(states=()) for group in groups)]
 
     def bucket_update(
@@ -147,8 +150,9 @@ class Muon(MuonSettings, AdamW):
         return MuonUpdate(kernel, buckets, topology, clock, observers, self)
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
-        """Return AdamW's for what AdamW moves. Matrices have two: with the momentum, whose result takes master's place
-        and is what is to be made orthogonal; and without a state, where `grad` is the direction, times its scale.
+        """Return the result of AdamW's equation for parameters of AdamW. Matrices have two equations. With the momentum
+        as state, the result in place of the master is the matrix to be made orthogonal. Without states, the master
+        moves along `grad`, which is the direction times its factor.
         """
         if not states:
             return master - at.lr * at.weight_decay * master - at.lr * grad, {}
@@ -162,7 +166,9 @@ class Muon(MuonSettings, AdamW):
 
 
 def _is_sequence(values: object, kind: type) -> bool:
-    """Return whether they are several of a kind. A text is not: each letter would be a pattern, and * matches all."""
+    """Return whether `values` is a sequence of objects of this kind. A text does not count, although its letters are
+    texts: each letter would be a pattern, and * matches all names.
+    """
     if isinstance(values, str) or not isinstance(values, Sequence):
         return False
     return all(isinstance(one, kind) for one in values)
@@ -179,11 +185,11 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Rows and columns of a matrix, and where what came of these lies, in their order."""
+    """Rows and columns of a matrix, and the places of their elements in the tensor that has arrived."""
 
     rows: slice
     columns: slice
-    places: list[slice]
+    places: list[slice]  # in the order of the elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,29 +205,27 @@ class _Exchange:
     """One bucket's matrices, as this rank sees them."""
 
     among: Collectives  # the ranks that hold any of them
-    pieces: list[MatrixPiece]  # those that it owns, in the order in which it is sent: by home
-    scales: list[float]  # one for each piece's direction
-    to: list[int]  # elements for each rank, and of each
-    of: list[int]
+    pieces: list[MatrixPiece]  # the pieces that this rank owns, in the order in which it sends them: by home
+    scales: list[float]  # factor of each piece's direction
+    to: list[int]  # number of elements that this rank sends to each rank
+    of: list[int]  # number of elements that this rank receives of each rank
     homes: list[_Home]
-    travels: bool  # whether anything does, between any two ranks
+    travels: bool  # whether any piece travels between any two ranks
 
 
 class MuonUpdate(BucketUpdate):
-    """Updates buckets, those that hold matrices in three stages, with an exchange between each two: momentum;
-    directions; masters and half parameters.
+    """Updates buckets. A bucket with matrices has three stages: the momentum, the directions, then masters and half
+    parameters. Between two stages the ranks exchange values.
 
-    While a bucket's matrices travel, the next one's momentum is computed, and the directions of the one before. Each
-    direction is computed once, whether the step is skipped or not: the host does not know.
+    While a bucket's matrices travel, the momentum of the next bucket and the directions of the one before are computed.
+    Directions are computed in a skipped step, too, because the host does not know that it is skipped.
     """
 
     def __init__(
         self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
         observers: Sequence[StepObserver], muon: Muon,
     ):  # fmt: skip
-        """`kernel`: has the groups of parameters and, behind them, as many of masters that move along directions. Every
-        rank must call it.
-        """
+        """Plan the exchanges. `kernel`: takes the groups of `Muon.kernel_groups`. Every rank must call it."""
         super().__init__(kernel, clock, observers)
         self._muon = muon
         specs = [slot.spec for bucket in buckets for slot in bucket.plan.slots]
@@ -233,7 +237,7 @@ class MuonUpdate(BucketUpdate):
         under_way: deque[_UnderWay] = deque()
 
         def advance() -> Iterator[Bucket]:
-            # The newest first: what it sends travels while the older ones compute.
+            # The newest bucket goes first: its values travel while the older buckets compute.
             ended = [next(one.stages, True) for one in reversed(under_way)]
             while under_way and ended.pop():
                 yield under_way.popleft().bucket
@@ -245,7 +249,7 @@ class MuonUpdate(BucketUpdate):
             yield from advance()
 
     def _stages(self, bucket: Bucket, step: StepScalars) -> Iterator[bool]:
-        """Do one stage after the other; yield False behind each but the last."""
+        """Run the stages. Yield False while an exchange is under way."""
         self._begin(bucket)
         plain = [span for span in bucket.spans if span.group not in self._matrix_groups]
         of_matrices = [span for span in bucket.spans if span.group in self._matrix_groups]
@@ -263,7 +267,7 @@ class MuonUpdate(BucketUpdate):
         values = yield from self._sent(exchange, bucket, values, exchange.of, exchange.to)
         with self._clock.span("update"):
             values = self._direction(exchange, bucket, values)
-            # A direction has no length of the gradient's, so nothing to clip, and no scale of the loss.
+            # A direction is neither clipped nor unscaled: its size does not depend on that of the gradient.
             step = step._replace(multiplier=torch.ones_like(step.multiplier))
             for span in self._cut(bucket, of_matrices):
                 part = bucket.part(span)
@@ -272,7 +276,7 @@ class MuonUpdate(BucketUpdate):
                 self._kernel(UpdateSlice(moves, direction, part.master, {}, part.half), step)
 
     def _momentum(self, exchange: _Exchange, bucket: Bucket, spans: Sequence[GroupSpan], step: StepScalars) -> Tensor:
-        """Return what is to be orthogonalised of what this rank owns, in the order in which it is sent."""
+        """Return this rank's elements of the matrices to be made orthogonal, in the order in which they are sent."""
         wide = torch.zeros_like(bucket.master)
         narrow = torch.zeros_like(wide, dtype=self._muon.ns_dtype)
         for span in spans:
@@ -284,7 +288,7 @@ class MuonUpdate(BucketUpdate):
         return torch.cat([narrow[:0], *(narrow[piece.start : piece.end] for piece in exchange.pieces)])
 
     def _direction(self, exchange: _Exchange, bucket: Bucket, values: Tensor) -> Tensor:
-        """Return by what this rank's masters move."""
+        """Return the directions of this rank's masters, each times its factor: FP32 (shard_numel,)."""
         direction = torch.zeros_like(bucket.master)
         parts = torch.split(values, [piece.numel for piece in exchange.pieces])
         for piece, part, scale in zip(exchange.pieces, parts, exchange.scales, strict=True):
@@ -296,7 +300,7 @@ class MuonUpdate(BucketUpdate):
     def _sent(
         self, exchange: _Exchange, bucket: Bucket, values: Tensor, to: Sequence[int], of: Sequence[int]
     ) -> Generator[bool, None, Tensor]:
-        """Send values to the ranks and return what these have sent; yield while it is under way."""
+        """Exchange values with the other ranks. Return the values that have arrived; yield while they are under way."""
         if not exchange.travels:
             return values
         with self._clock.span("update"):
@@ -318,7 +322,7 @@ class MuonUpdate(BucketUpdate):
         return [*by_shape.values()]
 
     def _turn(self, arrived: Tensor, homes: Sequence[_Home]) -> None:
-        """Put the directions of matrices of one shape in their place."""
+        """Replace matrices of one shape, which lie in `arrived`, by their directions."""
         whole = arrived.new_empty(len(homes), homes[0].matrix.rows, homes[0].matrix.columns)
         for out, home in zip(whole, homes, strict=True):
             for block in home.blocks:
@@ -335,16 +339,16 @@ class MuonUpdate(BucketUpdate):
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A bucket amid its stages."""
+    """A bucket, and its stages that are still to come."""
 
     bucket: Bucket
     stages: Iterator[bool]
 
 
 def _plan(muon: Muon, buckets: Sequence[Bucket], topology: Topology) -> dict[Bucket, _Exchange]:
-    """Return each bucket's exchange: who computes with which matrix, and what goes where. Every rank must call it."""
+    """Return the exchange of each bucket with matrices. Every rank must call it."""
     exchanges: dict[Bucket, _Exchange] = {}
-    # Each axis apart: its ranks alone know all of its matrices.
+    # Each axis is planned by itself, because only its ranks know all of its matrices.
     layout = FlatLayout(tuple(bucket.plan for bucket in buckets))
     for axis, numbers in matrix_layout.buckets_with_matrices(layout).items():
         holders = [bucket for bucket in buckets if bucket.number in numbers]
@@ -370,7 +374,7 @@ def _exchange(muon: Muon, among: Collectives, found: BucketMatrices) -> _Exchang
     def block(part: MatrixPiece) -> tuple[int, int, int]:
         return part.matrix, part.rows.start, part.columns.start
 
-    mine = sorted(found.parts[rank], key=home)  # stable: by matrix within
+    mine = sorted(found.parts[rank], key=home)  # stable: pieces with one home stay in the order of their matrices
     coming = [part for own in found.parts for part in own if home(part) == rank]
     ends = accumulate(part.numel for part in coming)
     placed = [_Placed(part, slice(end - part.numel, end)) for part, end in zip(coming, ends, strict=True)]
@@ -393,17 +397,18 @@ def _exchange(muon: Muon, among: Collectives, found: BucketMatrices) -> _Exchang
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A piece of a matrix, and its place in what has arrived."""
+    """A piece of a matrix, and its place in the tensor that has arrived."""
 
     part: MatrixPiece
     place: slice
 
 
 def orthogonalised(momentum: Tensor, muon: Muon) -> Tensor:
-    """Return about U V^T of each matrix U S V^T; zeros stay zeros, and NaN or inf anywhere is NaN everywhere.
+    """Return an approximation of U V^T for each matrix U S V^T. A matrix of zeros stays so; a matrix with a NaN or inf
+    becomes NaN everywhere.
 
-    The iteration begins with singular values of at most 1: the matrix over its Frobenius norm, which is summed in FP32
-    along rows and in FP64 over them.
+    The iteration needs singular values of at most 1, so it begins with the matrix divided by its Frobenius norm. The
+    norm's sum is FP32 along a row, and FP64 over the rows.
     Shapes: BF16 or FP32 (..., rows, columns), contiguous -> the same.
     """
     norm = momentum.float().square().sum(-1).double().sum(-1).sqrt().clamp(min=1e-7)
@@ -411,12 +416,15 @@ def orthogonalised(momentum: Tensor, muon: Muon) -> Tensor:
 
 
 def iterated(x: Tensor, muon: Muon) -> Tensor:
-    """Turn singular values to about 1 by Newton and Schulz's iteration, which is products alone. Shapes: as above."""
+    """Bring all singular values to about 1 by Newton and Schulz's iteration, which consists of matrix products. Shapes:
+    (..., rows, columns) -> the same.
+    """
     a, b, c = muon.ns_coefficients
     if is_tall := x.shape[-2] > x.shape[-1]:
         x = x.mT.contiguous()
     multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    # On a CPU without BF16 arithmetic: FP32 is as fast with AVX-512, 40 times with AVX2; each result rounds once, too.
+    # On a CPU without BF16 arithmetic, products are computed in FP32, and each result is rounded once, as with BF16
+    # arithmetic. With AVX-512 this is as fast as torch's BF16 products, with AVX2 it is 40 times as fast.
     widens = x.is_cpu and x.dtype == torch.bfloat16 and x.dtype not in native_halves()
     dtype = torch.float32 if widens else x.dtype
     for _ in range(muon.ns_steps):

@@ -14,12 +14,14 @@ from megamix.settings.optimizers import NAGSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NAG(NAGSettings, Optimizer):
-    """SGD with Nesterov's momentum; with momentum 0 plain SGD, without a state.
+    """SGD with Nesterov's momentum. Momentum 0 is plain SGD, without a state.
 
-    `momentum_form`: the terms of the momentum. "gradient": gradients, times the learning rate of the update that uses
-    them, as torch.optim.SGD(nesterov=True) does. "velocity": steps, each with the learning rate of its own time, as
-    MXNet's mp_nag_mom_update does (src/operator/optimizer_op-inl.h). They are one path while lr is constant.
-    `decoupled_weight_decay`: the decay shrinks the master, as AdamW's; else it enters the gradient, as in both peers.
+    `momentum_form`: the terms that the momentum adds up. "gradient": gradients; their sum is multiplied by the learning
+    rate of the present update, as in torch.optim.SGD(nesterov=True). "velocity": steps, each with the learning rate of
+    its own update, as in MXNet's mp_nag_mom_update (src/operator/optimizer_op-inl.h). While lr is constant the two
+    forms are the same, apart from rounding.
+    `decoupled_weight_decay`: True: the decay shrinks the master, as in AdamW. False: the decay is added to the
+    gradient, as in torch and MXNet.
     """
 
     state_dtype: StateDtype = torch.float32

@@ -1,9 +1,9 @@
 """The parts of every optimizer: settings, groups of parameters, and its equation as a pure elementwise function in
 FP32.
 
-An optimizer is settings and formulas; its states live in the master shard and its equation runs in the fused update.
-One of your own is a frozen dataclass under `Optimizer` with `states` and `equation`, and `coefficients` where the
-equation needs the update's number.
+An optimizer holds settings and formulas. Its buckets hold the states, sliced like the masters, and the fused update
+runs the equation. Your own optimizer is a frozen dataclass derived from `Optimizer`, with `states` and `equation`, and
+with `coefficients` if the equation needs the update's number.
 """
 
 import fnmatch
@@ -39,15 +39,16 @@ from megamix.settings.optimizers import GroupSettings
 
 log = logging.getLogger("megamix")
 
-# These stand beside states in checkpoints, in their export and in `megamix verify`.
+# No state may have one of these names: they stand beside the states' names in checkpoints, in exports and in
+# `megamix verify`.
 TAKEN_NAMES = (MASTER, "buffer", "direction", "gradient", "step")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup(GroupSettings):
-    """Gives parameters whose name matches `pattern` (as a shell pattern: `*.bias`) their own learning-rate factor and
-    weight decay; None: the optimizer's.
+    """Gives parameters whose names match a shell pattern, such as `*.bias`, their own learning-rate factor and weight
+    decay. Weight decay None: the optimizer's own.
     """
 
     def __new__(cls, *args: object, **settings: object) -> Self:
@@ -59,8 +60,8 @@ class ParamGroup(GroupSettings):
 
 
 def require_settings(kind: type, *args: object, **settings: object) -> None:
-    """Raises: TypeError naming a setting that the class does not have, or has by name alone, and those that it has."""
-    signature = inspect.signature(kind.__init__)  # type: ignore[misc]  # of a class, and not of one object
+    """Refuse settings that the class does not take. Raises: TypeError naming the wrong setting and the known ones."""
+    signature = inspect.signature(kind.__init__)  # type: ignore[misc]  # `kind` is a class, not an object
     try:
         signature.bind_partial(None, *args, **settings)
     except TypeError as error:
@@ -70,11 +71,11 @@ def require_settings(kind: type, *args: object, **settings: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """Holds what every optimizer has.
+    """Base class of the optimizers.
 
-    `lr`: a number, or one per update; past the end the last one holds. `groups`: the first pattern that matches a
-    parameter wins; weight decay is 0 for parameters of fewer than two dims (norms, biases) unless a group says
-    otherwise.
+    `lr`: a number, or a sequence with a number for each update; later updates use the last number. `groups`: a
+    parameter belongs to the first group whose pattern matches its name. Weight decay is 0 for parameters of fewer than
+    two dims (norms, biases) unless their group sets one.
     """
 
     lr: float | Sequence[float]
@@ -88,7 +89,7 @@ class Optimizer:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.groups, Sequence):  # an iterator would be at its end when they are read again
+        if not isinstance(self.groups, Sequence):  # an iterator could be read only once
             raise TypeError(f"groups takes a tuple of ParamGroup, got {self.groups!r}; write groups=(ParamGroup(...),)")
         for group in self.groups:
             if not isinstance(group, ParamGroup):
@@ -102,20 +103,27 @@ class Optimizer:
         check(self)
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
-        """Return names and dtypes (FP32, BF16 or FP16) of one parameter's states, zeros at the start; none is fine.
+        """Return the names and dtypes (FP32, BF16 or FP16) of one parameter's states, which begin as zeros. An
+        optimizer without states returns an empty mapping.
 
-        `shape`: the whole parameter's, whatever ranks divide it. Equal names and dtypes mean interchangeable contents.
-        A half state is widened for the equation, and what the equation returns of it is rounded to nearest.
+        `shape`: the shape of the whole parameter, even if ranks divide it. Two optimizers that give a state the same
+        name and dtype can use each other's contents. The equation gets a half state in FP32, and its result is rounded
+        to nearest.
         """
         raise NotImplementedError(f"{type(self).__name__} lacks states(name, shape); return {{}} where it has none")
 
     def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the rows of each matrix of a parameter that is updated by whole matrices; none: element by element."""
+        """Return the rows of each matrix of a parameter that is updated by whole matrices. Empty: the parameter is
+        updated element by element.
+        """
         return ()
 
     def lr_table(self) -> list[float]:
-        """Return one per update; a number counts for all. Empty where `lr` is neither."""
-        # Without an order, or at its end when it is read again; and Python counts True and letters as numbers.
+        """Return the learning rates: one for each update, or a single one for all. Empty: `lr` is neither a number nor
+        a sequence of numbers.
+        """
+        # A set or mapping has no order, and an iterator can be read only once. float() also takes True, and each letter
+        # of a text of digits.
         if isinstance(self.lr, bool | str | bytes | Iterator | Set | Mapping):
             return []
         try:
@@ -124,9 +132,9 @@ class Optimizer:
             return []
 
     def group_of(self, name: str, shape: tuple[int, ...]) -> UpdateGroup:
-        """Return what one parameter shares with its group. `shape`: the one that `states` takes.
+        """Return the values that one parameter shares with its group. `shape`: as in `states`.
 
-        Raises: ValueError naming a state that cannot be.
+        Raises: ValueError naming a state whose name or dtype is not allowed.
         """
         states = tuple(self.states(name, shape).items())
         for state, dtype in states:
@@ -143,66 +151,70 @@ class Optimizer:
         return UpdateGroup(1.0, default_decay, states)
 
     def for_model(self, model: nn.Module) -> Self:
-        """Return it with what the types of the model's modules say of its parameters."""
+        """Return this optimizer with settings that follow from the types of the model's modules, as Muon's tables."""
         return self
 
     def doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-        """Yield a line for each pattern that matches no parameter: misspelt, or meant for another model. `shapes`: of
-        all parameters that the ranks train; `model`: this rank's part.
+        """Yield a line for each pattern that matches no parameter: it may be misspelt, or meant for another model.
+        `shapes`: those of all parameters that the ranks train. `model`: this rank's part of the model.
         """
         for pattern in (group.pattern for group in self.groups):
             if not any(fnmatch.fnmatchcase(name, pattern) for name in shapes):
                 yield f"the optimizer's group {pattern!r} matches no parameter of the model"
 
     def warn_of_doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Log them."""
+        """Log the lines of `doubts`."""
         for line in self.doubts(model, shapes):
             log.warning("%s", line)
 
     def coefficients(self, update: Tensor) -> Tensors:
-        """Return what the equation needs of the update's number (1, 2, ...; FP64 ()), as FP32 device scalars."""
+        """Return the values that the equation needs and that depend on the update's number, as FP32 device scalars.
+
+        `update` FP64 (): the number, 1 for the first update.
+        """
         return ()
 
     def dtypes(
         self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype | None, grad: torch.dtype
     ) -> tuple[torch.dtype | None, torch.dtype]:
-        """Return in which dtypes a span with these states is updated, of what these of the engine are. `half` None:
-        nothing is written in half.
+        """Return the dtypes of the half output and of the gradient in an update of a span with these states. `half`,
+        `grad`: the engine's own dtypes of these; `half` None: the update writes no half parameters.
         """
         return half, grad
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
-        """Return the new master and states, element by element, out of place; zeros must stay zeros where the gradient
-        is zero, as padding's is. `states`: the names that `states` returned, for
-        parameters that have the same.
+        """Return the new master and states, computed element by element and out of place. Where the gradient is zero,
+        as in padding, zeros must stay zeros. `states`: by the names that the method `states` returned.
+
         Shapes: grad, master and each state FP32 (n,).
         """
         raise NotImplementedError(f"{type(self).__name__} lacks equation(grad, master, states, at)")
 
     def kernel_groups(self, groups: Sequence[UpdateGroup]) -> list[UpdateGroup]:
-        """Return the groups for which a kernel is made: those of the parameters, and any that `bucket_update` adds."""
+        """Return the groups for which a kernel is made: the parameters' groups, and any that `bucket_update` adds."""
         return [*groups]
 
     def bucket_update(
         self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
         observers: Sequence[StepObserver],
     ) -> "BucketUpdate":  # fmt: skip
-        """Return what updates the buckets by `kernel`, which takes slices of any of `kernel_groups`. Every rank must
-        call it.
+        """Return the object that updates the buckets. `kernel`: updates a slice of any group of `kernel_groups`. Every
+        rank must call it.
         """
         if any(slot.spec.matrices for bucket in buckets for slot in bucket.plan.slots):
-            raise TypeError(f"{type(self).__name__} has matrices, but only a Muon moves any; derive it from that")
+            raise TypeError(f"{type(self).__name__} has matrices, but only Muon updates matrices; derive it from Muon")
         return BucketUpdate(kernel, clock, observers)
 
     def library_update_(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> bool:
-        """Update in place by a fused kernel of torch's, for machines without a compiler; return False where none has
-        this very equation. Of `part` the gradient is unscaled and the states are FP32; its half is not written.
+        """Update in place by one of torch's fused kernels, for machines without a compiler. Return False, and change
+        nothing, if no kernel has this very equation. `part`: its gradient is unscaled, its states are FP32, and it has
+        no half parameters.
         """
         return False
 
 
 class BucketUpdate:
-    """Moves each element by itself. An optimizer that takes more at once has one of its own."""
+    """Updates each element by itself. An optimizer that needs whole matrices derives a class from this one."""
 
     def __init__(self, kernel: Kernel, clock: Clock, observers: Sequence[StepObserver]):
         self._kernel = kernel

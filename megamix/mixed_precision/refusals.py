@@ -1,4 +1,4 @@
-"""Refusals, each with a way to do it instead, and the check that all ranks were given the same."""
+"""Refusals, each of which says what to do instead, and the check that all ranks were given the same."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from megamix.comm.starters import refuse_alone
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Precision, Sharding
 
-# Wrappers that move the module's parameters or reduce its gradients themselves. By name: importing FSDP takes a second.
+# Wrappers that move the module's parameters or reduce its gradients themselves. They are known by name, because
+# importing FSDP takes a second.
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 # Names that people look for on an engine, since torch's optimizers, modules or wrappers have them.
 _INSTEAD = {
-    "param_groups": "it is no torch optimizer, and no torch scheduler can set its learning rate: give AdamW(lr=[...]) "
-    "one per update, or call engine.set_lr(lr) before step()",
-    "zero_grad": "there is nothing to clear: step() ends with no gradients; discard_step() drops an unfinished step's",
+    "param_groups": "the engine is no torch optimizer, and no torch scheduler can set its learning rate: give "
+    "AdamW(lr=[...]) one rate per update, or call engine.set_lr(lr) before step()",
+    "zero_grad": "there is nothing to clear: step() leaves no gradients; to drop an unfinished step's gradients call "
+    "discard_step()",
     "parameters": "take engine.module.parameters(). Their .grad is None: set clip_grad to clip, and read the result of "
     "step() for the norm",
     "model": "the module is engine.module",
-    "collectives": "it is engine.world",
-    "layout": "it is engine.plan.layout; what this rank holds is in engine.buckets",
+    "collectives": "the collectives of all ranks are engine.world",
+    "layout": "the layout is engine.plan.layout; this rank's tensors are in engine.buckets",
     "grad_norm": "read the result of step(): result.grad_norm",
-    "lr_scheduler": "give AdamW(lr=[...]) one per update, or call engine.set_lr(lr) before step()",
+    "lr_scheduler": "give AdamW(lr=[...]) one rate per update, or call engine.set_lr(lr) before step()",
     "train": "call engine.module.train()",
     "eval": "call engine.module.eval()",
     "save": "call megamix.Checkpoints(engine, folder).save({}) on every rank",
@@ -52,7 +54,7 @@ def check_loss(loss: Tensor, weight: float) -> None:
         )
     if loss.dtype in (torch.float16, torch.bfloat16):
         fix = "compute it in FP32, as F.cross_entropy(engine(x).float(), y)"
-        warnings.warn(f"backward() got a rounded loss, in {loss.dtype}; {fix}", stacklevel=3)  # once for a line of code
+        warnings.warn(f"backward() got a rounded loss, in {loss.dtype}; {fix}", stacklevel=3)  # Python shows it once
     if not 0 <= weight < math.inf:
         raise ValueError(f"backward() takes a weight of 0 or more, got {weight}; pass the share that counts")
 
@@ -66,7 +68,7 @@ def attribute_error(name: str) -> AttributeError:
 def refuse_copy(engine: object) -> NoReturn:
     """Refuse copy, deepcopy and pickle. Raises: TypeError."""
     raise TypeError(
-        "an engine is neither copied nor pickled, for it belongs to its module and ranks. Save it by "
+        "an engine is neither copied nor pickled, because it belongs to its module and ranks. Save it by "
         "megamix.Checkpoints(engine, folder); to copy weights take deepcopy(engine.module) or engine.full_weights()"
     )
 
@@ -93,7 +95,7 @@ def check_arguments(
     for name, module in model.named_modules():
         _check_module(f"module {name}" if name else "the model", module, precision.dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        with torch._C.DisableTorchFunctionSubclass():  # values of another engine's module may be freed
+        with torch._C.DisableTorchFunctionSubclass():  # another engine may have freed the values
             own_class = type(tensor.data)
         if own_class is not Tensor:
             raise ValueError(
@@ -113,11 +115,11 @@ def check_arguments(
                 f"units must be different submodules of the model; {type(unit).__name__} {wrong}. "
                 "Pass e.g. [*model.blocks]"
             )
-        forward = getattr(unit.forward, "__func__", None)  # torch.compile sets it on the object
+        forward = getattr(unit.forward, "__func__", None)  # torch.compile sets `forward` on the object
         if forward is nn.Module.forward and any(True for _ in unit.parameters()):
             raise ValueError(
-                f"units must be modules that the model calls, and a {type(unit).__name__} is none, having no forward: "
-                "nothing would await its weights. Pass what it holds, e.g. [*model.blocks]"
+                f"units must be modules that the model calls, but a {type(unit).__name__} has no forward, so nothing "
+                "would await its weights. Pass the modules that it holds, e.g. [*model.blocks]"
             )
         given.append(unit)
     if precision.dtype == torch.float16 and precision.loss_scale is None:
@@ -140,8 +142,8 @@ def _check_module(place: str, module: nn.Module, dtype: torch.dtype) -> None:
     wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
     if wrapper is not None:
         raise ValueError(
-            f"{place} is wrapped by {wrapper}, which reduces or divides what the engine does itself; pass the module "
-            "inside, before it is wrapped"
+            f"{place} is wrapped by {wrapper}, which reduces gradients or divides parameters, as the engine itself "
+            "does; pass the module inside, before it is wrapped"
         )
     if (
         isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -208,7 +210,7 @@ def require_own_state(state: Mapping[str, Any], own: str, rank: int) -> None:
         )
     if (state["layout"], state["rank"]) != (own, rank):
         raise ValueError(
-            f"this state is rank {state['rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
-            f"{own[:12]}; build the engine as it was: model, ranks, shard, units, bucket_size, dtype, optimizer and "
-            "its groups, kind of loss scale"
+            f"this state was saved by rank {state['rank']} with layout {state['layout'][:12]}, but this is rank {rank} "
+            f"with layout {own[:12]}; build the engine as it was then: the same model, ranks, shard, units, "
+            "bucket_size, dtype, optimizer with its groups, and kind of loss scale"
         )

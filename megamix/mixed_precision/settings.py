@@ -12,21 +12,22 @@ from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.loss_scale import LossScale
 from megamix.settings.limits import check
 
-# Formats of what travels to an owner and of the sum that it keeps: half and its sum in half, half and its sum in FP32,
-# or FP32 and its sum in FP32.
+# The format in which gradients travel to their owner, and the format of the owner's sum: half and half, half and FP32,
+# or FP32 and FP32.
 ReduceDtype = Literal["half", "half_fp32_sum", "fp32"]
 
-# State of a parameter that ranks share out: masters and states; the gradients, too, from their sum on; the half
-# parameters, too, outside of their unit's forward and backward. The field's ZeRO-1, 2 and 3.
+# The tensors that ranks divide among them. "states": masters and optimizer states (ZeRO-1). "gradients": also the
+# gradients, once they are summed (ZeRO-2). "parameters": also the half parameters, while their unit does not compute
+# (ZeRO-3).
 Shard = Literal["states", "gradients", "parameters"]
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Says what is half and what is scaled."""
+    """Holds the dtypes of a step and the loss scale."""
 
     dtype: torch.dtype = torch.bfloat16  # parameters, activations and gradients: FP16, BF16, or FP32 as a reference
-    grad_dtype: torch.dtype | None = None  # sums over micro-batches; None: `dtype`
+    grad_dtype: torch.dtype | None = None  # dtype of the sums over micro-batches; None: `dtype`
     loss_scale: LossScale | None = None  # FP16 needs one, static or dynamic
     reduce_dtype: ReduceDtype | None = None  # None: "fp32" for FP32 gradients, else "half"
 
@@ -49,11 +50,13 @@ class Precision:
 
     @property
     def own_grad_dtype(self) -> torch.dtype:
-        """Return in which dtype each rank's micro-batches are summed."""
+        """Return the dtype in which each rank sums the gradients of its micro-batches."""
         return self.grad_dtype or self.dtype
 
     def sum_dtype(self, num_owners: int) -> torch.dtype:
-        """Return what holds a sum over the ranks until the update reads it. A rank alone has nothing to sum."""
+        """Return the dtype of the sum over the owners, which the update reads. A single owner has nothing to sum, and
+        keeps the gradients' dtype.
+        """
         wide = self.reduce_dtype == "half_fp32_sum" and num_owners > 1
         return torch.float32 if wide else self.own_grad_dtype
 
@@ -63,39 +66,41 @@ class Placement:
     """Gives the place of a parameter of this rank's module in the model that all ranks train together."""
 
     full_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # place in it at which this rank's block begins
+    offset: tuple[int, ...]  # place in the full parameter at which this rank's block begins
     owners: Axis  # the ranks that hold this same block
-    counts: bool = True  # False: another owner's gradient is this same one, and is taken alone; True: they add up
+    counts: bool = True  # True: this rank's gradient is added; False: another owner adds the very same gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Spreads the FP32 truth over ranks, and hides its traffic behind compute."""
+    """Says how the ranks divide masters, states, gradients and parameters, and how their transfers overlap."""
 
-    # Submodules (blocks) whose parameters are awaited, or come and go, one by one; none: all at the root.
+    # Submodules, such as blocks, whose parameters are awaited one unit at a time; with shard="parameters" they also
+    # have memory one unit at a time. Empty: all parameters are awaited together.
     units: Sequence[nn.Module] = ()
-    topology: Topology | None = None  # None: every rank holds the whole model; or this process is alone
-    bucket_size: int | None = None  # elements; None: by the model's size
-    overlap: bool = True  # False: every collective is awaited at once (slower, same result)
+    topology: Topology | None = None  # None: every rank holds the whole model, or this process is alone
+    bucket_size: int | None = None  # elements; None: chosen by the model's size
+    overlap: bool = True  # False: every collective is awaited at once (slower, the same result)
     # Keys: names of parameters that are trained. A parameter that is not named is whole on every data-parallel rank.
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    # Makes the owners' collectives: a program that adds an axis says how their sums travel over it.
+    # Makes the owners' collectives. A program that adds an axis may pass its own function, with its own sums.
     collectives: MakeCollectives = make_collectives
     shard: Shard = "states"
-    # A step's micro-batches are added up by each rank, before they are reduced once; or by the owner, in FP32, each
-    # one's sum over the ranks, so that no rank keeps gradients from one to the next.
+    # "local": each rank adds up the gradients of a step's micro-batches, which are then reduced once. "owner": each
+    # micro-batch is reduced by itself, and the owner adds up the sums in FP32. Then no rank keeps gradients from one
+    # micro-batch to the next.
     accumulate: Literal["local", "owner"] = "local"
 
     def __post_init__(self) -> None:
         check(self)
-        if isinstance(self.units, Iterator):  # it would be at its end when they are read again
+        if isinstance(self.units, Iterator):  # an iterator could be read only once
             raise TypeError(f"sharding.units takes a sequence of submodules, got {self.units!r}; write [*model.blocks]")
         if self.shard == "parameters" and not self.units:
             raise ValueError(
-                'sharding.shard "parameters" gathers a unit at a time, but units is empty: all of the model would be '
-                "one; pass e.g. units=[*model.blocks]"
+                'sharding.shard "parameters" gathers one unit at a time, but units is empty, so the whole model would '
+                "be one unit; pass e.g. units=[*model.blocks]"
             )
 
     def owner_adds(self, micro_batches: int) -> bool:
-        """Return whether owners add up a step's micro-batches. One alone is a sum already."""
+        """Return whether owners add up a step's micro-batches. A single micro-batch needs no addition."""
         return self.accumulate == "owner" and micro_batches > 1

@@ -20,7 +20,7 @@ from megamix.mixed_precision.settings import Shard
 class Storage:
     """Says which of a bucket's buffers have memory only for a time."""
 
-    grads_pass: bool  # gradients have memory from the first one to their sum, sums to the end of the step
+    grads_pass: bool  # gradients have memory from the first gradient to their sum; sums have it until the step ends
     params_pass: bool  # half parameters have memory while their unit computes
 
 
@@ -42,7 +42,7 @@ def free(flat: Tensor) -> bool:
     """Free a buffer's memory; return False if it stays because NumPy or another process has a view of it.
 
     The storage is resized, so tensors, their views and all references to them stay as they are. Until `allocate`
-    nothing may read them, since torch would read from address 0, nor make new views of them.
+    nothing may make new views of them, or read them: torch would read from address 0.
     """
     storage = flat.untyped_storage()
     if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
@@ -85,7 +85,7 @@ class FreedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if func is Tensor.__repr__:
             return (
-                f"Parameter of shape {tuple(args[0].shape)}, {args[0].dtype}, whose values are on all ranks in shards"
+                f"Parameter of shape {tuple(args[0].shape)}, {args[0].dtype}, whose values lie in shards on all ranks"
             )
         param = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         is_property = getattr(func, "__name__", "") in ("__get__", "__set__")
@@ -98,7 +98,7 @@ class FreedParameter(nn.Parameter):
             )
         raise RuntimeError(
             f"{name} reads parameter {cls.names[param]}, which has no memory: with "
-            'shard = "parameters" values are there while their unit is called. A parameter that a forward also '
+            'shard = "parameters" a parameter has values only while its unit computes. A parameter that a forward also '
             "reads elsewhere must be outside of `units`, or in one unit with its reader. For other reads enter "
             "`with engine.whole_parameters():` on every rank, or take engine.full_weights()"
         )

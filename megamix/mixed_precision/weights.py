@@ -1,4 +1,4 @@
-"""Weights into the engine and out of it: the module's own, a state dict's, or those that a function draws."""
+"""Weights into the engine and out of it: the module's own weights, a state dict's, or those that a function draws."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megamix.mixed_precision.links import Links
 from megamix.mixed_precision.update_slice import MASTER
 from megamix.names import by_plain_name
 
-_MOST_TOLD = 8  # entries listed of each kind of problem, since another kind of model differs in hundreds
+_MOST_TOLD = 8  # most entries that a message lists for each kind of problem; another model may differ in hundreds
 
 # Writes the initial values of a parameter's flattened block, from element number `start` on, into FP32 (n,).
 Fill = Callable[[ParamSpec, int, Tensor], None]
@@ -41,7 +41,7 @@ def put_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
 
 
 def full_weights(model: nn.Module, buckets: Sequence[Bucket], entries: Entries, links: Links) -> dict[str, Tensor]:
-    """Return the state dict of the model that all ranks train, copied to the host, with trained weights in FP32 from
+    """Return the state dict of the model that all ranks train, copied to the host. Trained weights are in FP32, from
     every rank's masters. `entries`: parameters and buffers of the whole model.
     """
     trained: dict[str, Tensor] = {}
@@ -50,7 +50,7 @@ def full_weights(model: nn.Module, buckets: Sequence[Bucket], entries: Entries, 
         for slot in bucket.plan.slots:
             value = _whole(flat[slot.start : slot.end], slot.spec, links.tp).to("cpu", copy=True)
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)
-    # keep_vars: otherwise the values of freed parameters would be read
+    # Without keep_vars torch would read the values of freed parameters.
     own = by_plain_name(model.state_dict(keep_vars=True).items())
     weights = {
         name: trained[name] if name in trained else tensor.detach().to("cpu", copy=True) for name, tensor in own.items()
@@ -88,9 +88,9 @@ def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
 def take_over(model: nn.Module, buckets: Sequence[Bucket], links: Links, dtype: torch.dtype, fill: Fill | None) -> None:
     """Take the module's weights into masters and half parameters.
 
-    Without `fill` each bucket takes the values of its first owner on the first replica. With `fill` each owner's
-    masters are written by it, and the half parameters are their casts. Frozen parameters, in `dtype`, and buffers, as
-    they are, take the values of the first data-parallel rank on the first replica.
+    Without `fill` each bucket takes the values of its first owner on the first replica. `fill` writes each owner's
+    masters, and the half parameters become their casts. Frozen parameters, cast to `dtype`, and buffers, in their own
+    dtypes, take the values of the first data-parallel rank on the first replica.
     """
     params = by_plain_name(model.named_parameters())
     if fill is not None:
@@ -120,7 +120,7 @@ def misfit_names(
     given: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]], *, may_lack: Collection[str] = (),
     may_have: Collection[str] = (),
 ) -> list[str]:  # fmt: skip
-    """Return the differences to the model's own shapes by name: the first of each kind, and how many more there are."""
+    """Return the differences from the model's own names and shapes: the first of each kind, and how many more."""
     kinds = {
         "missing": [f"missing {name}" for name in own if name not in given and name not in may_lack],
         "unknown": [f"unknown {name}" for name in given if name not in own and name not in may_have],
@@ -139,8 +139,8 @@ def misfit_names(
 def load_weights(
     state_dict: Mapping[str, Tensor], model: nn.Module, buckets: Sequence[Bucket], entries: Entries
 ) -> None:
-    """Set masters and half parameters from full FP32 weights, and copy all other entries into the module. `entries`: of
-    the whole model; entries that other ranks hold are left to them.
+    """Set masters and half parameters from full FP32 weights, and copy all other entries into the module. `entries`:
+    those of the whole model. Weights that only other ranks hold are ignored.
 
     Raises: ValueError naming the first missing, unknown and misshapen entries, and the first parameters with values
     that their dtype cannot hold, before anything is changed.

@@ -653,5 +653,5 @@ def test_wrong_settings_are_refused() -> None:
         with pytest.raises(ValueError, match=f"different submodules of the model; {wrong}"):
             ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), Sharding(units, shard="parameters"))
     sharding = Sharding([model.blocks[0], model.blocks[0].up], shard="parameters")
-    with pytest.raises(ValueError, match="must not lie in each other, but a Block holds another one"):
+    with pytest.raises(ValueError, match="must not contain another unit, but a Block does"):
         ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding)

@@ -391,7 +391,7 @@ WRONG_SETTINGS = [
     ),
     (
         lambda: make_engine(blocks := nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), sharding=Sharding([blocks[0]])),
-        r"a ModuleList is none, having no forward: .* Pass what it holds, e\.g\. \[\*model\.blocks\]",
+        r"a ModuleList has no forward, .* Pass the modules that it holds, e\.g\. \[\*model\.blocks\]",
     ),
     (lambda: single_device(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])), "must lie on one device"),
     (lambda: AdamW(lr=-1.0), "lr must be a finite number of at least 0"),
@@ -618,7 +618,7 @@ def test_a_restored_engine_continues_bitwise(run_ranks) -> None:
 def test_a_foreign_state_is_refused() -> None:
     engine = make_engine()
     other = make_engine(sharding=Sharding(bucket_size=100))
-    with pytest.raises(ValueError, match=r"rank 0's of layout \w+, here is rank 0 of"):
+    with pytest.raises(ValueError, match=r"saved by rank 0 with layout \w+, but this is rank 0 with"):
         engine.load_state_dict(other.state_dict())
 
 

@@ -291,7 +291,7 @@ class _NoMuon(Optimizer):
 
 
 def test_matrices_that_nothing_would_move_are_refused() -> None:
-    with pytest.raises(TypeError, match="_NoMuon has matrices, but only a Muon moves any"):
+    with pytest.raises(TypeError, match="_NoMuon has matrices, but only Muon updates matrices"):
         ShardedEngine(nn.Linear(4, 4, bias=False), _NoMuon(lr=0.1), compile_update=False)
 
 
