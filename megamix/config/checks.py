@@ -60,7 +60,8 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 def check_world_size(config: Config, world_size: int) -> list[str]:
     """Return the problems that show once the number of ranks is known, one line each."""
-    return [*mesh_problems(config, world_size), *_batch_problems(config, data_parallel_size(config, world_size))]
+    dp_size = config.parallelism.dp_size or data_parallel_size(config, world_size)
+    return [*mesh_problems(config, world_size), *_batch_problems(config, dp_size)]
 
 
 def grad_accum_steps(config: Config, dp_size: int) -> int:
@@ -181,8 +182,7 @@ def _scale_starts_in_range(config: Config) -> Iterator[str]:
 
 
 def _ranks_fill_batch(config: Config) -> Iterator[str]:
-    # Not set, or unusable: micro-batches must fill the batch whatever it is.
-    yield from _batch_problems(config, getattr(config.parallelism, "dp_size", None))
+    yield from _batch_problems(config, None)  # dp_size is judged first, once the number of ranks is known
 
 
 def _batch_problems(config: Config, dp_size: int | None) -> Iterator[str]:

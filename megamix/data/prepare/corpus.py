@@ -25,7 +25,7 @@ _LEFT_OUT = frozenset(
 _HUB = "hf:"
 _TABLES = ("parquet", "arrow")
 _CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")  # endings of text that is of no use for training
-_HEAD = 2**13  # bytes that are searched for a zero, which no text has
+_HEAD = 2**13  # bytes that are searched for a zero, which no text has; a PDF need not have one
 _TOLD = 8  # files that a message names
 _PASSED_OVER = ""
 
@@ -180,7 +180,8 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
 def _is_binary(path: str) -> bool:
     try:
         with open_plain(path) as file:
-            return b"\0" in file.read(_HEAD)
+            head = file.read(_HEAD)
+            return b"\0" in head or head.startswith(b"%PDF-")
     except DAMAGE:
         return False  # its reader will report the damage
 

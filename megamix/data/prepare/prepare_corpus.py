@@ -19,7 +19,7 @@ from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.prepare.corpus import Corpus, counted, first_few
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, merge_pieces
 from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan
-from megamix.data.prepare.records import Blocks
+from megamix.data.prepare.records import NOT_UTF8, Blocks
 from megamix.data.prepare.split import split_of
 from megamix.data.prepare.tokenizer_choice import TRAIN, TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
@@ -148,7 +148,12 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
             (unfinished / BAD_RECORDS_NAME).unlink(missing_ok=True)
             write_text(noted, text)
         (unfinished / "pieces").mkdir(exist_ok=True)
-        yield
+        try:
+            yield
+        except ValueError:
+            if not any(any((unfinished / name).glob("*")) for name in ("pieces", "tokenizer")):  # no use for a rerun
+                shutil.rmtree(unfinished)
+            raise
 
 
 def _write(
@@ -178,6 +183,10 @@ def _write(
     if not any(any(report.num_documents.values()) for report in reports):
         first = f", the first: {_told(bad_records[0])}" if bad_records else ""
         fix = "name the key of the text by --text-key, or give other files"
+        if bad_records and str(bad_records[0]["reason"]).startswith(NOT_UTF8):
+            fix = "re-encode such files as UTF-8, for example by iconv -f latin1 -t utf-8 IN > OUT"
+        for useless in (job.folder, path.parent):
+            shutil.rmtree(useless, ignore_errors=True)
         raise ValueError(f"{corpus.flag} holds no text, only {len(bad_records)} bad records{first}; {fix}")
     progress.begin("joining the pieces")
     counts = merge_pieces(job, reports, result, vocab_size)

@@ -13,6 +13,7 @@ from megamix.data.prepare.compressed import DAMAGE, open_plain
 # Bytes. While a record is encoded, memory holds it in several forms, one of them its token ids as Python numbers.
 LONGEST_DOCUMENT = 2**26
 _BLOCK = 2**22
+NOT_UTF8 = "not UTF-8"  # how the reason of such a bad record begins
 
 
 class Document(NamedTuple):
@@ -96,7 +97,7 @@ def decoded(number: int, content: bytes) -> Record:
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start} ({error.reason})"
+    return f"{NOT_UTF8}: byte 0x{error.object[error.start]:02x} at {error.start} ({error.reason})"
 
 
 # Names of types as the files have them, not Python's.
