@@ -32,7 +32,7 @@ def first_not_finite(
     `losses`: of the last backward pass. `update`: number of the update.
     """
     # An FP16 loss may be infinite by its loss scale alone, and do no harm.
-    if any(loss.isnan().any() or not (loss.dtype == torch.float16 or _finite(loss)) for loss in losses):
+    if any(loss.isnan().any() or not (loss.dtype == torch.float16 or _finite(loss)) for loss in map(local, losses)):
         return NotFinite("loss", update=update)
     if optimizer is None or getattr(optimizer, "found_inf", None):
         return None

@@ -54,7 +54,7 @@ def warnings_of(
     """Return all warnings, harmful ones first. Of several rows with one warning, the worst is named.
 
     `notes`: of the ranks, which sum. `scaled`: whether the loss is.
-    """  # fmt: skip
+    """
     ranks = len(notes)
     rows = [row for row in rows if row.trains]
     trained = [facts[name] for row in rows for name in row.parameters]

@@ -1,5 +1,6 @@
 """`megamix audit -- COMMAND` watches one update of a script that does not know of it, as `megamix.audit` would, and
-ends the script; if it cannot watch, it says why.
+ends the script; if it cannot watch, it says why. It names the first number that is not finite, and ranks that train
+apart.
 """
 
 from __future__ import annotations
