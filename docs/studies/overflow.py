@@ -107,7 +107,7 @@ def train(config: Config) -> Run:
     with contextlib.redirect_stdout(io.StringIO()) as log, contextlib.suppress(GaveUpError):
         run_job(config)
     # An overflow has a line, which says what becomes of its batch; those of the search for the first scale share one.
-    fates = {fate: log.getvalue().count(f" {fate.value} | skipped ") for fate in Fate}
+    fates = {fate: log.getvalue().count(f" {fate.value} | overflows ") for fate in Fate}
     searches = re.findall(r"^loss scale: .* in (\d+) tr", log.getvalue(), flags=re.MULTILINE)
     fates[Fate.REQUEUED] += sum(map(int, searches))
     return Run(read_history(Path(config.checkpoint.folder)), config.precision.on_overflow, fates)

@@ -116,7 +116,7 @@ def format_lines(step: int, steps: int, metrics: StepMetrics, *, detailed: bool)
         return line
     mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
     rest = (
-        f"eta {_format_duration(metrics.eta_s)} | skipped {metrics.skipped_steps} | mfu {mfu} | "
+        f"eta {_format_duration(metrics.eta_s)} | overflows {metrics.skipped_steps} | mfu {mfu} | "
         f"memory {metrics.memory_gib:.2f} GiB"
     )
     shares = (

@@ -215,7 +215,7 @@ class Trainer:
             return
         self.console.line(
             f"step {step}/{self.config.training.steps} | overflow at scale {format_scale(loss_scale)}, nothing changed "
-            f"| samples {attempt.batch} {fate.value} | skipped {skipped}\n{folded(words)}"
+            f"| samples {attempt.batch} {fate.value} | overflows {skipped}\n{folded(words)}"
         )
         if fate is Fate.SET_ASIDE:
             for line in self.overflows.origins:

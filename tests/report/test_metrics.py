@@ -47,7 +47,7 @@ def test_the_console_line_says_what_moves_and_two_more_the_rest() -> None:
     assert format_lines(20, 1000, METRICS, detailed=False) == line
     assert format_lines(20, 1000, METRICS, detailed=True).splitlines() == [
         line,
-        "step   20/1000 | eta 1:02:03 | skipped 2 | mfu 41.2% | memory 1.50 GiB",
+        "step   20/1000 | eta 1:02:03 | overflows 2 | mfu 41.2% | memory 1.50 GiB",
         "step   20/1000 | time: data 1%, fwd+bwd 80%, reduce-scatter 3%, update 10%, all-gather 2%",
     ]
 

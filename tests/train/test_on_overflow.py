@@ -123,7 +123,7 @@ def test_a_skipped_batch_is_reported_as_lost(tmp_path, data, capsys) -> None:
     record = run_recorded(config, frozenset([3]))
     assert record.samples() == [sample for sample in range(36) if sample not in range(12, 16)]
     lines = capsys.readouterr().out.splitlines()
-    at = lines.index("step 4/8 | overflow at scale 2^8, nothing changed | samples 12..15 lost | skipped 1")
+    at = lines.index("step 4/8 | overflow at scale 2^8, nothing changed | samples 12..15 lost | overflows 1")
     assert lines[at + 1].startswith("  the loss is inf: ")
     assert max(len(line) for line in lines if line.startswith(("step", "megamix", "  "))) <= COLUMNS
 
@@ -220,7 +220,7 @@ def test_a_clean_run_names_nobody(tmp_path, data, seed: int, capsys) -> None:
     config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**6}}, steps=5, seed=seed)
     record = run_recorded(config)
     assert len(record.attempts) == 5
-    assert "overflow" not in capsys.readouterr().out
+    assert "| overflow at" not in capsys.readouterr().out
     assert not (tmp_path / "run/set_aside.jsonl").exists()
 
 
