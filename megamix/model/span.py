@@ -77,6 +77,8 @@ class Chunks:
         """Find what this rank's queries see. `positions`: those of all, INT64 (B, T); None for one document each.
         `num_documents`: upper bound of their number, or 0. `like`: hidden states. `by_borders`: as borders for a GPU's
         kernels, without reading the device; otherwise as pieces.
+
+        Raises: ValueError on a GPU that has no kernel for these hidden states.
         """
         if by_borders:
             if positions is None:
