@@ -665,7 +665,7 @@ def test_a_state_of_another_loss_scale_rule_is_refused_and_changes_nothing() -> 
     before = engine.full_weights()
     for other in others:
         train_steps(other, range(1))
-        with pytest.raises(ValueError, match="build the engine as it was: .* kind of loss scale"):
+        with pytest.raises(ValueError, match="build the engine as it was then: .* kind of loss scale"):
             engine.load_state_dict(other.state_dict())
         assert all(torch.equal(before[name], value) for name, value in engine.full_weights().items())
         assert int(engine.applied_updates) == 0
