@@ -21,8 +21,8 @@ _LENGTH = 8  # bytes
 
 
 def gather_json(collectives: Collectives, value: Any, device: torch.device) -> list[Any]:
-    """Return every rank's value, in rank order, through JSON: torch's own object gather unpickles, and a pickle runs
-    code.
+    """Return every rank's value, in rank order. The values travel as JSON: torch's own object gather unpickles, and a
+    pickle may run code.
 
     `device`: the device of the collectives' tensors.
     """
@@ -42,10 +42,10 @@ def gather_json(collectives: Collectives, value: Any, device: torch.device) -> l
 
 
 def tell_collectives(path: Path) -> None:
-    """Write torch's flight recorder as JSON: this rank's last collectives, with which began and which ended. Do nothing
-    if torch or the disk fails.
+    """Write torch's flight recorder as JSON: this rank's last collectives, and whether each has begun and ended. Do
+    nothing if torch or the disk fails.
 
-    It may run in any thread. Stacks do not show which rank is late when the host runs ahead of NCCL.
+    Any thread may call it. The record shows which rank is late even if the host runs ahead of NCCL, when stacks do not.
     """
     with contextlib.suppress(Exception):
         backend = "nccl" if dist.get_backend() == "nccl" else "fr"  # "fr" serves all other backends
@@ -55,7 +55,7 @@ def tell_collectives(path: Path) -> None:
 
 
 def host_collectives(world: Axis, timeout_s: float) -> Collectives:
-    """Connect the ranks by a group of its own for host tensors, which waits for no device. Every rank must call it.
+    """Connect the ranks by a new group for host tensors, which waits for no device. Every rank must call it.
 
     Units: `timeout_s` bounds the wait for the slowest rank; after a timeout the group cannot be used any more.
     """

@@ -1,4 +1,4 @@
-"""Ranks made of the processes that torchrun, srun or mpirun start, by the variables that these set."""
+"""Turns the processes that torchrun, srun or mpirun start into ranks, by the environment variables that these set."""
 
 import os
 import re
@@ -19,14 +19,14 @@ class _Starter(NamedTuple):
     rank: str
     world_size: str
     local_rank: str
-    local_world_size: str  # a number, or one for each machine, as in 2(x3),1
+    local_world_size: str  # a number, or a number for each machine, as in 2(x3),1
     job: tuple[str, ...] = ()  # variables that together name this job alone on its machines
     hosts: str = "SLURM_JOB_NODELIST"  # lists the machines, rank 0's first
 
 
 _TORCHRUN = _Starter("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# In this order: mpirun may start its ranks by srun, whose variables then describe mpirun's own helpers. srun's PMI
-# variables lack the local rank and size.
+# mpirun comes before srun: it may start its ranks by srun, whose variables then describe mpirun's own helpers. The PMI
+# variables of srun lack the local rank and size.
 _STARTERS = (
     _Starter(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -45,7 +45,8 @@ def start_ranks(timeout_s: float = 600.0) -> torch.device:
     return this rank's device. A process that was started alone stays alone. Every rank must call it.
 
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set from the variables of srun or
-    mpirun. MASTER_ADDR and MASTER_PORT are kept if they are set already; all are kept if RANK and WORLD_SIZE are.
+    mpirun. If RANK and WORLD_SIZE are set already, all stay as they are. MASTER_ADDR and MASTER_PORT stay if they are
+    set already.
     Units: `timeout_s` bounds every collective.
     Raises: ValueError naming missing variables; OSError if ranks cannot meet at that address and port; NotMetError
     naming ranks that do not come.
@@ -56,8 +57,9 @@ def start_ranks(timeout_s: float = 600.0) -> torch.device:
             os.environ.update(_as_torchrun(starter))
         if unset := [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             raise ValueError(
-                f"{', '.join(unset)}: not set, and {starter.name} does not tell it; set it for every rank: LOCAL_RANK "
-                "counts the ranks of a machine, MASTER_ADDR is rank 0's machine, MASTER_PORT a free port there"
+                f"{', '.join(unset)}: not set, and {starter.name} does not say the value; set it for every rank: "
+                "LOCAL_RANK counts the ranks of a machine from 0, MASTER_ADDR is rank 0's machine, MASTER_PORT is a "
+                "free port there"
             )
         place = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
         try:
@@ -65,8 +67,8 @@ def start_ranks(timeout_s: float = 600.0) -> torch.device:
                 meet_ranks(local_device(), timeout_s)
         except dist.DistNetworkError as error:
             raise OSError(
-                f"MASTER_ADDR and MASTER_PORT are {place}, where ranks cannot meet: {error}; if another program has "
-                "that port, set a free one for every rank, and rank 0's machine by a name that all of them can look up"
+                f"MASTER_ADDR and MASTER_PORT are {place}, where ranks cannot meet: {error}; set MASTER_ADDR to a name "
+                "of rank 0's machine that every rank can look up, and MASTER_PORT to a port that no program uses there"
             ) from None
     return local_device()
 
@@ -79,14 +81,14 @@ def refuse_alone() -> None:
     if starter is not None and (size := _size(starter)) > 1:
         raise RuntimeError(
             f"{starter.world_size} is {size}, so {starter.name} has started {size} processes, but there is no process "
-            "group: each would train alone. Call megamix.start_ranks() before the engine is built; if each shall train "
-            "alone, pass sharding=megamix.Sharding(topology=megamix.Topology())"
+            "group: each would train alone. Call megamix.start_ranks() before the engine is built; if each process "
+            "shall train alone, pass sharding=megamix.Sharding(topology=megamix.Topology())"
         )
 
 
 def _started_by() -> _Starter | None:
-    """Return the starter that has told this process its rank: torchrun if its variables are set, else preferably one
-    that has also told the local rank and size.
+    """Return the starter that has told this process its rank. torchrun comes first; then those that have also told the
+    local rank and size; then the others.
     """
     told = os.environ.get
     found = [one for one in (_TORCHRUN, *_STARTERS) if told(one.rank) and told(one.world_size)]

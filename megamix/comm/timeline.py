@@ -1,7 +1,7 @@
 """The timeline of a step's transfers: when each was launched, had arrived, was needed and was waited for.
 
-Only profiled steps pay for it: on a CPU a thread for each transfer, on a GPU events alone. The results of the step stay
-the same, bit for bit.
+Only profiled steps pay for it: on a CPU with a thread for each transfer, on a GPU only with events. The results of the
+step stay the same, bit for bit.
 """
 
 import time
@@ -30,7 +30,7 @@ class Transfer(NamedTuple):
     launched_s: float
     landed_s: float  # the whole transfer had arrived
     needed_s: float  # the step first waited for the transfer
-    waited_s: float  # nothing was computed; on Gloo including the sum of the parts
+    waited_s: float  # the step stood still for the transfer; on Gloo this includes the sum of the parts
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Timeline:
                 self._arrive(watched, pending.works)
 
     def transfers(self) -> list[Transfer]:
-        """Return all transfers in the order of their launches. All must have been waited for. Waits for the device."""
+        """Return all transfers in the order of their launches, after each was waited for. It waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         return [

@@ -25,8 +25,8 @@ class Axis:
     because this process is alone.
     """
 
-    ranks: Sequence[int] = (0,)  # their numbers in the world, ascending
-    rank: int = 0  # this rank's place among them
+    ranks: Sequence[int] = (0,)  # the ranks' numbers in the world, ascending
+    rank: int = 0  # this rank's place among them, from 0 on
     group: dist.ProcessGroup | None = field(default=None, compare=False)
 
     @property
@@ -59,7 +59,7 @@ class Topology:
         return f"{self.world.size} rank(s)" + (f" ({sizes})" if self.dp.size < self.world.size else "")
 
     def along(self, *names: str) -> Axis:
-        """Return the ranks that differ from this one only in these axes, connected if that was asked for.
+        """Return the ranks that differ from this one only in these axes. They are connected if the mesh is.
 
         Raises: ValueError if there is no such axis.
         """
@@ -118,12 +118,12 @@ class Topology:
 
     @cached_property
     def replicas(self) -> Axis:
-        """Return the ranks that own the same share, each a copy of it."""
+        """Return the ranks that own the same share. Each has a copy."""
         return self.along(*self._named(lambda kind: kind.weights == "copied"))
 
     def owners_of(self, divided: str | None) -> Axis:
-        """Return the ranks that own shares of this rank's block of a parameter, which the ranks along one axis divide.
-        None: none divide it.
+        """Return the ranks that own shares of this rank's block of a parameter. `divided`: the axis whose ranks divide
+        the parameter; None: no ranks divide it.
         """
         holders = self._named(lambda kind: kind.weights != "copied")
         return self.along(*(name for name in holders if name not in ("pp", divided)))
@@ -137,8 +137,8 @@ class Topology:
 
     @cached_property
     def ends(self) -> Axis:
-        """Return the owners on the first and the last pipeline rank, which hold a tied table; on ranks between these,
-        this rank.
+        """Return the owners on the first and the last pipeline rank, which hold a tied table. On the ranks between
+        these, return this rank alone.
         """
         if 0 < self.pp.rank < self.pp.size - 1:
             return self._axis([self.place_in_mesh])
@@ -180,8 +180,8 @@ class Topology:
 
     @staticmethod
     def current(group: dist.ProcessGroup | None = None) -> Topology:
-        """Return a mesh of data-parallel ranks alone: those of `group`; without one, of the whole world; without a
-        world, one process.
+        """Return a mesh that has only data-parallel ranks: those of `group`. Without a group they are all ranks of the
+        world; without a world, this process is alone.
         """
         if group is None:
             if not (dist.is_available() and dist.is_initialized()):
@@ -194,7 +194,7 @@ class Topology:
     @staticmethod
     def place(rank: int, **sizes: int) -> Topology:
         """Return the place of rank `rank` in a job's mesh, by arithmetic alone and without connected axes. `sizes`:
-        ranks along each axis, by its name; 1 for an axis without one.
+        number of ranks along each axis, by the axis's name; an axis that is not named has 1.
 
         Raises: ValueError if there is no such axis or rank.
         """
@@ -213,7 +213,8 @@ class Topology:
     def connect(timeout_s: float | None = None, **sizes: int) -> Topology:
         """Return this rank's place in the mesh of the whole world, with connected axes. Every rank must call it.
 
-        `sizes`: ranks along each axis but dp, by its name; dp gets all that they leave.
+        `sizes`: number of ranks along each axis except dp, by the axis's name. The size of dp is the number of ranks of
+        the world divided by their product.
         Raises: ValueError if there is no such axis, or the sizes do not divide the world.
         """
         if not dist.is_initialized():
@@ -229,14 +230,14 @@ class Topology:
     def connected(self, timeout_s: float | None = None) -> Topology:
         """Return this mesh with its axes connected. Every rank of the world must call it, and be in the mesh."""
         groups = {tuple(self.world.ranks): dist.group.WORLD}
-        # In the same order on every rank, because a group's ranks meet when it is created. With NCCL each of these
-        # calls splits the world, so every rank must be in one group of each axis, which it is.
+        # The order is the same on every rank, because a group's ranks meet when it is created. With NCCL each of these
+        # calls splits the world, which requires every rank to be in one group of each axis. It is.
         own = (self.along(name) for name in reversed([*self.sizes]))
         for axis in (*own, self.owners, self.owners_of(None), self.data, self.parts, self.replicas, self.stage):
             _connect(axis, groups, timeout_s)
         if 0 < self.pp.rank < self.pp.size - 1:
-            # A rank between the ends makes a group of its own. torch names these groups by their ranks and by the
-            # number of groups that this rank has, so a rank with fewer groups would find no peer for any later one.
+            # A rank between the ends makes a group of itself alone. torch names these groups by their ranks and by the
+            # number of groups that this rank has, so a rank with fewer groups would find no peer for any later group.
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
         else:
             _connect(self.ends, groups, timeout_s)
@@ -258,8 +259,8 @@ def _connect(axis: Axis, groups: dict[tuple[int, ...], dist.ProcessGroup | None]
 
 
 def local_device() -> torch.device:
-    """Return the GPU that LOCAL_RANK names; the only GPU if torch sees one, as Slurm shows each task its own with
-    --gpus-per-task; the CPU if torch sees none.
+    """Return the GPU that LOCAL_RANK names, or the CPU if torch sees no GPU. If torch sees a single GPU, return this
+    one: with --gpus-per-task Slurm shows each task only its own GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -273,8 +274,8 @@ def num_on_machine(axis: Axis) -> int:
 
 
 def side_store(world: Axis) -> Store:
-    """Return the store in which the ranks have met, for messages beside the collectives. It has a connection of its
-    own, and keys that no earlier job of these processes has used. Every rank must call it.
+    """Return the store in which the ranks have met, for messages beside the collectives. The returned object has a
+    connection of its own, and keys that no earlier job of these processes has used. Every rank must call it.
     """
     store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     job = store.add(f"megamix/rank {world.rank}", 1)
@@ -288,7 +289,8 @@ class NotMetError(RuntimeError):
         self.late = late
         which = ", ".join(map(str, late[:8])) + " and more" * (len(late) > 8)
         super().__init__(
-            f"no sign within {timeout_s:g} s of rank {which}: an import may hang, such as a plugin's, or reading a file"
+            f"no sign of rank {which} within {timeout_s:g} s: an import (such as a plugin's) or a read of a file may "
+            "hang there"
         )
 
 
@@ -297,7 +299,7 @@ def meet_ranks(device: torch.device, timeout_s: float) -> None:
 
     `Topology.connect` then gives the world its axes. It is not done here, because ranks that disagree on the axes would
     create different groups and wait for ever.
-    Units: `timeout_s` bounds every collective: a peer that died or hangs is an error after it, never a silent wait.
+    Units: `timeout_s` bounds every collective: a peer that died or hangs is an error then, never a silent wait.
     Raises: NotMetError if a rank does not come.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -324,9 +326,9 @@ def meet_ranks(device: torch.device, timeout_s: float) -> None:
 def leave_ranks(*, alike: bool) -> None:
     """Leave the ranks that `meet_ranks` has met.
 
-    `alike`: all ranks leave now. Otherwise NCCL could wait for the others for ever, so the groups stay, and an uncaught
-    error ends the process at once after it is printed. If the error is caught, torch drops the groups at the process's
-    end.
+    `alike`: all ranks leave now. If they do not, NCCL could wait for the others for ever. So the groups stay, and an
+    uncaught error is printed and then ends the process at once. If the error is caught, torch drops the groups when the
+    process ends.
     """
     if dist.is_initialized() and alike:
         dist.destroy_process_group()

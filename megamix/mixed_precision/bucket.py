@@ -38,15 +38,15 @@ class ParamGrad:
 
     name: str
     view: Tensor  # gradient dtype, shape of the parameter
-    counts: bool  # False: another rank's copy of this gradient is the one that is summed
-    waits: bool  # True: waits for others of its bucket, since it is so small that a call costs more than its bytes
+    counts: bool  # False: another rank has the same gradient, and that rank's copy is summed
+    waits: bool  # True: is copied together with others, because it is so small that a call costs more than its bytes
     touched: bool = False
     ready: bool = False  # complete: no more gradients come in this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketBytes:
-    """Bytes of a bucket's buffers on one rank, each counted while it has memory."""
+    """Bytes of a bucket's buffers on one rank, of each as if it had memory now."""
 
     plan: BucketPlan
     storage: Storage
@@ -110,8 +110,8 @@ class Bucket:
     `grads` gradient dtype (padded_numel,): a step's sum over this rank's micro-batches, loss scale included.
     `rank_sum` (shard_numel,): this rank's part of the sum of `grads` over the owners.
     `total` FP32 (shard_numel,): the sum of `rank_sum` over micro-batches, if the owner adds them up; else None.
-    `master` FP32 (shard_numel,): the master weights. `states`: those of each of `spans`' group, in their
-    own dtypes.
+    `master` FP32 (shard_numel,): the master weights. `states`: for each span of `spans` the optimizer's states, in
+    their own dtypes.
 
     `storage` says which of `params`, `grads`, `rank_sum` and `total` have memory only while a step needs them.
     """
@@ -119,7 +119,7 @@ class Bucket:
     params: Tensor
     param_shard: Tensor
     named_params: dict[str, nn.Parameter]
-    _classes: dict[str, type[nn.Parameter]]  # their own classes, which may be subclasses
+    _classes: dict[str, type[nn.Parameter]]  # the Parameters' own classes, which may be subclasses
     grads: Tensor
     rank_sum: Tensor
     sum_sent: Pending  # the last reduce-scatter that was launched
@@ -213,7 +213,7 @@ class Bucket:
             allocate(self.params)
 
     def show_params(self) -> None:
-        """Let the module's Parameters be read again; their values are there."""
+        """Let the module's Parameters be read again, after their values have arrived."""
         for name, param in self.named_params.items():
             param.__class__ = self._classes[name]
 
@@ -283,12 +283,12 @@ class Bucket:
         place = self.param_grads[name]
         if self.missing == 0:
             raise RuntimeError(
-                f"parameter {name} got a second gradient in one backward when its bucket was complete, or one behind "
-                "its unit's backward: a reentrant checkpoint recomputed its module. Use "
+                f"parameter {name} got a second gradient in one backward after its bucket was complete, or a gradient "
+                "after its unit's backward: a reentrant checkpoint recomputed its module. Use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         if not place.counts:
-            grad = torch.where(grad.isfinite(), 0.0, grad)  # an overflow counts on every rank that has it
+            grad = torch.where(grad.isfinite(), 0.0, grad)  # inf and NaN stay: an overflow counts on every rank
         if place.waits and _has_memory_alone(grad):
             if name in self._waiting:
                 self.add_waiting()
@@ -332,7 +332,7 @@ class Bucket:
         return [place.name for place in silent]
 
     def close(self) -> None:
-        """Count the bucket as complete: no more gradients come before the sum."""
+        """Mark the bucket as complete: no more gradients come before the sum."""
         self.missing = 0
 
     def launch_sum(self, row_stats: RowStats) -> None:
@@ -368,9 +368,9 @@ class Bucket:
         self._free_sum(self.rank_sum)
 
     def launch_sum_across(self, replicas: Collectives) -> Pending:
-        """Start summing `grad_sum`, the sum over the owners, over the replicas. Wait for the sum over the owners."""
+        """Wait for `grad_sum`, the sum over the owners. Then start summing it over the replicas."""
         self.wait_for_sum()
-        self._rows = None  # statistics of the sum over the owners alone
+        self._rows = None  # these statistics are those of the sum over the owners
         self.sum_pending = sent = replicas.all_reduce(self.grad_sum)
         sent.what = f"while the gradients of {self.plan.name} were summed across replicas"
         self.is_summed_across = True
@@ -409,7 +409,7 @@ class Bucket:
 
     def part(self, span: GroupSpan) -> UpdateSlice:
         """Return the tensors that an update reads and writes in `span`, a range of this rank's shard inside one of
-        `spans`. For an element of `spans` it is the same object every time.
+        `spans`. For an element of `spans` the result is the same object every time.
         """
         if span in self._parts:
             return self._parts[span]
@@ -452,7 +452,7 @@ class Bucket:
     def launch_gather(self, number: int = 0, what: str = "") -> Pending:
         """Start sending this rank's shard to all owners and receiving their shards.
 
-        `number`: that of `Collectives.all_gather`. `what`: text for an error message.
+        `number`: as in `Collectives.all_gather`. `what`: text for an error message.
         """
         assert self.gather_pending is None
         with noting(what):
@@ -469,7 +469,9 @@ class Bucket:
 
 
 def _has_memory_alone(grad: Tensor) -> bool:
-    """Return whether no other tensor shares the gradient's memory. A later node of backward could write it."""
+    """Return whether no other tensor shares the gradient's memory. A later node of backward could write to memory that
+    is shared.
+    """
     return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) == 2  # 2: the gradient and this temporary handle
 
 
@@ -482,8 +484,9 @@ def make_buckets(
     device: torch.device,
     owner_adds: bool = False,
 ) -> list[Bucket]:
-    """Return the buckets of a layout, with zeroed masters and states. `owners_by_axis`: by each
-    bucket's `BucketPlan.axis`."""
+    """Return the buckets of a layout, with zeroed masters and states. `owners_by_axis`: the owners' collectives, by
+    `BucketPlan.axis`.
+    """
     buckets = list[Bucket]()
     num_owned = Counter[Collectives]()
     for number, plan in enumerate(layout.buckets):

@@ -1,6 +1,6 @@
 """The examination of a step: whose gradient is not finite, how small gradients are, which updates the half copy misses.
 
-Only steps that were asked for it (`engine.examine_next_step()`) pay for these passes.
+Only steps that `engine.examine_next_step()` has asked for pay for these passes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from megamix.mixed_precision.flat_layout import GroupSpan
 from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import Examination
 
-# Elements, a multiple of ROW, on a CPU and on a GPU. The passes' own memory is a few of these chunks, whatever a
-# shard's size.
+# Elements of a chunk, on a CPU and on a GPU; a multiple of ROW. The passes allocate only a few chunks, however large a
+# shard is.
 _CHUNK, _CHUNK_GPU = 1 << 20, 1 << 24
 
 EXPONENT_BIAS = 127  # exponent bias of FP32

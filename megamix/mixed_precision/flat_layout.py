@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from megamix import tuned
 
-# Every parameter and every shard starts on a multiple of 64 elements: 128 bytes in half precision, so that vector
-# loads are aligned (a compiled kernel copies misaligned inputs first), and one row of the statistics, so that no row
-# is cut by a shard border.
+# Every parameter and every shard starts on a multiple of 64 elements. That is 128 bytes in half precision, so vector
+# loads are aligned (a compiled kernel would first copy misaligned inputs). And it is one row of the statistics, so no
+# shard border cuts a row.
 ROW = 64
 
 
@@ -31,11 +31,11 @@ class ParamSpec:
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # offset of the block in the full parameter
     axis: int = 0  # number of the owners' axis; the owners are the ranks that train this block
-    # False: another owner has this same gradient, and it is summed once. Not printed, since owners compare what is
-    # printed.
+    # False: another owner has this same gradient, and only that copy is summed. Not in the repr, because the owners
+    # compare the reprs, and this field differs between them.
     counts: bool = field(default=True, repr=False)
     aliases: tuple[str, ...] = ()
-    unit: int = field(default=0, repr=False)  # number of its gather unit, 0: the root; equal in a bucket
+    unit: int = field(default=0, repr=False)  # number of the unit that gathers it; 0: the root
     # Rows of each matrix that the optimizer takes whole. The matrices lie one below the other in the full parameter,
     # seen as rows of its last dim. Empty: the optimizer updates each element by itself.
     matrices: tuple[int, ...] = field(default=(), repr=False)
@@ -165,8 +165,8 @@ class FlatLayout:
 
 
 def default_bucket_size(numel: int, dp_size: int) -> int:
-    """Return the elements per bucket: large enough to use the network well, but at least four buckets, so that most of
-    the reduction overlaps with backward, if each keeps a million elements.
+    """Return the elements per bucket. Buckets are large enough to use the network well. There are at least four,
+    so that most of the reduction overlaps with backward, unless each would have fewer than a million elements.
     """
     return min(max(40_000_000, 1_000_000 * dp_size), max(1_000_000, math.ceil(numel / 4)))
 
@@ -175,12 +175,12 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
     """Cut the parameters, in reverse registration order (about the order of their gradients), into buckets.
 
     `axis_sizes`: the number of ranks in each axis of `ParamSpec.axis`; all of a bucket's parameters have one axis.
-    Buckets stand in the order of their last parameters, as backward fills them, whoever owns them.
-    Buckets with more owners than the data-parallel ranks, the first axis, come last: tied tables and replicated norms.
-    They come from all layers, so they are full only at the end of backward. The ends of a pipeline, whose backwards
-    differ, must also reach their common table in one order.
-    A bucket is closed once it holds `bucket_size` elements, so 1 gives a bucket per parameter, and at the end of a
-    unit.
+    Buckets stand in the order of their last parameters, which is the order in which backward fills them.
+    Buckets with more owners than the data-parallel ranks (the first axis) come last. They hold tied tables and
+    replicated norms. Their parameters come from all layers, so they are full only at the end of backward. Also, the two
+    ends of a pipeline have different backwards, but must sum their common table in the same place of the order.
+    A bucket is closed at the end of a unit, or once it holds `bucket_size` elements, so size 1 gives a bucket per
+    parameter.
     If an optimizer takes whole matrices, no shard border cuts a matrix, provided that this costs little padding and
     that the ranks have whole matrices. Then no element of a matrix travels for the update.
     Raises: ValueError if there is nothing to train or bucket_size is not positive.
@@ -201,8 +201,8 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
 
 
 def _cut(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int, *, uncut: bool) -> FlatLayout:
-    """Cut the parameters into buckets. `uncut`: each matrix lies in one shard; norms and biases do, too, and fill the
-    gaps.
+    """Cut the parameters into buckets. `uncut`: each matrix lies within one shard. So do norms and biases, which fill
+    the gaps.
     """
     buckets: list[BucketPlan] = []
     for axis, num_shards in enumerate(axis_sizes):
@@ -219,7 +219,7 @@ def _cut(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int
                 buckets.append(_bucket(held, num_shards, pack=pack))
     places = {spec.name: place for place, spec in enumerate(reversed(specs))}
 
-    def turn(bucket: BucketPlan) -> int:  # sorted() is stable: shared ones keep their order
+    def turn(bucket: BucketPlan) -> int:  # sorted() is stable: shared buckets keep their order
         shared = bucket.num_shards > axis_sizes[0]
         return len(specs) if shared else max(places[slot.spec.name] for slot in bucket.slots)
 

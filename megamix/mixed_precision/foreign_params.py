@@ -14,9 +14,7 @@ LEAF = "torch::autograd::AccumulateGrad"  # autograd's node of a leaf tensor
 
 
 def warn_of_foreign_params(loss: Tensor, own: Iterable[nn.Parameter]) -> None:
-    """Log parameters in the loss's graph that are not in `own`: the shape of each and the operation that reads it. One
-    walk over the graph.
-    """
+    """Log parameters in the loss's graph that are not in `own`: the shape of each, and the operation that reads it."""
     known, found = {*map(id, own)}, dict[int, str]()
     seen = set[Any]()
     todo: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
@@ -31,7 +29,7 @@ def warn_of_foreign_params(loss: Tensor, own: Iterable[nn.Parameter]) -> None:
     if found:
         log.warning(
             "the loss reads parameters that are not in the engine's module: %s. Nothing trains them, and their .grad "
-            "is times the loss scale, summed over micro-batches: register them in the module before the engine is "
-            "built, or detach() them",
+            "is multiplied by the loss scale and summed over micro-batches: register them in the module before the "
+            "engine is built, or detach() them",
             "; ".join(found.values()),
         )

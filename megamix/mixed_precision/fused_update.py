@@ -1,7 +1,8 @@
 """The one write of a step: unscale, average, clip, the optimizer's equation and the cast to half, in one pass over a
 span.
 
-28 bytes per element with Adam and half sums of gradients: gradient 2, master 8, two states 16, half parameter 2.
+With Adam and half sums of gradients it moves 28 bytes per element: gradient 2, master 8, two states 16, half parameter
+2.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class CompiledUpdate:
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     # With 512-bit vectors torch loads and stores 16 halves as a masked half vector, which is slow: the update takes
-    # 0.70 ns per parameter. With 256-bit vectors it takes 0.62 (BF16) and 0.54 (FP16), and waits for memory alone.
+    # 0.70 ns per parameter. With 256-bit vectors it takes 0.62 ns (BF16) or 0.54 ns (FP16), and waits only for memory.
     wide = {"cpp.simdlen": 256} if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else {}
     # On a GPU no kernel is chosen by timing. So all processes of a run, also after a restart, add up a row in one
     # order, and the update gets the one block size in which every access has 128 bits.
@@ -90,8 +91,8 @@ def gated_update(optimizer: Optimizer) -> Callable[..., None]:
         if half is not None:
             half.copy_(master)
 
-    # A new code object: torch keeps compiled code by code object, for at most 8 sets of constants and dtypes, and all
-    # engines of the process would share one.
+    # Each engine gets a new code object: torch keeps compiled code by code object, for at most 8 sets of constants and
+    # dtypes, and all engines of the process would share these 8.
     return types.FunctionType(update_.__code__.replace(), update_.__globals__, closure=update_.__closure__)
 
 
@@ -164,7 +165,7 @@ def choose_kernels(
 
     Each combination of a bucket's dtypes and a set of states is compiled here, because a first compilation within a
     step could fail there. All ranks use the same path, because the two paths round differently (fused multiply-adds).
-    The log says if compiling takes long, on the first rank, and if nothing could be compiled.
+    The first rank logs if compiling takes long. Each rank logs if nothing could be compiled.
     """
     groups = optimizer.kernel_groups(groups)
     stats = RowStats(chunked_row_stats, partial(sum_in_chunks, chunked_row_stats))
@@ -176,7 +177,9 @@ def choose_kernels(
     alike = {(one.grads.dtype, one.grad_sum.dtype, one.owners.axis.size): one for one in buckets}
     compiles = True
     reason = "another rank has no compiler"
-    told = "compiling the optimizer's update, up to a minute where it is not cached (compile_update=False: none of it)"
+    told = (
+        "compiling the optimizer's update: up to a minute unless it is cached (compile_update=False compiles nothing)"
+    )
     late = Timer(_SILENT_S, log.warning, [told])
     if world.axis.rank == 0:
         late.start()
@@ -198,7 +201,8 @@ def choose_kernels(
 
 
 def _compiled_stats(device: torch.device) -> RowStats:
-    # Always without autograd, as in hooks of backward, which call them: a compiled graph holds for one grad mode only.
+    # Autograd is always off, as in the hooks of backward that call these functions: a compiled graph holds for one grad
+    # mode only.
     of_shard = torch.no_grad()(_compile(row_stats))
     in_chunks = partial(sum_in_chunks, of_shard)
     if device.type == "cpu":

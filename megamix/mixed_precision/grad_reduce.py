@@ -24,8 +24,8 @@ log = logging.getLogger("megamix")
 
 
 class GradReduce:
-    """Sums each parameter's gradient over a step's micro-batches, and each bucket over its owners; the loss scale stays
-    in.
+    """Sums each parameter's gradient over a step's micro-batches, and each bucket over its owners. The sums are not
+    unscaled.
 
     A parameter's hook hands the gradient to the bucket, then drops `param.grad`: an FP32 `.grad` on a half parameter
     would make torch.compile refuse the block. In the pass that completes a step's gradients, a full bucket starts its
@@ -153,8 +153,8 @@ class GradReduce:
             self._travelling = bucket
 
     def _sum_across(self, bucket: Bucket) -> None:
-        """Start a bucket's sum over replicas, unless it is started, and wait for the sum over its owners before. During
-        backward that one has had the time of a further bucket.
+        """Start a bucket's sum over the replicas, unless it is started, once its sum over the owners has arrived.
+        During backward that sum has had the time of one more bucket to arrive.
         """
         if self._replicas.axis.size > 1 and not bucket.is_summed_across:
             sent = bucket.launch_sum_across(self._replicas)
@@ -191,7 +191,7 @@ class GradReduce:
         self.reset()
 
     def reset(self) -> None:
-        """Free the sums and expect the next step's: the step has used them, or its backward has failed.
+        """Free the sums, which the step has used or a failed backward has left, and expect those of the next step.
 
         Sums that a failed backward has launched are finished first. Otherwise a later wait would write them over the
         gradients of the next attempt.
@@ -210,10 +210,10 @@ class GradReduce:
 
     @staticmethod
     def _on_grad(grad_reduce: weakref.ref[GradReduce], name: str, param: Tensor) -> None:
-        """Hand a ready gradient to its bucket; the hook of each parameter.
+        """Hand a ready gradient to its bucket. This is the hook of each parameter.
 
-        The hook holds the engine weakly. torch (2.13) never frees a cycle from a parameter through its hook, and with
-        it would keep the buffers and process groups of a dropped engine.
+        The hook holds this object weakly. torch (2.13) never frees a cycle from a parameter through its hook, so a
+        strong reference would keep the buffers and process groups of a dropped engine alive.
         """
         self = grad_reduce()
         if self is None:
@@ -230,7 +230,9 @@ class GradReduce:
                 "no reduction. Call engine.backward(loss) instead"
             )
         if grad.layout != torch.strided:
-            raise RuntimeError(f"parameter {name} got a {grad.layout} gradient; build its module without sparse ones")
+            raise RuntimeError(
+                f"parameter {name} got a {grad.layout} gradient; build its module without sparse gradients"
+            )
         for observer in self._observers:
             observer.on_gradient(name, self._micro_batch, grad)
         bucket = self._bucket_of[name]
@@ -244,8 +246,8 @@ class GradReduce:
 def refuse_second_engine(model: nn.Module) -> None:
     """Refuse a model that belongs or belonged to another engine, or whose trained parameters already have gradients.
 
-    Two engines on one model would rob each other: the hook that runs first takes the gradient away from the other one.
-    A gradient that is already there would be added by the first step.
+    If two engines shared a model, the hook that runs first would take each gradient, and the other engine would get
+    none. A gradient from before would become part of the first step's.
     Raises: ValueError naming the parameter.
     """
     for name, param in model.named_parameters():

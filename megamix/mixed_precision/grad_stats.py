@@ -22,15 +22,15 @@ from megamix.mixed_precision.update_slice import StepScalars
 def stats_by_piece(buckets: Sequence[Bucket], row_stats: RowStats, counts: bool) -> Tensor:
     """Add up the statistics of rows by parameter.
 
-    It reads 1/64 of the data. So every step knows which parameter is not finite and how large each gradient is, without
-    another pass over the gradient.
+    The statistics have two numbers for each row of 64 elements. So every step learns which parameter is not finite and
+    how large each gradient is, without another pass over the gradient.
     `counts`: False if another rank reports the same sums. Return FP64 (2, pieces): the sum of squares and max abs of
     each piece that this rank owns, bucket after bucket.
     """
     rows = [bucket.row_stats(row_stats) for bucket in buckets]
     if rows[0].is_cpu:
         total, peaks = _on_cpu(buckets, rows)
-    else:  # on a GPU segment_reduce would be a launch per bucket, one block of threads a piece
+    else:  # on a GPU segment_reduce would be a launch per bucket, with one block of threads per piece
         total = torch.stack(torch._foreach_norm(_by_piece(buckets, rows, 0), 1, dtype=torch.float64))
         peaks = torch.stack(torch._foreach_max(_by_piece(buckets, rows, 1)))
     return torch.stack([total if counts else torch.zeros_like(total), peaks.double()])
@@ -39,8 +39,8 @@ def stats_by_piece(buckets: Sequence[Bucket], row_stats: RowStats, counts: bool)
 def _on_cpu(buckets: Sequence[Bucket], rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return each piece's sum, FP64, and its maximum, with one call per bucket.
 
-    One call per piece takes 2.6 ms for 580 pieces, one per bucket 0.03: a call costs hundreds of times the data of a
-    small piece. All of these operations keep NaN.
+    For 580 pieces, one call per piece takes 2.6 ms and one call per bucket 0.03 ms: a call costs hundreds of times as
+    much as the data of a small piece. All of these operations keep NaN.
     """
     sums = []
     peaks = []

@@ -18,7 +18,7 @@ from megamix.mixed_precision.settings import Precision, Sharding
 
 log = logging.getLogger("megamix")
 
-_LOADED = 2.0  # least load that is logged, as a multiple of a ring's bytes
+_LOADED = 2.0  # least load that is logged, as a multiple of the bytes of a ring's sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class Links:
 def _warn_of_load(axis: Axis, precision: Precision, device: torch.device) -> None:
     """Log if the owners load the network between machines far more than the library's own sum would."""
     exchanges = precision.sum_dtype(axis.size) != precision.own_grad_dtype
-    # In an exchange each rank of a machine sends a part to every rank elsewhere; a ring's sum leaves the machine once.
+    # In an exchange each rank of a machine sends a part to every rank of other machines. A ring sends one sum from a
+    # machine to the next.
     here, size = num_on_machine(axis), axis.size
     load = here * (size - here) / max(1, size - 1)
     if exchanges and device.type == "cuda" and load >= _LOADED and axis.ranks[axis.rank] == 0:

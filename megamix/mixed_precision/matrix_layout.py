@@ -33,8 +33,8 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a rank: the number of its shard of a bucket, and of the block that it trains among the equal blocks
-    that divide parameters; block None: the same block as this rank.
+    """The place of a rank: the number of its shard of a bucket, and the number of its block among the equal blocks that
+    divide parameters. Block None: the same block as this rank's.
     """
 
     shard: int
@@ -45,8 +45,8 @@ class Place:
 class MatrixPiece:
     """One rank's part of a matrix: elements [start, end) of its shard.
 
-    They belong to a block of the matrix, its `rows` and `columns`; `first` is the number of the first one in this
-    block.
+    The elements belong to a block of the matrix, given by `rows` and `columns`. `first`: the number of the first
+    element in this block.
     """
 
     matrix: int
@@ -146,7 +146,7 @@ def find_homes(layout: FlatLayout, buckets: Sequence[int], places: Sequence[Plac
             if sum(share) != matrix.numel:
                 raise ValueError(
                     f"Muon treats {matrix.spec.name} as matrices, but the ranks that hold it have {sum(share)} "
-                    f"of {matrix.numel} elements; let AdamW move it: adamw=[{matrix.spec.name!r}]"
+                    f"of {matrix.numel} elements; let AdamW update it: adamw=[{matrix.spec.name!r}]"
                 )
         costs += [matrix.cost for matrix in matrices]
         held += shares
@@ -166,7 +166,7 @@ def _block(spec: ParamSpec, block: int | None) -> tuple[slice, slice]:
     if any(0 < dim < len(spec.shape) - 1 for dim in divided) or len(divided) > 1:
         raise ValueError(
             f"Muon treats {spec.name} as matrices, but ranks divide its {[*spec.full_shape]} into blocks of "
-            f"{[*spec.shape]}, which it cannot put together; let AdamW move it: adamw=[{spec.name!r}]"
+            f"{[*spec.shape]}, which Muon cannot put together; let AdamW update it: adamw=[{spec.name!r}]"
         )
     starts = list(spec.offset)
     if block is not None:
@@ -180,9 +180,9 @@ def _block(spec: ParamSpec, block: int | None) -> tuple[slice, slice]:
 def choose_homes(costs: Sequence[int], held: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
     """Return the home of each matrix, the rank that computes with it.
 
-    If no matrix is divided, its owner is its home. Otherwise it is the rank that owns most of it, as long as no rank
-    gets much more work than an even share; then it is the rank with the least work. `held`: elements of each matrix by
-    rank.
+    If no matrix is divided, each matrix has its owner as home. Otherwise the home is the rank that owns most of the
+    matrix, among the ranks whose work would not much exceed an even share; if there is none, it is the rank with the
+    least work. `held`: elements of each matrix by rank.
     """
     if all(sum(map(bool, own)) == 1 for own in held):
         return [own.index(max(own)) for own in held]

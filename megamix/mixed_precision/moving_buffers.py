@@ -17,7 +17,7 @@ class _Place:
     buffers: dict[str, Tensor | None]  # all buffers of its module
     name: str
     moves: bool = True  # False: known not to change in a forward
-    copy: Tensor | None = None  # its values at the begin of the step
+    copy: Tensor | None = None  # its values when the step began
     seen: tuple[Tensor, int] | None = None  # tensor and version after the step's last forward
 
     def now(self) -> Tensor | None:
@@ -31,12 +31,13 @@ class _Place:
 
 
 class MovingBuffers:
-    """Copies changing buffers as a step's first forward begins, and restores them by the step's flag, on the device.
+    """Copies the changing buffers when a step's first forward begins, and restores them if the step is skipped. The
+    device reads the flag.
 
-    The first training forward shows by values which buffers change, because torch's norms write without counting
-    versions: the host waits there. Buffers that begin to change later are known from the next step on, by their
-    versions, and with them all buffers of their modules. Writes of user code between forwards, which versions show, are
-    never undone.
+    The first training forward shows which buffers change, by a comparison of values: torch's norms write without
+    counting versions. The host waits for this comparison. A buffer that begins to change later is noticed by its
+    version; from the next step on, all buffers of its module are copied. Writes by user code between forwards show in
+    the versions, and are never undone.
     """
 
     def __init__(self, model: nn.Module):
@@ -92,9 +93,7 @@ class MovingBuffers:
 
     @torch.no_grad()
     def put_back(self, skipped: Tensor) -> None:
-        """End the step: restore the buffers that its forwards have changed, if it is skipped. Shapes:
-        skipped bool ().
-        """
+        """End the step. If it is skipped, restore the buffers that forwards have changed. Shapes: skipped bool ()."""
         for place in self._places:
             now = place.now()
             if place.copy is not None and now is not None and place.is_as_seen() and _alike(place.copy, now):

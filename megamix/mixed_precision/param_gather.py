@@ -43,7 +43,7 @@ class ParamGather:
     Without units nothing would overlap: the last `updated` of a step awaits all gathers, and every later read is right.
     """
 
-    is_whole = False  # `UnitGather` sets it within `whole()`; here parameters always have memory
+    is_whole = False  # constant here, where parameters always have memory; `UnitGather` sets it within `whole()`
 
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], overlap: bool, buckets: Sequence[Bucket],
@@ -62,8 +62,9 @@ class ParamGather:
         self._beside_forward = overlap and len(needs) > 1 and any(bucket.owners.axis.size > 1 for bucket in buckets)
         self.before_read = _before_read
         if self._beside_forward:
-            # Never traced: the compiler would refuse the collective or, if the whole model is compiled, silently split
-            # the graph. Disabled here and not at the definition, because `disable` imports the compiler.
+            # The hook is never traced: the compiler would refuse the collective or, if the whole model is compiled,
+            # silently split the graph. `disable` is called here and not at the definition, because it imports the
+            # compiler.
             self.before_read = torch.compiler.disable(_before_read)  # type: ignore[no-untyped-call]  # untyped in torch
             for need in needs:
                 need.module.register_forward_pre_hook(_Await(self, need))
@@ -123,12 +124,12 @@ class ParamGather:
                     bucket.wait_for_params()
 
     def note_copy(self) -> None:
-        """Log once for which uses a copy in half is unfit."""
+        """Log once that a copy in half is unfit for an average of weights."""
         if not self._told_of_copy:
             log.warning(
-                "the module was copied in %s. Evaluate the copy as it is; an average of weights (EMA, AveragedModel) "
-                "would lose in it every change below its rounding: copy the module before the engine is built, or call "
-                ".float() on the copy",
+                "the module was copied in %s. The copy is fit for evaluation. An average of weights (EMA, "
+                "AveragedModel) in this dtype would lose every change below its rounding: for an average, copy the "
+                "module before the engine is built, or call .float() on the copy",
                 self._buckets[0].params.dtype,
             )
         self._told_of_copy = True

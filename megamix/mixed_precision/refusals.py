@@ -212,5 +212,5 @@ def require_own_state(state: Mapping[str, Any], own: str, rank: int) -> None:
         raise ValueError(
             f"this state was saved by rank {state['rank']} with layout {state['layout'][:12]}, but this is rank {rank} "
             f"with layout {own[:12]}; build the engine as it was then: the same model, ranks, shard, units, "
-            "bucket_size, dtype, optimizer with its groups, and kind of loss scale"
+            "bucket_size, dtype, optimizer and its groups, and kind of loss scale"
         )

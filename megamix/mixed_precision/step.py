@@ -34,7 +34,7 @@ def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examination:
-    """The tables of one examined step on one rank: device tensors. Nothing here waits for the device."""
+    """The tables of one examined step on one rank, as device tensors."""
 
     param_names: tuple[str, ...]  # in registration order, the order of `local`
     layers: tuple[str, ...]  # in the order of their first parameters
@@ -94,7 +94,7 @@ class StepResult(NamedTuple):
 
 
 class StepProgress:
-    """Tracks how far this rank's step is, from its first micro-batch to `engine.step()`. No other place knows.
+    """Tracks how far this rank's step is, from its first micro-batch to `engine.step()`.
 
     `scale_used` FP32 (): the loss scale of this step's backward. `loss_sum` FP32 () and `weight_sum` FP64 (): sums over
     the losses so far that this rank counts, without the loss scale. `micro_batches`: the number of micro-batches so
@@ -125,13 +125,13 @@ class StepProgress:
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
-        """Keep other threads, and calls from hooks, from continuing the step inside the block. Raises: RuntimeError if
-        a call is under way already.
+        """Run one call that continues the step; refuse others inside the block, by other threads or by hooks. Raises:
+        RuntimeError if a call is under way already.
         """
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 f"{call} is called while a backward or step of the same engine is under way, in another thread or "
-                "around a hook: call one after the other"
+                "from a hook: call one after the other"
             )
         try:
             yield
@@ -161,7 +161,7 @@ class StepProgress:
             given = f"{self.micro_batches} times already" + (", with last=True" if self._ended else "")
             raise RuntimeError(
                 f"backward() was called {given}, {micro_batches} more is too many for "
-                f"grad_accum_steps {self.grad_accum_steps}; call step() now, or discard_step() to begin it anew"
+                f"grad_accum_steps {self.grad_accum_steps}; call step() now, or discard_step() to begin the step again"
             )
 
     def begin(self, scale: Tensor) -> None:
@@ -174,8 +174,8 @@ class StepProgress:
         """Return the tensor to back-propagate for a micro-batch's loss. `counts`: the loss is added to the step's loss;
         among the ranks that compute one loss together, one counts it.
 
-        A part's mean is divided by the number of parts. So gradients, in half, are as large as those of one rank that
-        computes the whole loss.
+        The mean of a part is divided by the number of parts. So half gradients are as large as if one rank computed the
+        whole loss.
         """
         part = loss.float() / self._num_parts if self._num_parts > 1 else loss.float()
         if counts:
@@ -184,8 +184,8 @@ class StepProgress:
         return part * self.scale_used
 
     def add(self, micro_batches: int, last: bool) -> bool:
-        """Add to the number of micro-batches; return whether the step has all of them. `last`: the step ends with
-        these, however few came before.
+        """Add to the number of micro-batches; return whether the step is complete. `last`: the step ends with these
+        micro-batches, even if there are fewer than `grad_accum_steps`.
         """
         self.micro_batches += micro_batches
         self._ended = last

@@ -1,7 +1,7 @@
 """Half parameters that have memory while a unit computes with them.
 
-They are cast from the ranks' masters and gathered for the unit's forward and again for its backward, while the unit
-before it computes, and freed after it. The last unit of a forward keeps them for the backward.
+While the unit before it computes, a unit's parameters are cast from the ranks' masters and gathered, once for forward
+and once for backward. They are freed after the unit. The last unit of a forward keeps them for the backward.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ FORWARD = 1 << 32  # turns reserved for one forward of the model and for calls o
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Parameters whose memory comes and goes together: those of one module, those of several small neighbours, or the
-    root's, which no unit has alone.
+    """Parameters whose memory comes and goes together: those of one module, those of several small neighbours, or those
+    of the root, which belong to no other unit alone.
     """
 
     buckets: list[Bucket]
     members: list[Member] = field(default_factory=list)  # in the order in which a forward calls them
     begun: bool = False  # True: the pass has come to this unit
     inside: int = 0  # number of members' forwards under way
-    # Members whose backward in this step may still come. For each, by the number of the model's forward: the turn in
-    # which the member's first forward there began. {0: 0}: only this backward pass has called the member.
+    # Members whose backward in this step may still come. For each member: the turns in which its first forwards began,
+    # by the number of the model's forward. {0: 0}: only this backward pass has called the member.
     due: dict[Member, dict[int, int]] = field(default_factory=dict)
 
     @property
@@ -75,13 +75,13 @@ class UnitGather:
     Skipped units are gathered, too, so that ranks which skip different units issue the same gathers.
     A forward begins with the gathers of its first two units, a backward with that of its first one. The pre-hook of a
     unit's first module launches the next unit's gather and awaits its own. The hook after the last module's forward
-    frees the unit; if that module is not called, the pre-hook of the next unit does. In backward the gradient of a
-    module's output takes the role of a pre-hook. A unit is freed once the pass is at another unit and no gradient of it
-    can come any more. Gradients that have not come by then count as zeros, so that each rank starts a unit's sum
-    between the same two gathers. Otherwise one rank would wait in a sum for a rank that waits in a gather.
-    Two units have memory at a time. The last unit of a forward stays for the backward, which begins with it, and so
-    does the root. A unit that is called again, out of order, or outside of the model's forward is gathered when it is
-    called, if all ranks call it.
+    frees the unit; if that module is not called, the pre-hook of the next unit frees it. In backward the gradient of a
+    module's output takes the role of a pre-hook. A unit is freed once the pass is at another unit and no gradient of
+    the freed unit can come any more. Gradients that have not come by then count as zeros, so that each rank starts a
+    unit's sum between the same two gathers. Otherwise one rank would wait in a sum for a rank that waits in a gather.
+    Two units have memory at a time. The root and the last unit of a forward stay for the backward, which begins with
+    that unit. A unit that is called again, out of order, or outside of the model's forward is gathered when it is
+    called; all ranks must call it then.
     """
 
     def __init__(
@@ -112,9 +112,8 @@ class UnitGather:
         self._place: dict[Unit, int] = {}  # position of each unit in the pass
         self._at = 0  # position that the pass has reached
         self._launched = 0  # number of the pass's units whose gathers are launched
-        self._turn = (
-            FORWARD  # begins and ends of members' forwards; a forward of the model starts at a multiple of FORWARD
-        )
+        # Counts the beginnings and ends of members' forwards. A forward of the model starts at a multiple of FORWARD.
+        self._turn = FORWARD
         self._reached = math.inf  # turn that the backward pass has reached; forwards that began later are done
         self._differentiated = set[int]()  # numbers of the model's forwards whose backward passes are over
         self._in_pass = set[int]()  # numbers of the forwards that this backward pass has come to
@@ -155,8 +154,8 @@ class UnitGather:
         """Send nothing: the next gather of the bucket casts its masters."""
 
     def wait_all(self) -> None:
-        """Return once no gather is under way. Free nothing: units kept for the next pass stay, so a rank that calls
-        this alone still issues the same gathers in that pass as the others.
+        """Return once no gather is under way. Free nothing: units kept for the next pass stay. So a rank may call this
+        alone: in the next pass it still issues the same gathers as the others.
         """
         for unit in [*self._live]:
             self._await(unit)
@@ -207,7 +206,7 @@ class UnitGather:
         finally:
             self._thread.leave()
             self._forget_passed()
-            self._in_backward = False  # units left of a failed pass are gathered with the next pass
+            self._in_backward = False  # the next pass gathers the units that a failed pass has left
 
     def before_forward(self, member: Member, *_: object) -> None:
         unit = self._unit_of[member]
@@ -252,7 +251,7 @@ class UnitGather:
             on_gradient(self, member, self._turn, member.attributes.tensors(output))
 
     def before_backward(self, member: Member, turn: float) -> None:
-        """Gather a member's weights before the backward of its outputs of this turn. An infinite `turn` means: before
+        """Gather a member's weights before the backward of its outputs of this turn, or, if `turn` is infinite, before
         the backward of another operation that reads the weights.
 
         Autograd differentiates later operations first, so forwards that began in a later turn are done.
@@ -280,7 +279,7 @@ class UnitGather:
             unit.inside = 0
         self._launch(self._root)
         if self._overlap:
-            # A backward begins while the loss still has its memory, and the loss leaves little time to overlap.
+            # One unit for a backward: the loss still has its memory then, and leaves little time to overlap.
             self._advance(1 if self._in_backward else 2)
         self._await(self._root)
 
@@ -368,12 +367,13 @@ class UnitGather:
         first = unit.buckets[0]
         mine = torch.tensor([self._units.index(unit), self._launched], device=first.master.device)
         with noting(_gathering(unit)):
-            # By number: a rank that does not come here goes on to its sums, which must not be taken for its answer.
+            # With a number, because a rank that does not come here goes on to its sums, and those must not be taken for
+            # its answer.
             places, launched = first.owners.gather(mine, self._number(0)).T.tolist()
         if others := {self._units[place].name for place in places} - {unit.name}:
             raise RuntimeError(
-                f"unit {unit.name} is called out of turn here, {', '.join(sorted(others))} on another rank: a "
-                "unit called twice, or in another order than registered, must be called so on every rank"
+                f"unit {unit.name} is called out of turn here, but {', '.join(sorted(others))} on another rank: calls "
+                "of units that are repeated, or in another order than registered, must be the same on every rank"
             )
         self._advance(max(launched))
 
@@ -419,7 +419,7 @@ class UnitGather:
 def _gathering(unit: Unit) -> str:
     return (
         f"while the weights of {unit.name} were gathered: every rank must call the model, its units and their backward "
-        "as often, and end all of it or none"
+        "equally often, and finish each call"
     )
 
 

@@ -1,5 +1,5 @@
-"""Hooks at the begin and end of a member's forward and backward: on modules of units, and on the autograd nodes of
-their outputs.
+"""Hooks at the beginning and end of a member's forward, on the modules of units, and at the beginning of its backward,
+on the autograd nodes of its outputs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ OnForward = Callable[[Any, nn.Module, object], None]  # takes the hook's `given`
 
 
 class Gather(Protocol):
-    """Receives the begins of backwards. `member`: the object that the hook was given."""
+    """Is called before a member's backward begins. `member`: the object that the hook was given."""
 
     def before_backward(self, member: Any, turn: float) -> None: ...
 
 
 class OneThread:
-    """Lets one thread at a time use parameters with passing memory: of two threads, one would free what the other
-    reads.
+    """Lets one thread at a time use parameters whose memory comes and goes. A second thread could free what the first
+    one reads.
     """
 
     _inside: int | None = None
@@ -68,10 +68,9 @@ def refuse_transforms(name: str) -> None:
 class OfModule:
     """The hook of a module, which calls a method with `given`.
 
-    The hook holds the method's object and `given` weakly, as ParamGather's hooks do. In a copy or a pickle it does
-    nothing.
-    `may_import`: torch's compiler may be imported, which takes seconds, so that the hook is never traced. If False, the
-    hook is excluded from tracing only if the compiler is loaded already.
+    The hook holds the method's object and `given` weakly, as ParamGather's hooks do. In a copy or a pickle of the
+    module the hook does nothing. torch's compiler never traces the hook if `may_import` is True; this imports the
+    compiler, which takes seconds. If False, the hook is excluded from tracing only if the compiler is loaded already.
     """
 
     def __init__(self, method: OnForward | None = None, given: object = None, *, may_import: bool = True):
@@ -107,8 +106,8 @@ def on_reads(gather: Gather, member_of: Mapping[nn.Parameter, Member], loss: Ten
     """Tell `gather` also before the backward of operations that read a member's parameters outside its outputs, and
     yield these members.
 
-    They lie on a path from the loss that passes no output of a member: a penalty on a weight, or a loss that a member
-    has put into a list.
+    Such operations lie on a path from the loss that passes no output of a member: a penalty on a weight, or a loss that
+    a member has put into a list.
     """
     readers: dict[Any, list[Any]] = {}  # for each node: the nodes that read its result
     todo: list[Any] = [loss.grad_fn]
@@ -147,13 +146,14 @@ class _OnGradient:
     def __call__(self, grads: object) -> None:
         if (gather := self._gather()) is None:
             raise RuntimeError(
-                "a backward through a module whose engine is gone, and with it the weights: keep the engine until then"
+                "a backward through a module whose engine is gone, with its weights: keep the engine until its last "
+                "backward"
             )
         gather.before_backward(self._member(), self._turn)
 
 
-# Types that hold no tensor, as most attributes of modules do not. Dataclasses are added if all their fields have such
-# types.
+# Types that hold no tensor: most attributes of modules have one of them. A dataclass is added if all its fields have
+# such types.
 _PLAIN: set[type] = {bool, int, float, str, type(None), frozenset, torch.dtype, torch.device}
 _PLAIN_NAMES = {"bool", "int", "float", "str", "frozenset"}
 
@@ -205,9 +205,10 @@ class Attributes:
         self._ids = self._ids_now()
         self._own = [vars(module) for module in modules if not type(module).__module__.startswith("torch.nn.modules.")]
         self._names = [[*own] for own in self._own]
-        # Looked up by name: walking through all attributes that torch keeps beside them takes three times as long.
+        # The attributes are looked up by name: a walk over all attributes, torch's included, takes three times as long.
         self._places = [(own, name) for own in self._own for name in own if name[0] != "_" and name != "training"]
-        # Settings are many and never change. They are held, so that none of their ids is given to another object.
+        # Settings never change, and there may be many, so they are searched once. They are held, so that no other
+        # object gets one of their ids.
         self._settings = {id(one): one for one in _frozen_in(self._values()) if not tensors_in(one)}
 
     def _ids_now(self) -> list[int]:

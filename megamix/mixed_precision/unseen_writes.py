@@ -88,7 +88,7 @@ class UnseenWrites:
         self._refuse(number)
 
     def forget(self) -> None:
-        """Forget all results: every half parameter was made the cast of masters that were written from outside."""
+        """Forget all results: masters were written from outside, and all half parameters are now their casts."""
         self._clear()
         self._steps = 0
         for slot in self._slots:

@@ -75,10 +75,10 @@ class UpdateSlice:
 def as_rows(flat: Tensor, size: int = ROW // 2) -> Tensor:
     """View a span, or several of one length, as rows.
 
-    In a flat span of unknown length the compiler finds no factor, and on a GPU loads and stores element by element: 24
-    + 8 accesses, where 7 + 7 of 128 bits move the same 8 elements. A row here is half a row of the statistics, because
-    a span of one single row would be compiled separately. The view is detached, because a view's base has a size of its
-    own, and spans of buckets of other sizes would be compiled again.
+    The compiler knows no divisor of a flat span's length, so on a GPU it would load and store element by element. With
+    rows, 8 elements take 7 loads and 7 stores of 128 bits. A row here is half a row of the statistics, because a span
+    of a single row would be compiled separately. The view is detached: the compiler looks at the size of a view's base,
+    too, and would compile again for each size of a bucket.
     Shapes: ([spans,] n) -> ([spans,] n / size, size).
     """
     rows = flat.view(*flat.shape[:-1], -1, size).detach()

@@ -1,10 +1,10 @@
 """One model on several ranks: the block of each parameter that a rank holds, and the traffic between layers.
 
-borders             the collectives at the beginning and end of a divided layer, forward and backward
-tensor_parallel     a plain model becomes this rank's part of it: a block of every parameter, by its name; the loss too
+borders             the collectives at the beginning and end of a divided layer, in forward and backward
+tensor_parallel     a plain model becomes this rank's part of it: a block of every parameter and of the loss
 context_parallel    attention of one rank's positions with the keys and values of all ranks
 stages              a pipeline's stages: the layers of each, and the part of the model that a rank holds
 micro_batch_runner  the passes of a step's micro-batches through the model, without a pipeline
-pipeline_parallel   the passes with a pipeline: torch's schedules, each backward pass told to the engine
+pipeline_parallel   the passes with a pipeline: torch's schedules, which report each backward pass to the engine
 build               the model of a job on this rank, with the initial weights that one process would draw
 """

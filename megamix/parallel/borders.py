@@ -1,7 +1,7 @@
 """The collectives at the beginning and end of a divided layer. They are awaited at once; every rank gets the same bits.
 
-Between such borders a rank computes with plain tensors, so the modules and operations of `megamix/model` are those of
-one process: the operations that compute half tensors wide on a CPU never meet a distributed tensor.
+Between two borders a rank computes with plain tensors. So the modules and operations of `megamix/model` are those of
+one process, and none of them meets a distributed tensor.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,13 @@ class Border:
         self.tp, self.sequence = tp, sequence
         self._divides = sequence
         # A compiled block is cut into several graphs at its borders, because the compiler can trace only some
-        # collectives of some backends. `disable` is called here and not at import, since it imports the compiler: 2 s.
+        # collectives of some backends. `disable` is called here and not at import, because it imports the compiler,
+        # which takes 2 s.
         self._cross: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def begin(self, num_positions: int) -> None:
-        """Begin a forward. Positions are divided only if gradients are on: `generate` takes prompts of any length.
+        """Begin a forward. Positions are divided only if gradients are on, because `generate` takes prompts of any
+        length.
 
         Raises: ValueError if positions must be divided and `num_positions` does not divide by the ranks.
         """
@@ -60,8 +62,8 @@ class Border:
 
     def join_columns(self, x: Tensor) -> Tensor:
         """Put every rank's columns side by side. Shapes: (..., n) -> (..., n * tp_size)."""
-        # Every rank computes the same from all columns, so all have the same gradient: each takes its own columns of
-        # it.
+        # Every rank computes the same from all columns, so all ranks have the same gradient. Each takes its own columns
+        # of this gradient.
         return self._cross(_Crossing, x, partial(self._gather, dim=-1), lambda grad: self._own(grad, -1))
 
     def own_positions(self, x: Tensor, dim: int) -> Tensor:
@@ -72,7 +74,9 @@ class Border:
         return x.chunk(self.tp.axis.size, dim)[self.tp.axis.rank]
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Return the ranks' sum: in FP32, in rank order and rounded once, if the backend lets us choose. Any shape."""
+        """Return the sum over the ranks, of any shape. If the backend lets us choose, it is computed in FP32, in rank
+        order, and rounded once.
+        """
         return self.tp.sum_whole(x.reshape(-1)).view(x.shape)
 
     def _sum_positions(self, x: Tensor) -> Tensor:

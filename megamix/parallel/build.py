@@ -25,9 +25,9 @@ def build_model(
     config: DecoderConfig, parallelism: ParallelismConfig, topology: Topology, device: torch.device,
     stages: Sequence[StagePlan] = (),
 ) -> tuple[Decoder, dict[str, Placement]]:  # fmt: skip
-    """Build this rank's part of the model, with weights that have no values yet. Return it with the placement of each
-    parameter in the whole model, by name. Every rank must call it. `stages`: all stages of the pipeline, if there is
-    one.
+    """Build this rank's part of the model, with weights that have no values yet. Return this part, and by name the
+    placement of each parameter in the whole model. Every rank must call it. `stages`: all stages of the pipeline, if
+    there is one.
     """
     model, placements = outline(config, parallelism, topology, stages)
     divide_work(model, parallelism, topology, lambda axis: make_collectives(axis, device))
@@ -36,15 +36,15 @@ def build_model(
         if module._buffers:
             if type(module)._apply is nn.Module._apply:
                 raise ValueError(
-                    f"module {name} has buffers, and nothing says how they are filled: give it an `_apply` that does, "
-                    "as megamix.model.layers.RotaryTable has"
+                    f"module {name} has buffers, and nothing says how they are filled: give it an `_apply` that fills "
+                    "them, as megamix.model.layers.RotaryTable does"
                 )
             if kept := module._buffers.keys() - module._non_persistent_buffers_set:
                 raise ValueError(
                     f"module {name} has persistent buffers {', '.join(sorted(kept))}, which no weights of a family "
                     "hold: register them with persistent=False, and let its `_apply` fill them"
                 )
-            # to_empty() would do, but for a tensor on meta it imports the compiler: 0.6 s.
+            # not to_empty(): for a tensor on meta it would import the compiler, which takes 0.6 s
             module._apply(lambda table: torch.empty(table.shape, dtype=table.dtype, device=device), recurse=False)
     return model, placements
 
@@ -52,9 +52,8 @@ def build_model(
 def divide_work(
     model: Decoder, parallelism: ParallelismConfig, topology: Topology, connect: Callable[[Axis], Collectives]
 ) -> None:
-    """Make a model whose parameters are this rank's blocks compute its part of the work. Its calls are collective then.
-
-    `connect`: returns the collectives of an axis.
+    """Make a model whose parameters are this rank's blocks compute this rank's part of the work. From then on all ranks
+    must call the model together. `connect`: returns the collectives of an axis.
     """
     if topology.cp.size > 1:
         divide_positions(model, connect(topology.cp), by_heads=parallelism.cp_method == "heads")
@@ -68,8 +67,8 @@ def divide_work(
 def outline(
     config: DecoderConfig, parallelism: ParallelismConfig, topology: Topology, stages: Sequence[StagePlan] = ()
 ) -> tuple[Decoder, dict[str, Placement]]:
-    """Build a rank's part of the model on the meta device, without memory and without divided operations. Return it
-    with the placements. `topology`: any rank's, connected or not.
+    """Build a rank's part of the model on the meta device, without memory and without divided operations. Return this
+    part and the placements. `topology`: that of any rank, connected or not.
     """
     layers = sorted(layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers)
     with torch.device("meta"):
@@ -84,7 +83,9 @@ def outline(
 
 
 def drawn(model: Decoder, seed: int) -> Fill:
-    """Return the function that draws the weights. Each owner draws its own; the values are the same on any mesh."""
+    """Return the function that draws the weights. Each owner draws its own share; the values are the same on any
+    mesh.
+    """
 
     def fill(spec: ParamSpec, start: int, values: Tensor) -> None:
         rule = model.rules[spec.name]

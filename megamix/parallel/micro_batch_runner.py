@@ -1,4 +1,4 @@
-"""The passes of a step's micro-batches through the model, one after the other. A pipeline derives from them."""
+"""The passes of a step's micro-batches through the model, one after the other. A pipeline has passes of its own."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -33,8 +33,8 @@ class MicroBatchRunner:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """Run forward of as many micro-batches as a step has. Return the sum of the losses that this rank knows and the
-        sum of their weights, FP64 (2,).
+        """Run forward on as many micro-batches as a step has. Return the sum of the losses that this rank knows, and
+        the sum of their weights: FP64 (2,).
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
         for loss, weight in self._losses(batches):

@@ -1,8 +1,8 @@
 """The passes of a step's micro-batches through a pipeline's stages, by torch.distributed.pipelining's schedules.
 
 The schedule decides when this rank runs which stage on which micro-batch. The engine is notified of each backward pass,
-and does the same as without a pipeline. The schedule scales no gradient (`scale_grads=False`): the last stage
-multiplies its loss by the loss scale, once, and the update averages.
+and collects its gradients as it does without a pipeline. The schedule scales no gradient (`scale_grads=False`): the
+last stage multiplies each loss by the loss scale, and the update averages.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,20 +32,19 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Shapes of the hidden states that each stage sends to the next one. Their gradient, which comes back, has the
-    same.
+    """Shapes of the hidden states that each stage sends to the next one. Their gradients, which come back, have the
+    same shapes.
     """
 
     pp: Axis
     num_stages: int
     batch: tuple[int, int]  # (B, T)
-    # Equal parts of T of which this rank hands over one: always, and into which that one is divided in training alone.
-    parts: int = 1
-    parts_in_training: int = 1
+    parts: int = 1  # number of equal parts of T, of which this rank hands over one
+    parts_in_training: int = 1  # number of equal parts into which training divides this part again
 
 
 class Pipeline(MicroBatchRunner):
-    """Runs the stages of this rank. Every rank of the pipeline has one, and all make each call together.
+    """Runs the stages of this rank. Every rank of the pipeline has such an object, and all make each call together.
 
     Every call takes as many micro-batches as a step has, `engine.grad_accum_steps`.
     """
@@ -56,7 +55,8 @@ class Pipeline(MicroBatchRunner):
         """Make the stages. `parts`: the blocks of each of this rank's stages, by the stage's number."""
         super().__init__(engine)
         width, own = model.config.hidden_size, handover.batch[1] // handover.parts
-        # Training and evaluation may have other shapes, and torch would set a shared schedule up again at each change.
+        # Training and evaluation may have different shapes, and torch would set up a common schedule again at each
+        # change.
         self._training, self._evaluation = (
             self._schedule(schedule, [*_stages(engine, model, parts, handover, (handover.batch[0], positions, width))])
             for positions in (own // handover.parts_in_training, own)
@@ -75,13 +75,14 @@ class Pipeline(MicroBatchRunner):
     def _losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, float]]:
         batches, losses = [*batches], list[Tensor]()
         self._run(self._evaluation.eval, batches, [None], losses=losses)
-        # No loss is known on ranks without the last stage.
+        # Ranks without the last stage know no loss.
         yield from zip(losses, (batch.weight for batch in batches), strict=False)
 
     def _run(
         self, call: Callable[..., Any], batches: Sequence[Batch], seeds: Sequence[int | None], **more: Any
     ) -> None:
-        # torch cuts the joined batch apart again. Every rank has all of it; the middle stages use only the positions.
+        # torch cuts the joined batch into micro-batches again. Every rank has the whole batch, though the middle stages
+        # use only the positions.
         tokens, targets, positions, _, _, deal = joined(batches)
         self._weights = iter([batch.weight for batch in batches])
         if positions is not None:
@@ -96,7 +97,8 @@ class Pipeline(MicroBatchRunner):
         """
         if not torch.is_grad_enabled():
             return loss
-        # In a V-shaped schedule the last rank does not have the last stage. torch calls this only where it is.
+        # Not `counts_loss`: in a V-shaped schedule the first rank has the last stage. torch calls this method only on
+        # the rank that has the last stage.
         counts = self.engine.topology.counts_sums
         return self.engine.progress.scaled(loss, next(self._weights), counts=counts)
 
@@ -111,8 +113,8 @@ def _stages(
     here = {*engine.topology.stage.ranks}
     shared = (bucket for bucket in engine.buckets if {*bucket.owners.axis.ranks} - here)
     done = {name for bucket in shared for name in bucket.named_params}
-    # Backward of the last micro-batch runs a rank's last stage first. The gradient of a tied table that two of them use
-    # is complete when the lower one is done.
+    # Backward of the last micro-batch runs a rank's last stage first. If two stages of a rank use a tied table, its
+    # gradient is complete after the lower stage.
     for number in sorted(parts):
         module = Stage(model, parts[number])
         own = [names[param] for param in module.parameters()]
@@ -123,16 +125,16 @@ def _stages(
 class _EngineStage(PipelineStage):
     """A stage that tells the engine of its backward passes.
 
-    A full backward fires the ready hooks. The halves of a split backward do not: the second half puts the weights'
-    gradients into `param.grad` (torch 2.13, `stage_backward_weight`). It would add up micro-batches there in half,
-    whatever dtype the engine accumulates in. So the engine collects them from `param.grad` after each second half.
+    A full backward fires the ready hooks. A split backward does not: its second half puts the weights' gradients into
+    `param.grad` (torch 2.13, `stage_backward_weight`). There the micro-batches would be added up in half, even if the
+    engine accumulates in FP32. So the engine collects the gradients from `param.grad` after each second half.
     """
 
     def __init__(
         self, engine: ShardedEngine, module: Stage, number: int, handover: Handover, shape: tuple[int, ...],
         names: Sequence[str], completes: Collection[str],
     ):  # fmt: skip
-        # Given the shapes, torch need not run every stage once to learn them.
+        # With these shapes torch need not run every stage once to learn them.
         hidden = torch.empty(shape, dtype=engine.plan.precision.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(handover.batch, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
@@ -164,7 +166,8 @@ class _EngineStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             self._engine.collect(self._names)
 
-    # Between stages of one rank torch 2.13 hands gradients over even without a backward (`eval`): give it none.
+    # Between stages of one rank torch 2.13 hands over gradients even if there is no backward, as in `eval`. Then these
+    # two methods hand over nothing.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""A pipeline's stages: the blocks that each one has, and the part of the model that a rank holds for its stages."""
+"""A pipeline's stages: the blocks of each stage, and the part of the model that a rank holds for its stages."""
 
 import itertools
 from collections.abc import Collection, Iterator
@@ -11,14 +11,14 @@ from megamix.config import DecoderConfig
 from megamix.model.decoder import Costs, Decoder
 from megamix.model.family import family_of
 
-V_SHAPED = ("zbv_zero_bubble",)  # schedules whose stages go down the ranks and back up
+V_SHAPED = ("zbv_zero_bubble",)  # schedules whose stages go from the first rank to the last and back
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """The work and the parameters of one stage."""
 
-    rank: int  # its rank in the pipeline
+    rank: int  # rank of the pipeline that runs it
     layers: range
     flops: int  # operations per token, forward and backward
     params: int  # parameters, with the table or head; a tied table counts on both stages that hold it
@@ -29,10 +29,11 @@ def plan_stages(
 ) -> list[StagePlan]:
     """Divide the blocks into stages of neighbouring blocks, so that the costliest stage costs as little as possible.
 
-    The first stage also has the embedding: parameters, but no products. The last one has norm and head. Among splits
-    with equal cost of the costliest stage the one with the most even operations is taken, then the one with the most
-    even parameters, then the one with more blocks on later stages, which keep the activations of fewer micro-batches.
-    Stages are dealt to the ranks in turn or, `v_shaped`, down the ranks and back up.
+    The first stage also has the embedding: parameters, but no products. The last stage has norm and head. If several
+    splits have the same cost of the costliest stage, the split with the most even operations is taken; among these, the
+    one with the most even parameters; among these, the one with more blocks on later stages, which keep the activations
+    of fewer micro-batches.
+    The ranks get the stages in turn or, with `v_shaped`, from the first rank to the last and back.
     Raises: ValueError if there are more stages than blocks.
     """
     num_stages = pp_size * stages_per_rank
@@ -53,9 +54,9 @@ def _cut(costs: Costs, num_stages: int) -> Iterator[tuple[range, int, int]]:
     params[0] += costs.first.params
     flops[-1], params[-1] = flops[-1] + costs.last.flops, params[-1] + costs.last.params
     flops_to, params_to = ([0, *itertools.accumulate(counts)] for counts in (flops, params))
-    # Dynamic programming, stage by stage: by a number of blocks, the best way to divide these first blocks into the
-    # stages so far. A way is: cost of the costliest stage, sum of squared operations, sum of squared parameters, places
-    # (each block counts minus its stage's number), borders.
+    # Dynamic programming, stage by stage. `best` has, for each number of first blocks, the best way to divide them into
+    # the stages so far. A way is a tuple: cost of the costliest stage, sum of squared operations, sum of squared
+    # parameters, places (the sum over the blocks of minus the number of their stage), borders.
     best: dict[int, tuple[int, int, int, int, tuple[int, ...]]] = {0: (0, 0, 0, 0, (0,))}
     for stage in range(num_stages):
         before, best = best, {}
@@ -84,9 +85,9 @@ def describe_stages(plans: list[StagePlan]) -> str:
 
 
 def keep_layers(model: Decoder, held: Collection[int]) -> None:
-    """Remove from a whole model all blocks but `held`. The embedding stays only with the first block, norm and head
-    only with the last one. A tied table stays, under both its names, with either of these blocks. The remaining
-    parameters keep their names.
+    """Remove from a whole model all blocks but `held`. The embedding stays only if the first block does, norm and head
+    only if the last block does. A tied table stays, under both its names, with either of these two blocks. The
+    remaining parameters keep their names.
     """
     num_layers = model.config.num_layers
     first, last = 0 in held, num_layers - 1 in held
@@ -108,13 +109,13 @@ class Stage(nn.Module):
         self.layers = layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.config.num_layers
         self.parts = nn.ModuleList(_modules(model, self.is_first, layers, self.is_last))
-        self._run = model.__call__  # a function: as a submodule it would add the other stages' parameters
+        self._run = model.__call__  # a function; a submodule would add the other stages' parameters
 
     def forward(
         self, x: Tensor, targets: Tensor, positions: Tensor | None = None, num_documents: int = 0,
         deal: Tensor | None = None, seed: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Compute hidden states, half (B, T, hidden_size); on the last stage the loss, FP32 ().
+        """Return hidden states, half (B, T, hidden_size); on the last stage the loss, FP32 ().
 
         `x`: the hidden states of the stage before; on the first stage the tokens, INT64 (B, T). `seed`: UINT64 (1,) on
         the host, the seed of the micro-batch's dropout. Each stage draws other numbers from it.

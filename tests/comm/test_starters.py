@@ -91,8 +91,8 @@ def test_a_program_trains_on_all_ranks_that_srun_or_mpirun_has_started(told, tmp
         _, words = answers[2]
         assert words.splitlines()[-1] == (
             "RuntimeError: SLURM_STEP_NUM_TASKS is 2, so srun has started 2 processes, but there is no process group: "
-            "each would train alone. Call megamix.start_ranks() before the engine is built; if each shall train alone, "
-            "pass sharding=megamix.Sharding(topology=megamix.Topology())"
+            "each would train alone. Call megamix.start_ranks() before the engine is built; if each process "
+            "shall train alone, pass sharding=megamix.Sharding(topology=megamix.Topology())"
         )
 
 
@@ -189,7 +189,7 @@ def test_two_steps_of_a_job_meet_at_two_ports(told, monkeypatch) -> None:
     [
         (
             _mpiexec(1) | {"PMI_SIZE": "4"},
-            "MASTER_ADDR: not set, and mpiexec does not tell it; set it for every rank",
+            "MASTER_ADDR: not set, and mpiexec does not say the value; set it for every rank",
         ),
         ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "LOCAL_RANK, MASTER_ADDR: not set, and mpiexec does not"),
         ({"RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, and torchrun does not"),
@@ -217,6 +217,6 @@ def test_a_port_in_use_is_said_with_what_to_do(told) -> None:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
         told.update(_torchrun(0) | place)
         with pytest.raises(
-            OSError, match=f"are 127.0.0.1:{place['MASTER_PORT']}, where .*; if another program has that"
+            OSError, match=f"are 127.0.0.1:{place['MASTER_PORT']}, where .*; set MASTER_ADDR to a name of rank 0's"
         ):
             megamix.start_ranks(timeout_s=5)

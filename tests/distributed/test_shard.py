@@ -640,7 +640,7 @@ def _calls_a_unit_twice() -> str:
 def test_a_unit_that_one_rank_calls_twice_is_named(run_ranks) -> None:
     first, other = run_ranks(_calls_a_unit_twice, 2, deadline_s=40.0)
     assert "while the weights of blocks.0 were gathered" in other
-    assert "every rank must call the model, its units and their backward as often" in first
+    assert "every rank must call the model, its units and their backward equally often" in first
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -121,7 +121,7 @@ def test_the_first_rank_says_that_it_compiles(rank: int, monkeypatch) -> None:
         assert _choose_for(*KINDS["adamw-fp16"], world).path == "compiled"
     finally:
         fused_update.log.removeHandler(handler)
-    assert [line.partition(",")[0] for line in lines] == ["compiling the optimizer's update"] * (rank == 0)
+    assert [line.partition(":")[0] for line in lines] == ["compiling the optimizer's update"] * (rank == 0)
 
 
 @pytest.mark.uncounted

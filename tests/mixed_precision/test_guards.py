@@ -322,7 +322,7 @@ def _drop_a_name(model: nn.Module) -> None:
 
 
 CHANGES = [
-    (_swap, "parameter blocks.1.gain is now the one that the engine trains as blocks.2.gain: .* another model's"),
+    (_swap, "parameter blocks.1.gain is now the one that the engine trains as blocks.2.gain: .* another model than"),
     (_repeat, "parameter blocks.2.gain is now the one that the engine trains as blocks.1.gain"),
     (_tie, "parameter norm.bias is now the one that the engine trains as norm.weight"),
     (_name_again, "parameter blocks.1.also.weight is now the one that the engine trains as norm.weight"),

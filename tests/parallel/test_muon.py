@@ -115,7 +115,7 @@ def test_matrices_that_a_rank_has_whole_are_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("dim", "named"),
-    [(1, r"divide its \[4, 8, 6\] into blocks of \[4, 4, 6\]"), (2, "have 24 of 48 elements; let AdamW move it")],
+    [(1, r"divide its \[4, 8, 6\] into blocks of \[4, 4, 6\]"), (2, "have 24 of 48 elements; let AdamW update it")],
 )
 def test_blocks_that_cannot_be_put_together_are_refused(dim: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):

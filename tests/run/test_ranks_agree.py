@@ -464,6 +464,6 @@ def test_a_rank_that_hangs_in_a_plugin_s_import_is_named_by_one_that_waits(tmp_p
         timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert ended.returncode == 1, ended.stderr
-    said = "no sign within 3 s of rank 0: an import may hang, such as a plugin's, or reading a file"
+    said = "no sign of rank 0 within 3 s: an import (such as a plugin's) or a read of a file may hang there"
     assert ended.stderr.count(said) == 1, ended.stderr
     assert "Traceback" not in ended.stderr
