@@ -91,9 +91,9 @@ def test_the_borders_of_divided_layers_fit(tp: Any, family: str, sequence: bool)
     ("border", "wrong", "sequence"),
     [
         ("leave", lambda border, x: x, False),  # outputs are not summed
-        ("leave", lambda border, x: x, True),
         ("enter", lambda border, x: x, False),  # gradients of inputs are not summed
         ("leave", lambda border, x: border._cross(borders._Crossing, x, border._sum, borders._same), True),
+        ("enter", lambda border, x: border._cross(borders._Crossing, x, borders._same, border._sum), True),
     ],
 )
 def test_a_wrong_border_is_refused(tp: Any, border: str, wrong: Callable[..., Tensor], sequence: bool) -> None:
