@@ -191,19 +191,21 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, own: Tensor, part: Chunks, cp: Collectives, dtype: torch.dtype) -> Tensor:
         key, value = _gather(own, part, cp).transpose(2, 3)
-        out = query.new_zeros(query.shape, dtype=torch.float32)
-        logsumexp = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+        out = query.new_empty(query.shape, dtype=torch.float32)
+        logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
         for piece in part.pieces:
             for call in _calls(query, key, value, piece, dtype):
                 new, new_sum = aten._scaled_dot_product_flash_attention_for_cpu(
                     call.query, call.key, call.value, 0.0, piece.causal
                 )
                 new, new_sum = new.reshape(out[call.at].shape), new_sum.reshape(logsumexp[call.at].shape)
+                if piece.causal:  # comes first of a query's pieces
+                    out[call.at], logsumexp[call.at] = new, new_sum
+                    continue
                 before = logsumexp[call.at]
                 total = torch.logaddexp(before, new_sum)
-                out[call.at] = (
-                    out[call.at] * (before - total).exp()[..., None] + new * (new_sum - total).exp()[..., None]
-                )
+                out[call.at] *= (before - total).exp()[..., None]
+                out[call.at] += new * (new_sum - total).exp()[..., None]
                 logsumexp[call.at] = total
         result = out.to(query.dtype)
         ctx.save_for_backward(query, own, result, logsumexp)
