@@ -31,7 +31,7 @@ def check_draft(tree: Tree, bad: Collection[tuple[int | str, ...]]) -> list[str]
 def _draft(section: type[Section], table: Tree, bad: Collection[tuple[int | str, ...]]) -> SimpleNamespace:
     """A table without its unusable keys."""
     draft, within = SimpleNamespace(), defaultdict(list)
-    for first, *rest in bad:  # once: there may be thousands
+    for first, *rest in bad:  # one line for all, since there may be thousands
         within[first].append(tuple(rest))
     for name, value in ({name: field.default for name, field in section.model_fields.items()} | table).items():
         inside = within[name]
@@ -46,7 +46,8 @@ def check_config(config: Config) -> list[str]:
     """Return the problems between fields, one line each."""
     problems: list[str] = []
     for check in _CHECKS:
-        # It asks for what is unusable and reported, or what a plugin's choice does not have, or as something else.
+        # A check fails so on a key that is unusable and reported already, or that a plugin's table lacks or has in
+        # another form.
         with suppress(ArithmeticError, AttributeError, TypeError, ValueError):
             problems += check(config)
     return problems
@@ -132,7 +133,7 @@ def _schedule_fits(config: Config) -> Iterator[str]:
 
 
 def _half_momentum_moves(config: Config) -> Iterator[str]:
-    optimizer: Any = config.optimizer  # its sections are those that are registered
+    optimizer: Any = config.optimizer  # typed Any: its sections are those that plugins have registered, too
     nag = optimizer.nag
     if nag.state_dtype == "bf16" and nag.momentum > 1 - 2**-6:
         yield (
@@ -167,7 +168,7 @@ def _sums_suit_gradients(config: Config) -> Iterator[str]:
 
 
 def _scale_starts_in_range(config: Config) -> Iterator[str]:
-    scale: Any = config.precision.loss_scale  # section of a rule with min_scale and max_scale
+    scale: Any = config.precision.loss_scale  # typed Any: the section of a rule that has min_scale and max_scale
     start, low, high = scale.init_scale, scale.min_scale or 0.0, scale.max_scale or 2.0**127
     if low > high:
         yield (

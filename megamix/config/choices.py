@@ -58,9 +58,9 @@ class ExtendedTable:
     def _validate(self, value: object, info: core_schema.ValidationInfo) -> Section:
         try:
             return self.section(value, info.data or {}).model_validate(value)
-        except ValueError:  # also pydantic's own
+        except ValueError:  # pydantic's errors are ValueErrors, too
             raise
-        except Exception as error:  # whatever a plugin's check raises
+        except Exception as error:  # a plugin's check may raise anything
             raise ValueError(f"its own check fails: {type(error).__name__}: {error}") from error
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> CoreSchema:
@@ -127,7 +127,7 @@ def _section_in(parts: Sequence[Any], table: object, beside: Mapping[str, Any]) 
             return part.section(table, beside)
         if isinstance(part, type) and issubclass(part, Section):
             return part
-        # Notes on a class stand behind it, and say more.
+        # A note on a class follows its name, and says more than the name.
         if found := _section_in(get_args(part)[::-1], table, beside):
             return found
     return None

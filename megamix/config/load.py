@@ -28,10 +28,12 @@ from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, pars
 from megamix.config.unread import Unread, drop_other_choices, drop_unread, is_set, with_defaults, without_defaults
 from megamix.plugins import MODULE, PluginError, import_plugins, require_plugins
 
-MOST_BYTES = 256 * 1024  # in a file and its bases: over two thousand token files, and tomllib needs a second for them
-MOST_FILES = 32  # from a file down to its last base
+MOST_BYTES = (
+    256 * 1024
+)  # bytes of a file and its bases; tomllib needs a second for them, and over two thousand token files fit
+MOST_FILES = 32  # files from one to its last base
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
-_WRITER_S = 3.0  # until which somebody must have opened a named pipe for writing
+_WRITER_S = 3.0  # seconds for which we wait until somebody opens a named pipe for writing
 # Keys that are not set, as an effective configuration lists them. There is always one: data.split or data.valid.
 _NOT_SET = re.compile(r"^# \w+: not set$", re.MULTILINE)
 _OF_A_RUN = ("metrics.jsonl", "checkpoints", "status.json")  # files beside the config.toml of a run
@@ -42,8 +44,10 @@ class Layer(NamedTuple):
 
     name: str
     tree: dict[str, Any]
-    is_saved: bool = False  # an effective configuration, which a run has written
-    imports: bool = True  # the modules that it names: it does not lie in a run's folder, to which others may write
+    is_saved: bool = False  # whether a run has written it: then it has every key
+    imports: bool = (
+        True  # whether its plugins may be imported: others may write to a run's folder, so no file there may name code
+    )
 
 
 def load_config(
@@ -61,7 +65,7 @@ def load_config(
     try:
         layers = _read_layers(Path(path), imports)
     except ConfigError as error:
-        # Nothing is known of the file, so its missing keys would be noise; a bad override is not.
+        # Nothing is known of the file, so a list of its missing keys would not help; a bad override is still reported.
         raise ConfigError([*error.problems, *problems], str(path)) from error
     return _build([*layers, *above], problems, str(path), say)
 
@@ -106,10 +110,12 @@ def effective_tables(text: str) -> Tree:
 
 
 def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[[str], None]) -> Config:
-    unimported = _import_plugins(layers)  # first, for they know the defaults of what was saved
+    unimported = _import_plugins(layers)  # first: a saved table's defaults are known to its plugin alone
     layers = [_without_saved_defaults(layer) for layer in layers]
     if unimported:
-        raise ConfigError([*problems, unimported], source)  # the names that it would have registered are no mistakes
+        raise ConfigError(
+            [*problems, unimported], source
+        )  # names that it would have registered are not reported as unknown
     tree = _merged(layers)
     errors = _errors(tree)
     bad = [item["loc"] for item in errors]
@@ -145,7 +151,7 @@ def _without_saved_defaults(layer: Layer) -> Layer:
 def _merged(layers: Sequence[Layer]) -> Tree:
     tree: Tree = {}
     for layer in layers:
-        # A section that is no table is a mistake which must not vanish under one.
+        # A section that is no table is a mistake, and a table of a later file must not hide it.
         wrong = {name for name in SECTIONS if not isinstance(tree.get(name, {}), dict)}
         tree = _over(tree, {name: keys for name, keys in layer.tree.items() if name not in wrong})
     return tree
@@ -169,7 +175,7 @@ def _import_plugins(layers: Sequence[Layer]) -> str:
     """Import them; return what is wrong, or an empty text. A run's folder imports nothing: others may write to it."""
     names = next((layer.tree["plugins"] for layer in reversed(layers) if "plugins" in layer.tree), None)
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        return ""  # or no list of names, which is told as any wrong value
+        return ""  # a value that is no list of names is reported like any wrong value
     own = [layer.tree.get("plugins") for layer in layers if layer.imports]
     by_user = [name for said in own if isinstance(said, list) for name in said]
     try:
@@ -219,7 +225,7 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
     """
     layers: list[Layer] = []
     room = MOST_BYTES
-    places: dict[tuple[int, int], Path] = {}  # by the system's name of the file, whatever links lead to it
+    places: dict[tuple[int, int], Path] = {}  # by device and inode, so that links to one file count as one
     while True:
         files = [one_line(str(file)) for file in (*places.values(), path)]
         what = f"base: got {files[-1]}, named by {files[-2]}" if places else f"config: got {files[-1]}"
@@ -255,20 +261,22 @@ def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, 
         found = path.stat()
         kind = stat.S_IFMT(found.st_mode)
         if kind not in ((stat.S_IFREG, stat.S_IFIFO) if may_be_pipe else (stat.S_IFREG,)):
-            # Not even opened: with a device that may already do something, and its bytes need not end.
+            # It is not even opened: opening a device may have effects, and its bytes may never end.
             raise OSError(errno.EINVAL, f"it is a {_KINDS.get(kind, 'device')}")
         data = _bytes(path, room + 1)
         if len(data) > room:
             raise OSError(errno.EFBIG, f"a configuration has {MOST_BYTES // 1024} KiB at most")
         return data.decode("utf-8"), (found.st_dev, found.st_ino)
     except FileNotFoundError:
-        near = nearest(path.stem, [file.stem for file in path.parent.glob("*.toml")])  # the ending alone is no likeness
+        near = nearest(
+            path.stem, [file.stem for file in path.parent.glob("*.toml")]
+        )  # names that share their ending alone are not similar
         meant = one_line(str(path.with_name(f"{near}.toml")))
         place = "as seen from that file; megamix's own are in configs/ of its repository: copy the one you want"
         path_of = "write the path of a TOML file" + (f", {place}" * (not may_be_pipe))
         fix = f"did you mean {meant}?" if near else path_of
         raise ConfigError([f"{what}, there is no such file; {fix}"]) from None
-    except (OSError, ValueError) as error:  # also a path that no file can have
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a path
         reason = error.strerror if isinstance(error, OSError) else error
         reason = "it is no text in UTF-8, so no TOML" if isinstance(error, UnicodeDecodeError) else reason
         job = f"a run goes on by the file that began it, or by {one_line(str(path / 'config.toml'))}"
@@ -277,14 +285,14 @@ def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, 
 
 
 def _bytes(path: Path, most: int) -> bytes:
-    """Read a file or pipe, up to so many bytes."""
-    # Opening a named pipe waits for its writer, and would wait for ever.
+    """Return the first bytes of a file or pipe, at most this many."""
+    # Opening a named pipe without this flag would wait for a writer, perhaps for ever.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
         ready = select.poll()
         ready.register(handle, select.POLLIN)
         ready.poll(_WRITER_S * 1000)
-        os.set_blocking(handle, True)  # from here on: without a writer it is at its end, else the writer is waited for
+        os.set_blocking(handle, True)  # from here on a read waits for the writer; without one the pipe is at its end
         return file.read(most)
 
 

@@ -25,7 +25,9 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def _above_low(value: float, info: ValidationInfo) -> float:
-    low = (info.data or {}).get("low_freq_factor", 0.0)  # absent if it failed a check of its own, or beside no table
+    low = (info.data or {}).get(
+        "low_freq_factor", 0.0
+    )  # it is absent if it failed its own check, or if there is no table
     if value <= low:
         raise ValueError(f"must be greater than low_freq_factor {low}")
     return value
@@ -34,7 +36,9 @@ def _above_low(value: float, info: ValidationInfo) -> float:
 class RopeScaling(Section):
     """Stretches rotary wavelengths, so that a model reads longer sequences than in its first training."""
 
-    model_config = ConfigDict(validate_default=True)  # high_freq_factor's may be too small for a low_freq_factor
+    model_config = ConfigDict(
+        validate_default=True
+    )  # the default of high_freq_factor may be too small for a low_freq_factor
 
     rule: Annotated[Literal["linear", "llama3"], Field(examples=["llama3"])]
     """linear stretches every wavelength by factor; llama3 only the long ones, as Llama 3.1 does."""

@@ -16,7 +16,7 @@ from megamix.config.toml_text import parse_value, value_text
 from megamix.config.unread import Unread, setting
 from megamix.plugins import Section, texts
 
-_MOST_LINES = 100  # for one configuration: more would fill a screen, and the near name of each takes a while to find
+_MOST_LINES = 100  # lines on one configuration: more would fill a screen, and each search for a similar name takes time
 
 # Words for the kinds of error that pydantic can find in these sections, filled in from the error's context.
 _WRONG = {
@@ -47,7 +47,7 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[str], source: str = "configuration", sound: Config | None = None):
         self.problems = tuple(problems)
         self.source = source
-        self.sound = sound  # with [data] and [model] at least, if these are usable
+        self.sound = sound  # the usable tables; [data] and [model] are among them if they can be used
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n  ".join([f"{source}: {count}", *self.problems]))
 
@@ -70,7 +70,7 @@ def explain(errors: Sequence[ErrorDetails], tree: Mapping[str, Any]) -> list[str
         follows = item["type"] == "missing" and any(loc[: len(guess)] == guess for guess in meant)
         if item["type"] != "extra_forbidden" and not follows:
             lines.append(_explain_value(item, tree))
-    lines = [*dict.fromkeys(lines)]  # an empty list lacks each of its items
+    lines = [*dict.fromkeys(lines)]  # one line once: an empty list would be reported for each missing item
     return [*lines, f"and {rest} more like these"] if rest else lines
 
 
@@ -174,7 +174,9 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
         template = _WRONG.get(kind, error["msg"].replace("{", "{{").replace("}", "}}"))
         wrong = f"got {short(value)}, {template.format(**error.get('ctx', {}))}"
     is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-    if not is_section and (kind != "model_type" or loc[-1] != key):  # the latter: of a section that may be left out
+    if not is_section and (
+        kind != "model_type" or loc[-1] != key
+    ):  # pydantic says model_type of a section that may be left out
         fix = _fix(key, field, field.description or text, value)
     else:
         fix = "correct its keys" if kind == "value_error" else f"write [{_path(loc)}] and its keys below it"
@@ -196,7 +198,7 @@ def _fix(key: str, field: FieldInfo, text: str, value: object) -> str:
     def passes(candidate: object) -> bool:
         try:
             adapter.validate_python(candidate)
-        except Exception:  # a plugin's check raises what it likes
+        except Exception:  # a plugin's check may raise anything
             return False
         return True
 
@@ -221,7 +223,7 @@ def _repairs(value: object, field: FieldInfo) -> Iterator[object]:
         yield nearest(value.lower(), [*one_of, *(word for word in get_args(field.annotation) if isinstance(word, str))])
     elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**127:
         yield str(value)
-        if value != -1:  # which is written for "none"
+        if value != -1:  # -1 is written for "none"
             yield abs(value)
         yield round(value)
         if value > 0:

@@ -201,7 +201,7 @@ class Config(Section):
         return self.model_copy(update=changed)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_tree, (self.model_dump(),)  # classes of what plugins add cannot be pickled
+        return _from_tree, (self.model_dump(),)  # a class that holds plugins' keys cannot be pickled by its name
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Config:
@@ -228,8 +228,8 @@ def config_schema() -> dict[str, Any]:
         "type": "string",
     }
     schema["properties"] = {"base": base, **schema["properties"]}
-    # A file may leave to its base what it does not change, so no table and no key is required of a single file. Tables
-    # in a list are no file's alone.
+    # A file leaves to its base what it does not change, so no table and no key is required of one file. The tables of
+    # a list come from one file, so their keys are required.
     in_lists = {"DataStage", "OptimizerGroup", "RopeScaling"}
     for name, table in [("", schema), *schema["$defs"].items()]:
         if name not in in_lists:

@@ -11,7 +11,7 @@ from megamix.config.unread import drop_unread
 
 # Deeper than any key lies. tomllib recurses into values, and takes 10 GB and minutes for a key of 50,000 parts.
 MOST_LEVELS = 8
-_TEXT_OR_COMMENT = re.compile(  # a text of lines may end in quotes of its own
+_TEXT_OR_COMMENT = re.compile(  # a text of several lines may end in quotes of its own
     r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*''', re.DOTALL
 )
 # More than TOML's 64 bits: Python refuses to print, or to turn to a float, what hexadecimal digits can spell.
@@ -28,7 +28,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
     Raises: ValueError for what is no TOML; TooDeepError before time and memory go into it.
     """
-    bare = _TEXT_OR_COMMENT.sub("_", text)  # only the dots and brackets that TOML sees
+    bare = _TEXT_OR_COMMENT.sub("_", text)  # what is left are the dots and brackets that TOML reads as its own
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", bare):
         depth += 1 if bracket in "[{" else -1
@@ -45,9 +45,9 @@ def parse_value(text: str) -> object:
     """Return the TOML value that a text spells, or the text itself, so that dtype=bf16 needs no quotes."""
     try:
         table = parse_toml(f"value = {text}")
-    except ValueError:  # no TOML, or a number of thousands of digits
+    except ValueError:  # the text is no TOML, or a number of thousands of digits
         return text
-    # A line break would smuggle in further keys: then the text was no single value.
+    # A line break would add further keys, so such a text is no single value.
     return table["value"] if len(table) == 1 else text
 
 
@@ -58,12 +58,12 @@ def value_text(value: object) -> str:
     if isinstance(value, str):
         # JSON's escapes are TOML's, except that TOML wants DEL escaped and JSON does not.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Mapping):  # TOML has no null: what is not set is left out
+    if isinstance(value, Mapping):  # TOML has no null, so a key that is not set is left out
         items = [f"{_key_text(key)} = {value_text(item)}" for key, item in value.items() if item is not None]
         return "{ " + ", ".join(items) + " }"
     if isinstance(value, Sequence):
         return "[" + ", ".join(value_text(item) for item in value) + "]"
-    return str(value)  # int, float (the shortest text that reads back the same), date
+    return str(value)  # an integer, a date, or a float as the shortest text that gives the same number
 
 
 def _key_text(key: str) -> str:

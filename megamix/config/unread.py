@@ -17,7 +17,7 @@ class Where(NamedTuple):
 
     key: str
     holds: Callable[[Any], bool]
-    example: object  # for which it holds
+    example: object  # a value for which it holds
 
 
 def _one_of(key: str, *values: object) -> tuple[Where, ...]:
@@ -99,7 +99,7 @@ def drop_other_choices(tree: Mapping[str, Any]) -> tuple[Tree, list[Unread]]:
         by_dtype = setting(read, chooser) == "auto"
         for key in [key for key in table if key not in own.model_fields]:
             readers = {name: kind for name, kind in chosen.sections().items() if key in kind.model_fields}
-            if readers:  # else it is unknown to all, which is told elsewhere
+            if readers:  # a key that nobody knows is reported elsewhere
                 deciders = (chooser, "precision.dtype") if by_dtype else (chooser,)
                 usual = not any(without_defaults(kind, {key: table[key]}) for kind in readers.values())
                 way = (chooser, next(iter(readers)))
@@ -135,7 +135,7 @@ def default(key: str, tree: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value  # lists of TOML are tuples there
+    return tuple(value) if isinstance(value, list) else value  # a section holds TOML's lists as tuples
 
 
 def with_defaults(section: type[Section], table: Tree) -> Tree:
