@@ -306,7 +306,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda _: AdamW(lr=1e-3, betas=(0.9,)), "betas of AdamW must be 2 numbers, got (0.9,); leave it out for (0.9"  # type: ignore[arg-type]
     ),
     "checkpoints in a file": (
-        lambda place: Checkpoints(fp16_engine(), place / "file"), "/file is a file; give a folder, there already or not"
+        lambda place: Checkpoints(fp16_engine(), place / "file"), "/file is a file; give the path of a folder"
     ),
     "checkpoints in a job's folder": (
         lambda place: ((place / "run/checkpoints").mkdir(parents=True), Checkpoints(fp16_engine(), place / "run")),

@@ -1,4 +1,4 @@
-"""Checkpoints in model space: what the ranks own, saved as boxes of whole parameters, loads on any other layout.
+"""Checkpoints in model space: the ranks save what they own as boxes of whole parameters, which load on any layout.
 
 boxes         arithmetic: a flat range of a block as boxes of the full parameter, and whether boxes cover a parameter
 folder        the names in a folder of checkpoints, the meaning of each, and the only calls that change the disk
@@ -7,9 +7,9 @@ snapshot      one rank's part of the run's state: views of one instant, or a cop
 tensor_file   a safetensors file, streamed
 all_or_none   work that succeeds on every rank or on none
 save          the commit: fresh folder, files, manifest, rename; at once or by a thread while training goes on
-verify        the check of a checkpoint: good, or a list of problems; its states read box by box
-frozen        frozen parameters beside a checkpoint: digests, and values where asked
-load          the newest good checkpoint, into an engine of any layout, verified on the way
+verify        the check of a checkpoint, which finds it good or lists its problems; its states read box by box
+frozen        frozen parameters beside a checkpoint: their digests and, if asked for, their values
+load          the newest good checkpoint, loaded into an engine of any layout and verified on the way
 checkpoints   saving and loading as one object, for a user's own program
 export_dcp    a checkpoint as a folder of torch.distributed.checkpoint
 actions       the lines that `megamix checkpoint` prints: lists, verdicts, differences

@@ -1,7 +1,7 @@
 """The actions of `megamix checkpoint`, each of which yields the lines to print. Every function raises ValueError for a
 wrong path, and DamagedCheckpoint.
 
-`check`: the caller's own check of a manifest, see `verify.Check`.
+`check`: the caller's own check of a manifest; see `verify.Check`.
 """
 
 import datetime
@@ -25,8 +25,8 @@ _ABSENT = "(none)"
 
 
 def ls(path: Path, check: Check | None = None) -> Iterator[str]:
-    """Yield a line for each checkpoint of a run or folder. It reads names, manifests and sizes
-    only: quick at any size.
+    """Yield a line for each checkpoint of a run or folder. It reads only names, manifests and sizes, so it is quick at
+    any size.
     """
     folder = folder_of(path)
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "written", "size", "layout", "state")]
@@ -42,8 +42,8 @@ def ls(path: Path, check: Check | None = None) -> Iterator[str]:
 
 
 def verify(path: Path, check: Check | None = None) -> Iterator[str]:
-    """Check every byte. Yield a line for each good checkpoint, then raise DamagedCheckpoint with the problems of all
-    others.
+    """Check every byte. Yield a line for each good checkpoint, then raise DamagedCheckpoint with the problems of the
+    damaged ones.
     """
     problems: list[str] = []
     for found in checkpoints_at(path):
@@ -51,7 +51,7 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
             good = verify_checkpoint(found, check)
             manifest, refusal = good.manifest, f"; but refused: {good.refusal}" if good.refusal else ""
             counts = Counter(states_text(manifest.states[param.state_set]) for param in manifest.params)
-            held = "; ".join(f"{count} parameters, of each {states}" for states, count in counts.items())
+            held = "; ".join(f"{count} parameters, each with {states}" for states, count in counts.items())
             yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}{refusal}"
         except ConfigError as error:
             yield f"{found.name}: refused: {error.problems[0]}"
@@ -62,9 +62,9 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
 
 
 def restore(path: Path, check: Check | None = None) -> Iterator[str]:
-    """Give a checkpoint that was set aside, or all such of a run, its name back if every byte is good. Yield a line for
-    each, then raise DamagedCheckpoint with the problems of the others. No run may use the folder meanwhile. Raises:
-    OSError as well.
+    """Give a checkpoint that was set aside, or each such checkpoint of a run, its name back if every byte is good.
+    Yield a line for each, then raise DamagedCheckpoint with the problems of the others. No run may use the folder
+    meanwhile. Raises: also OSError.
     """
     folder = folder_of(path)
     problems: list[str] = []
@@ -74,7 +74,9 @@ def restore(path: Path, check: Check | None = None) -> Iterator[str]:
     for entry in entries:
         target = restored(entry)
         if os.path.lexists(target):
-            raise ValueError(f"{target} is there already, and {entry.name} stays; move one of the two elsewhere")
+            raise ValueError(
+                f"{target} is there already, so {entry.name} keeps its name; move one of the two elsewhere"
+            )
         try:
             verify_checkpoint(entry, check)
             entry.rename(target)
@@ -96,8 +98,8 @@ def diff(old: Path, new: Path, check: Check | None = None) -> Iterator[str]:
 
 
 def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
-    """Write a checkpoint, or a run's newest one, as a folder of torch.distributed.checkpoint.
-    Raises: OSError as well.
+    """Write a checkpoint, or a run's newest checkpoint, as a folder of torch.distributed.checkpoint. Raises: also
+    OSError.
     """
     from megamix.checkpoint.export_dcp import export_dcp  # torch.distributed.checkpoint takes half a second
 
@@ -108,7 +110,7 @@ def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str
 
 def _good(name: str, path: Path, check: Check | None) -> Checkpoint:
     if (found := checkpoints_at(path)) != [path]:
-        raise ValueError(f"{name}: {path} is no checkpoint but holds some; name one, such as {found[0]}")
+        raise ValueError(f"{name}: {path} is no checkpoint but holds checkpoints; name one, such as {found[0]}")
     return verify_named(path, check)
 
 
@@ -143,10 +145,10 @@ def _size(path: Path) -> str:
 
 
 def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
-    """Yield a line for each difference; none if a run that resumes from either is the same run. Memory holds one box of
-    each checkpoint at a time.
+    """Yield a line for each difference. Without a difference, runs that resume from the two checkpoints are the same.
+    Memory holds one box of each checkpoint at a time.
 
-    The layout of the ranks that saved is no difference.
+    The layout of the ranks that saved does not count as a difference.
     Raises: ValueError if a checkpoint's configuration is no TOML.
     """
     yield from changes(_facts(old), _facts(new))
@@ -169,7 +171,7 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Itera
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return everything that the manifest says of the state, as a tree."""
+    """Return everything that the manifest says about the state, as a tree."""
     manifest = checkpoint.manifest
     run = manifest.run.model_dump()
     try:
@@ -186,11 +188,12 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
 def _gap(old: BoxReader, new: BoxReader, param: str, state: str, whole: Box) -> str | None:
     """Return in words how far two versions of one state are apart; None if all bits are the same."""
     differing = 0  # number of differing elements
-    largest = torch.zeros((), dtype=torch.float64)  # largest absolute difference; NaN if one of the two is NaN
+    largest = torch.zeros((), dtype=torch.float64)  # largest absolute difference; NaN if an element is NaN
     # The parameter is cut here, not along the stored boxes: two savers may have cut it differently.
     for sub_box in sub_boxes(whole):
         before, after = old.gather(param, state, sub_box), new.gather(param, state, sub_box)
-        # Compare bits, since a resumed run must be equal to the bit: a NaN equals itself, and 0 does not equal -0.
+        # Bits are compared, because a resumed run must be equal bit for bit: a NaN equals itself, and 0 differs from
+        # -0.
         other = before.view(INTEGERS[before.itemsize]) != after.view(INTEGERS[after.itemsize])
         if count := int(other.count_nonzero()):
             differing += count

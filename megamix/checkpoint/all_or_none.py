@@ -13,7 +13,7 @@ from megamix.comm.topology import Axis
 
 
 class SomeRankFailed(OSError):
-    """An error of at least one rank that could not do its part. Every rank raises it; it names each such rank."""
+    """The error of every rank if at least one rank could not do its part. The message names each such rank."""
 
 
 class AllOrNone:
@@ -30,13 +30,15 @@ class AllOrNone:
 
     @staticmethod
     def apart(world: Axis, timeout_s: float) -> AllOrNone:
-        """Return one over new `host_collectives`, independent of the engine's collectives. Every rank must call it."""
+        """Return such an object over new `host_collectives`, independent of the engine's collectives. Every rank must
+        call it.
+        """
         return AllOrNone(host_collectives(world, timeout_s), torch.device("cpu"))
 
     def every(self, work: Callable[[], Any]) -> list[Any]:
-        """Let every rank work. Return all results to all ranks, in rank order. Results must be JSON values.
+        """Run `work` on every rank. Return all results to all ranks, in rank order. Results must be JSON values.
 
-        Raises: SomeRankFailed on every rank if the work raised anything on one.
+        Raises: SomeRankFailed on every rank if the work raised an error on one.
         """
         cause = None
         try:
@@ -51,5 +53,5 @@ class AllOrNone:
         return [answer["result"] for answer in answers]
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Let the first rank work. Return its result to all ranks. Raises: as `every`."""
+        """Run `work` on the first rank. Return its result to all ranks. Raises: as `every`."""
         return self.every(work if self.rank == 0 else lambda: None)[0]

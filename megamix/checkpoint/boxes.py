@@ -17,7 +17,9 @@ _PRIME = 2**61 - 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """The elements [offset, offset + size) in each dim. A 0-d parameter's box has both empty and holds one element."""
+    """The elements [offset, offset + size) in each dim. For a 0-d parameter both are empty, and the box has one
+    element.
+    """
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -58,8 +60,8 @@ class Box:
 def boxes_of_range(start: int, end: int, block: Box) -> Iterator[Box]:
     """Yield the elements [start, end) of a row-major block, as boxes of the full parameter that contains the block.
 
-    The boxes come in order and each is contiguous in the block, so they cut the flat range into consecutive parts.
-    There are at most 2 (N - 1) + 1 of them: each dim but the last has at most one incomplete row at either end.
+    The boxes come in order, and each is contiguous in the block. So they cut the flat range into consecutive parts.
+    There are at most 2 (N - 1) + 1 boxes: each dim but the last has at most one incomplete row at either end.
     """
     if not block.size:
         yield from [block][start:end]
@@ -103,12 +105,12 @@ def _text(box: Box) -> str:
 def _tile(boxes: Sequence[Box], region: Box) -> bool:
     """Return whether boxes within a region cover each of its elements exactly once.
 
-    Each coordinate of each dim gets a random number. A box's weight is the product, over the dims, of the number at
-    its end minus the number at its start. The weights of a tiling add up to the region's weight. The weights of other
-    boxes do not: by the lemma of Schwartz and Zippel the two are equal once in 2**61 / dims draws.
+    Each coordinate of each dim gets a random number. A box's weight is a product over the dims: the number at its end
+    minus the number at its start. If the boxes tile the region, their weights add up to the region's weight. If they do
+    not, the sum is equal only by chance: by the lemma of Schwartz and Zippel, in one of 2**61 / dims draws.
     """
     if [*boxes] == [region]:
-        return True  # most parameters have one box, and a model may have 100,000 of them: skip the arithmetic
+        return True  # skip the arithmetic: a model may have 100,000 parameters, most of them with one box
     if sum(box.numel for box in boxes) != region.numel:
         return False
     drawn = [defaultdict[int, int](lambda: secrets.randbelow(_PRIME)) for _ in region.size]
@@ -123,7 +125,9 @@ def _tile(boxes: Sequence[Box], region: Box) -> bool:
 
 
 def _fault(boxes: Sequence[Box], region: Box) -> Box:
-    """Find, by halving the region, an element that lies in none or in several of the boxes. They must not tile it."""
+    """Return a box of one element that lies in none or in several of the boxes, found by halving the region. The boxes
+    must not tile the region.
+    """
     while region.numel > 1:
         for half in _halves(region):
             inside = [part for box in boxes if (part := box.intersection(half))]

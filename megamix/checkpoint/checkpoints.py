@@ -23,7 +23,8 @@ _last_to_save: WeakValueDictionary[Path, Checkpoints] = WeakValueDictionary()  #
 
 
 class Checkpoints:
-    """Saves an engine's state into a folder and loads the newest. Every rank must make every call, in the same order.
+    """Saves an engine's states into a folder, and loads the newest one. Every rank must make every call, in the same
+    order.
 
         checkpoints = Checkpoints(engine, "runs/mine")
         progress = checkpoints.load() or {"step": 0}
@@ -32,8 +33,8 @@ class Checkpoints:
 
     A checkpoint holds the whole model: it loads on any number of ranks. A save removes all checkpoints but the `keep`
     newest; `keep` is at least 2. A checkpoint holds digests of the model's frozen parameters, and loads only into a
-    model whose frozen parameters have these digests. With `frozen` the folder keeps their values, once, and a load
-    sets them. Units: `timeout_s` bounds the wait for the slowest rank.
+    model whose frozen parameters have these digests. With `frozen` the folder keeps the frozen values, once for all
+    checkpoints, and a load sets them. Units: `timeout_s` bounds the wait for the slowest rank.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Checkpoints:
         self._error: Exception | None = None
         self._goes_on = False  # True: a save may follow the folder's checkpoints, which are loaded or older
         if self._all_or_none.first(self._folder.is_file):
-            raise ValueError(f"folder: {self._folder} is a file; give a folder, there already or not")
+            raise ValueError(f"folder: {self._folder} is a file; give the path of a folder, which need not exist yet")
         if self._all_or_none.first((self._folder / "checkpoints").is_dir):
             raise ValueError(
                 f"folder: {self._folder} belongs to a job; its checkpoints lie in {self._folder}/checkpoints"
@@ -58,8 +59,8 @@ class Checkpoints:
         """Load the newest good checkpoint. Return the `progress` that `save` got; None if the folder has no checkpoint.
         Damaged checkpoints are set aside, with one line each in the log.
 
-        Raises: ValueError naming everything that does not fit the engine, before anything is changed;
-        DamagedCheckpoint if there are checkpoints and none is good.
+        Raises: ValueError, before anything is changed, naming everything that does not fit the engine;
+        DamagedCheckpoint if there are checkpoints but no good one.
         """
         self._engine.progress.require_empty("Checkpoints.load()", "right after step()")
         self.wait()
@@ -80,7 +81,8 @@ class Checkpoints:
         and dict with keys of str; nested up to 190 deep.
         `beside`: return as soon as the state is copied, and write it while training goes on.
         Raises, on every rank and before anything is written: ValueError if `progress` changes when JSON writes and
-        reads it, or differs between ranks; or if nothing was loaded and the folder has a checkpoint of more updates.
+        reads it, or if it differs between ranks; also if nothing was loaded although the folder has a checkpoint of
+        more updates.
         Raises: OSError on every rank if this save fails, or if an earlier one still under way fails. The older
         checkpoints stay.
         """
@@ -96,7 +98,7 @@ class Checkpoints:
         if problems := dict.fromkeys(answer for answer in answers if isinstance(answer, str)):
             raise ValueError("; ".join(problems))
         if len(set(answers)) > 1:
-            raise ValueError("progress is not the same on every rank; give the same, a rank loads that of the first")
+            raise ValueError("progress is not the same on every rank; give every rank the same, for one copy is saved")
         self._goes_on = True
         _last_to_save[self._folder] = self
         if self._frozen:
@@ -107,7 +109,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until no save into this folder is under way, by this object or another one. Raises: as `save`."""
+        """Wait until no save into this folder is under way, by this object or by another one. Raises: as `save`."""
         _last_to_save.get(self._folder, self)._saver.finish()
         self._saver.finish()
         error, self._error = self._error, None
@@ -119,7 +121,7 @@ class Checkpoints:
 
 
 def _judge(progress: Mapping[str, JsonValue]) -> int | str:
-    """Return a checksum of `progress`, or one line about the first value that JSON would not give back."""
+    """Return a checksum of `progress`, or a line about the first value that would change in JSON."""
     if not isinstance(progress, Mapping):
         return f"progress is a {type(progress).__name__}; give a dict of plain JSON, such as {{}}"
     for key, value in progress.items():

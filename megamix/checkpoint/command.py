@@ -16,18 +16,20 @@ def checkpoint_arguments(parser: Parser) -> None:
     def add(name: str, help: str, example: str) -> Parser:
         return actions.add_parser(name, help=help, example=f"megamix checkpoint {name} {example}")
 
-    ls = add("ls", "a line for each: step, time, size, layout, complete, damaged or unfinished", "runs/mine")
+    ls = add("ls", "list checkpoints: step, time, size, layout, and complete, damaged or unfinished", "runs/mine")
     ls.add_argument("path", metavar="RUN_OR_FOLDER", type=Path, help="a run's folder, or a folder of checkpoints")
     verify = add("verify", "read every byte; exit status 1 and the file's name if one is damaged", "runs/mine")
     verify.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of them")
-    restore = add("restore", "give back its name to what was set aside and is whole", "runs/mine")
-    restore.add_argument("path", metavar="PATH", type=Path, help="step_N.damaged-..., or a run's folder: all of it")
+    restore = add("restore", "give checkpoints that were set aside their names back if they are whole", "runs/mine")
+    restore.add_argument(
+        "path", metavar="PATH", type=Path, help="step_N.damaged-..., or a run's folder for all that it has"
+    )
     two = "runs/mine/checkpoints/step_00000100 runs/mine/checkpoints/step_00000200"
-    diff = add("diff", "what differs: configuration, counters, every state of every parameter", two)
+    diff = add("diff", "list differences: configuration, counters, every state of every parameter", two)
     diff.add_argument("path", metavar="A", type=Path, help="a checkpoint")
-    diff.add_argument("other", metavar="B", type=Path, help="another one")
+    diff.add_argument("other", metavar="B", type=Path, help="another checkpoint")
     export = add("export", "full FP32 weights and optimizer states in another format", "runs/mine --to dcp exported")
-    export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run: its newest one")
+    export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run for its newest checkpoint")
     export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
     export.add_argument("output", metavar="OUT", type=Path, help="folder to write; must not exist yet")
 

@@ -38,7 +38,7 @@ def export_dcp(checkpoint: Checkpoint, output: Path) -> None:
         try:
             with warnings.catch_warnings(category=UserWarning, action="ignore"):  # DCP warns of a single process
                 save({}, storage_writer=FileSystemWriter(aside), planner=_Planner(checkpoint), no_dist=True)
-        except CheckpointException as error:  # a BaseException and no Exception: callers would miss it
+        except CheckpointException as error:  # it is no Exception but a BaseException, which callers would miss
             reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
             raise OSError(f"{output} cannot be written: {reasons}") from None
 

@@ -1,7 +1,7 @@
 """Names in a folder of checkpoints: a name says whether a checkpoint is complete, unfinished or damaged.
 
-A rename changes that state in one instant. `Files` has the only calls that change the disk, each a method of its own,
-so that a test can let any of them fail.
+A rename changes that state in one instant. Only `Files` changes the disk. Each of its methods makes one call, so that a
+test can let any call fail.
 """
 
 import os
@@ -20,11 +20,11 @@ from megamix.durable import ASIDE, folder_aside
 CHECKPOINTS = "checkpoints"  # the folder's name in a run's folder
 MANIFEST = "manifest.json"
 _COMPLETE = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
-_DAMAGED = ".damaged-"  # part of the name of a checkpoint that was set aside for people to look at; never removed
+_DAMAGED = ".damaged-"  # in the name of a checkpoint that was set aside, for people to look at; it is never removed
 
 
 def checkpoints(folder: Path, before: str | None = None) -> list[Path]:
-    """Return the committed checkpoints, the newest first. `before`: only those older than the one of that name."""
+    """Return the committed checkpoints, the newest first. `before`: a name; only older checkpoints are returned."""
     paths = [path for path in _folders(folder) if _COMPLETE.fullmatch(path.name)]
     return sorted(
         (path for path in paths if before is None or _number(path.name) < _number(before)),
@@ -33,7 +33,7 @@ def checkpoints(folder: Path, before: str | None = None) -> list[Path]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Return the folders that are being written or removed; the next save removes those that a killed run left."""
+    """Return the folders that are being written or removed. The next save removes those that a killed run has left."""
     return [path for path in _folders(folder) if ASIDE in path.name]
 
 
@@ -48,7 +48,7 @@ def restored(path: Path) -> Path:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders within `folder`. A file is no checkpoint, whatever its name: it stays."""
+    """Return the folders within `folder`. A file is never taken for a checkpoint."""
     return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
@@ -60,13 +60,13 @@ def folder_of(path: Path) -> Path:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoints of a run or folder, the newest first; or the path itself, if it is a checkpoint.
+    """Return the checkpoints of a run or of a folder, the newest first. If the path is a checkpoint, return it alone.
 
     Raises: ValueError if there is none.
     """
     folder = folder_of(path)
     found = checkpoints(folder)
-    # A run that has not saved yet is an error here. A path that looks like a checkpoint is returned and judged later.
+    # A run that has not saved yet is refused. A path that looks like a checkpoint is returned, and checked later.
     if not found and (folder != path or not (path.name.startswith("step_") or (path / MANIFEST).exists())):
         raise ValueError(f"{folder} holds no checkpoint; give a run that has saved, or a checkpoint")
     return found or [path]
@@ -78,8 +78,8 @@ def applied_updates(checkpoint: Path) -> int:
 
 
 def name_for(folder: Path, applied_updates: int) -> str:
-    """Return a name that sorts behind all others of the same update, whatever files or folders have these names. Two
-    saves after the same update may differ in the batches to try again.
+    """Return a name that no file or folder has, for the newest checkpoint after this update. There may be an earlier
+    one, because two saves after the same update may differ in the batches to try again.
     """
     taken = [_number(path.name) for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)]
     again = max((again for update, again in taken if update == applied_updates), default=-1) + 1
@@ -87,7 +87,9 @@ def name_for(folder: Path, applied_updates: int) -> str:
 
 
 def _number(name: str) -> tuple[int, int]:
-    """Return the update, and the number of the save after this update: the larger pair is the newer checkpoint."""
+    """Return the update, and the number of the save after this update. The newer of two checkpoints has the larger
+    pair.
+    """
     match = _COMPLETE.fullmatch(name)
     assert match is not None, name
     return int(match[1]), int(match[2] or 0)
@@ -98,8 +100,8 @@ def damaged_name(name: str) -> str:
 
 
 def new_folder(output: Path, setting: str) -> AbstractContextManager[Path]:
-    """Return a context whose folder is renamed to `output` when the block ends without an error, and is removed
-    otherwise. `setting` names the value `output` in errors.
+    """Return a context with a new folder, which is renamed to `output` if the block ends without an error, and removed
+    otherwise. `setting`: the name of the setting in errors.
 
     Raises: ValueError if `output` exists; OSError.
     """
@@ -113,7 +115,7 @@ class Files:
     """Writes checkpoints and removes them. Every method raises OSError."""
 
     begun_each = 4 << 20  # bytes of a file whose write-back starts together, while more is written
-    written = 0  # bytes written so far, by which any thread sees that a long save makes progress
+    written = 0  # bytes written so far: any thread may read here that a long save makes progress
     make_directory = staticmethod(Path.mkdir)
     rename = staticmethod(Path.rename)
     remove_file = staticmethod(Path.unlink)
@@ -130,8 +132,8 @@ class Files:
             chunk, self.written = chunk[taken:], self.written + taken
 
     def begin_sync(self, file: FileIO, start: int, size: int) -> None:
-        """Start write-back of these bytes and return, so that `sync_file` has less to wait for. DONTNEED also lets the
-        kernel drop the written pages; it is used only because it starts write-back.
+        """Start write-back of these bytes, so that `sync_file` takes less time. DONTNEED is used because it starts
+        write-back; it also lets the kernel drop the written pages.
         """
         os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
 
@@ -140,13 +142,13 @@ class Files:
         return shutil.disk_usage(path).free
 
     def write_file(self, path: Path, chunks: Iterable[memoryview]) -> tuple[int, int]:
-        """Write a new file, which is on the disk when this returns. Return its bytes and the CRC32 of the chunks."""
+        """Write a new file, and return its size in bytes and the CRC32 of the chunks when it is on the disk."""
         size = begun = crc32 = 0
         try:
             with self.create(path) as file:
                 for chunk in chunks:
-                    # Checksum the bytes in memory, while they are in the cache. A disk that stores other bytes is
-                    # found out by a later read.
+                    # The checksum is that of the bytes in memory, while they are in the cache. If the disk stores other
+                    # bytes, a later read finds that out.
                     size, crc32 = size + chunk.nbytes, zlib.crc32(chunk, crc32)
                     self.write(file, chunk)
                     if size - begun >= self.begun_each:

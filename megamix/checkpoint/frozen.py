@@ -25,7 +25,7 @@ log = logging.getLogger("megamix")
 
 
 def _values_of(folder: Path, digests: Mapping[str, str]) -> Path:
-    """Return the path of the file for the values of these digests, whether it exists or not."""
+    """Return the path of the file for the values with these digests, whether it exists or not."""
     own_name = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
     return folder / f"frozen_{own_name}" / "values.safetensors"
 
@@ -51,18 +51,17 @@ def save_frozen(folder: Path, engine: ShardedEngine) -> None:
 def _remove_unneeded(folder: Path) -> None:
     needed = set[Path]()
     for path in (*checkpoints(folder), *set_aside(folder)):
-        with suppress(ValueError, OSError):  # no load takes a checkpoint whose manifest cannot be read
+        with suppress(ValueError, OSError):  # a checkpoint without a readable manifest cannot be loaded anyway
             needed.add(_values_of(folder, read_manifest(path / MANIFEST).frozen or {}).parent)
     kept = sorted(folder.glob("frozen_*"), key=lambda path: path.stat().st_mtime)
-    for path in kept[:-2]:  # the newest belongs to this save, the one before it perhaps to a save still being written
+    for path in kept[:-2]:  # the newest belongs to this save, and the one before may belong to a save under way
         if path not in needed:
             shutil.rmtree(path)
 
 
 def fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, *, takes: bool) -> None:
-    """Compare the engine's frozen parameters with those of the model that was saved. With `takes`, set them to the
-    values that the checkpoint's folder keeps. Every rank must call it. The first rank's values are compared, as when
-    the engine is built.
+    """Compare the frozen parameters of the first rank's engine with those of the model that was saved. With
+    `takes`, set them to the values that the checkpoint's folder keeps. Every rank must call it.
 
     Raises, on every rank and before anything is changed: ValueError naming the parameters that differ; SomeRankFailed
     if the kept values cannot be read, or are not what was saved.
@@ -81,12 +80,12 @@ def fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOr
     other_dtype = [name for name, text in wanted.items() if own.get(name, text).split()[0] != text.split()[0]]
     if wrong := [name for name in {**wanted, **own} if saved.get(name) != own.get(name) and name not in other_dtype]:
         raise ValueError(
-            f"{checkpoint.path} was saved beside other frozen parameters than the model has: {', '.join(wrong[:8])} "
-            f"differ{' and others' if wrong[8:] else ''}, and it does not hold them. Give the model the same ones, or "
-            "save and load by Checkpoints(..., frozen=True)"
+            f"{checkpoint.path} was saved beside other frozen parameters than the model has, and does not hold them. "
+            f"They differ in {', '.join(wrong[:8])}{' and others' if wrong[8:] else ''}. Give the model the same "
+            "frozen parameters, or save and load by Checkpoints(..., frozen=True)"
         )
     if all_or_none.rank == 0:
-        log.warning("frozen parameters cannot be compared: the checkpoint's had another dtype, %s", other_dtype[0])
+        log.warning("frozen parameters cannot be compared: %s was saved in another dtype", other_dtype[0])
 
 
 def _read(path: Path, wanted: Mapping[str, str], engine: ShardedEngine) -> dict[str, Tensor]:

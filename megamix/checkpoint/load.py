@@ -33,7 +33,7 @@ _Wanted = dict[Stored, list[Part]]  # the stored boxes of one file, each with th
 def read_on_all(path: Path, all_or_none: AllOrNone, check: Check | None = None) -> Checkpoint:
     """Check everything but the tensors' bytes, which `load` verifies. Every rank must call it.
 
-    Raises: DamagedCheckpoint on every rank, with the problems that any rank found; ConfigError, likewise.
+    Raises, on every rank: DamagedCheckpoint with the problems that any rank has found; ConfigError.
     """
     checkpoint: Checkpoint | None = None
     problems: list[str] = []
@@ -56,10 +56,10 @@ def read_on_all(path: Path, all_or_none: AllOrNone, check: Check | None = None) 
 def newest_checkpoint(
     folder: Path, all_or_none: AllOrNone, *, before: str | None = None, check: Check | None = None
 ) -> Checkpoint | None:
-    """Return the newest checkpoint that `read_on_all` finds good; with `before`, the newest one older than that name.
-    Damaged checkpoints on the way are set aside, with one line each. Every rank must call it.
+    """Return the newest checkpoint that `read_on_all` finds good. `before`: a name; only older checkpoints are tried.
+    Damaged checkpoints on the way are set aside, with a line in the log for each. Every rank must call it.
 
-    Raises: ConfigError on every rank for a checkpoint that is whole but refused: no older one is tried instead.
+    Raises: ConfigError on every rank for a checkpoint that is whole but refused. No older checkpoint is tried then.
     """
     for name in all_or_none.first(lambda: [path.name for path in checkpoints(folder, before)]):
         try:
@@ -78,9 +78,9 @@ def load_or_older(
     frozen: bool = False,
 ) -> Checkpoint | None:
     """Load a checkpoint or, if it is damaged, the newest good one before it in its folder. Damaged checkpoints are set
-    aside, with one line each. Every rank must call it.
+    aside, with a line in the log for each. Every rank must call it.
 
-    Returns: the checkpoint that was loaded; None if none is good, after which the engine holds NaN, as `load` says.
+    Returns: the checkpoint that was loaded. None: no checkpoint is good, and the engine now holds NaN, as `load` says.
     Raises: as `load`, apart from DamagedCheckpoint; ConfigError.
     """
     found: Checkpoint | None = checkpoint
@@ -126,13 +126,15 @@ def load(
     try:
         _agree_on(all_or_none.every(lambda: fill(checkpoint, _saved_parts(manifest, engine), engine.clock, rank, size)))
     except DamagedCheckpoint:
-        # The engine's state from before is lost: keeping it would take as much memory again, and verifying first would
-        # read every byte twice. A caller that trains on without another load would train from damaged values
-        # unnoticed. NaN cannot go unnoticed.
+        # The engine's earlier state is lost: keeping it would double the memory, and verifying first would read every
+        # byte twice. If a caller trained on without another load, nobody would notice damaged values, but NaN is
+        # noticed.
         for part in owned_parts(engine):
             part.tensor.fill_(math.nan)
         raise
-    if anew and not manifest.weights_only and all_or_none.rank == 0:  # the whole model's: one rank's line is enough
+    if (
+        anew and not manifest.weights_only and all_or_none.rank == 0
+    ):  # the line is about the whole model, so one rank's is enough
         _tell_of_new_states(manifest, engine)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
@@ -180,8 +182,8 @@ def _agree_on(problems: list[list[str]]) -> None:
 def misfits(manifest: Manifest, engine: ShardedEngine, *, anew: bool = False) -> list[str]:
     """Return the reasons why this checkpoint cannot become the engine's state; empty if it can."""
     sets = [*_sets(manifest, engine)]
-    # A buffer that was not saved stays as it is: the module may have it only since then, and an imported model's
-    # checkpoint has none.
+    # A buffer that was not saved stays as it is: the module may have got it since then, and the checkpoint of an
+    # imported model has no buffers.
     problems = misfit_names(
         {param.name: param.shape for param in manifest.params},
         {name: shape for name, shape, _, _ in sets},
@@ -194,8 +196,8 @@ def misfits(manifest: Manifest, engine: ShardedEngine, *, anew: bool = False) ->
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         problems.append(
             f"of {name}{more} it holds {states_text(held)}, the optimizer needs {states_text(needed)}. To go on from "
-            "its weights with another optimizer, load it into an engine with the one that saved it, and give that "
-            "engine's full_weights() to load_weights() of the new one"
+            "its weights with another optimizer, load it into an engine with the optimizer that saved it, and give "
+            "that engine's full_weights() to load_weights() of the new engine"
         )
     return problems
 
@@ -206,7 +208,7 @@ def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
     dims, own_dims = ({name: value.dim() for name, value in kept.items()} for kept in (saved, scale.state_dict()))
     if dims != own_dims or rule != scale.rule:  # for example an FP16 run that gave up continues in BF16
         anew = scale.loss_scale
-        log.warning("the checkpoint's loss scale has another rule (%s): it begins anew at %.10g", rule, anew)
+        log.warning("the checkpoint's loss scale has another rule (%s): the scale starts at %.10g", rule, anew)
         return
     scale.load_state_dict(saved)
     if (before := float(saved["loss_scale"])) != (now := float(scale.loss_scale)):
@@ -217,7 +219,8 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int 
     """Fill the parts' memory, and verify every `size`-th file from number `rank` on. A verified file is read whole;
     from the other files only the parts' bytes are read. `clock.loaded` counts the bytes read.
 
-    Returns: the problems, a line for each bad file. The parts hold what was saved only if no rank found a problem.
+    Returns: the problems, with a line for each bad file. The parts have the saved values only if no rank has found a
+    problem.
     """
     wanted: dict[str, _Wanted] = defaultdict(dict)
     for part in parts:
@@ -228,7 +231,7 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int 
     for number, record in enumerate(checkpoint.manifest.files):
         path = checkpoint.path / record.name
         try:
-            # When as many ranks saved as load, each verifies its own file, and needs no other.
+            # If as many ranks load as have saved, each rank verifies its own file and needs no other file.
             if number % size == rank:
                 _fill_and_verify(path, record, wanted[record.name], clock)
             elif wanted[record.name]:
@@ -281,6 +284,6 @@ def _copy_from_chunk(chunk: memoryview, position: int, stored: Stored, parts: li
 
 
 def _copy_common(values: Tensor, box: Box, part: Part) -> None:
-    """Copy the elements of `box` that the part has, too. Shapes: values (*box.size), in the part's dtype."""
+    """Copy the elements that `box` and the part have in common. Shapes: values (*box.size), in the part's dtype."""
     if common := part.box.intersection(box):
         part.tensor.view(part.box.size)[common.slices_in(part.box)].copy_(values[common.slices_in(box)])

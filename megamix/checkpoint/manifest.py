@@ -1,9 +1,9 @@
 """The manifest: the JSON file that says what a checkpoint holds. A folder without a manifest is no checkpoint.
 
-Its last line is its checksum, over every byte before that line. The checksum tells a damaged manifest from one that was
-written wrong, and covers every byte.
+Its last line is a checksum of every byte before that line. It tells a damaged manifest from one that was written wrong.
 
-JSON is checked when read: no unknown field, no other type, no number that another JSON reader would read differently.
+JSON is checked when it is read. Refused are unknown fields, other types, and numbers that another JSON reader would
+read differently.
 """
 
 import json
@@ -22,19 +22,19 @@ from megamix.config import ConfigError
 from megamix.config.load import toml_tables
 
 Count = Annotated[int, Field(ge=0, le=2**53)]  # JSON's numbers are exact up to here in every reader
-_SHOWN = 5  # problems that an error lists; a text may have thousands
+_SHOWN = 5  # most problems that an error lists, because a text may have thousands
 _LONGEST = 500  # most characters in one line of an error message
 
 
 def printable(text: str, longest: int = _LONGEST) -> str:
-    """Return a text that may hold anything as one safe line: unprintable characters are escaped, and the end is cut."""
+    """Return any text as one safe line: unprintable characters are escaped, and the end is cut if the text is long."""
     shown = text if len(text) <= longest else text[:longest] + "..."
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in shown)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the path before the text of any error about its content. Raises: ValueError instead of the error."""
+    """Put the path before the text of any error about the file's content. Raises: ValueError instead of that error."""
     try:
         yield
     except (ValueError, SafetensorError) as error:
@@ -42,7 +42,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that must not be loaded; each of `problems` is a line that names a file."""
+    """The error of a checkpoint that must not be loaded. Each of `problems` is a line that names a file."""
 
     def __init__(self, problems: list[str]):
         self.problems = [printable(problem) for problem in problems]
@@ -63,7 +63,7 @@ class Record(BaseModel):
             problems = error.errors()[:_SHOWN]
             where = [f"{'.'.join(map(str, problem['loc'])) or 'the text'}: {problem['msg']}" for problem in problems]
             raise ValueError("; ".join(where)) from None
-        json.loads(text, object_pairs_hook=_each_once)  # JSON readers differ in which of two equal fields they take
+        json.loads(text, object_pairs_hook=_each_once)  # if a field is there twice, JSON readers differ in which counts
         return record
 
 
@@ -77,10 +77,11 @@ def _each_once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _VERSION = re.compile(rb'\{\s*"format": "megamix checkpoint",\s*"version": (\d{1,9}),')
-# The last commit that reads each version. 1: other configuration keys, too. 2: other names in `layout`.
+# The last commit that reads each version. Version 1 has other configuration keys and names in `layout`, version 2 other
+# names in `layout`.
 _LAST_TO_READ = {"1": "50476c4", "2": "27f03f17"}
 LARGEST = 16 << 20  # bytes: no larger file is read as a manifest; 10,000 parameters take 2 MB
-_MOST_VALUES = 1 << 20  # values in a manifest: one may be two bytes of text, and takes some 100 bytes of memory
+_MOST_VALUES = 1 << 20  # values in a manifest: a value of two bytes of text takes some 100 bytes of memory
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
@@ -88,7 +89,8 @@ _Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # a Python name of a stat
 Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # safetensors' names
 StateSet = dict[_Name, Dtype]  # dtypes by name of the state
 
-# The weights' state name, the same as optimizers.MASTER, whose module imports torch. The optimizer names other states.
+# The state name of the weights. It equals update_slice.MASTER, whose module would import torch. The optimizer names the
+# other states.
 MASTER = "master"
 BUFFER = "buffer"  # the only state name of a persistent buffer
 UNTRAINED: StateSet = {MASTER: "F32"}  # the states of a model that nobody has trained yet
@@ -98,7 +100,7 @@ _Ranks = Annotated[int, Field(ge=1, le=2**31)]
 
 
 def states_text(states: StateSet) -> str:
-    """Return a set's state names as text, each with its dtype unless that is FP32."""
+    """Return a set's state names as text, each with its dtype unless the dtype is FP32."""
     return ", ".join(state if dtype == "F32" else f"{state} ({dtype})" for state, dtype in states.items())
 
 
@@ -128,20 +130,20 @@ class ParamRecord(Record):
 
 
 class LayoutRecord(Record):
-    """The layout of the ranks that saved. It informs people: loading does not depend on it."""
+    """The layout of the ranks that saved. It only informs people: loading does not depend on it."""
 
     axes: dict[_Name, _Ranks]  # ranks along each axis, in the order of the mesh
     buckets: tuple[Count, ...]  # elements of each bucket of the first rank, with padding
 
 
 class RunRecord(Record):
-    """Holds what the caller wants back with the state. A checkpoint keeps it unchanged."""
+    """Holds the values that the caller gets back with the state. A checkpoint keeps them unchanged."""
 
-    progress: dict[str, JsonValue] = Field(default_factory=dict)  # consumed samples, batches to try again
+    progress: dict[str, JsonValue] = Field(default_factory=dict)  # such as consumed samples and batches to try again
     config: Annotated[str, Field(max_length=1 << 20)] = ""  # the effective configuration, TOML
     fingerprints: dict[str, str] = Field(default_factory=dict)  # fingerprints of data files, by configuration key
     code: dict[str, str] = Field(default_factory=dict)  # versions and hashes of sources; empty: not recorded
-    # The rule that computes every random number from its arguments: there is no generator state to keep.
+    # The rule by which every random number follows from its arguments, so there is no generator state to keep.
     rng_rule: Annotated[str, Field(max_length=10_000)] = ""
 
     def tables(self) -> dict[str, dict[str, Any]]:
@@ -153,7 +155,7 @@ class RunRecord(Record):
 
 
 class Manifest(Record):
-    """All that a checkpoint says about itself."""
+    """Everything that a checkpoint says about itself."""
 
     format: Literal["megamix checkpoint"] = "megamix checkpoint"
     version: Literal[3] = 3
@@ -171,7 +173,7 @@ class Manifest(Record):
 
     @property
     def weights_only(self) -> bool:
-        """Return whether it holds only masters, from which a run begins, and no state of a training."""
+        """Return whether the checkpoint holds only masters, with which a run begins, and no state of a training."""
         return self.states == (UNTRAINED,) and not self.applied_updates and not self.run.progress
 
     def tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
@@ -187,15 +189,15 @@ def manifest_text(manifest: Manifest) -> bytes:
     text = body + (_CHECKSUM_LINE % zlib.crc32(body)).encode()
     if len(text) > LARGEST or text.count(b",") > _MOST_VALUES:
         raise ValueError(
-            f"a manifest of {len(manifest.params)} parameters has {len(text)} bytes, the most is {LARGEST} and "
-            f"{_MOST_VALUES} values; put small parameters together into larger ones"
+            f"a manifest of {len(manifest.params)} parameters has {len(text)} bytes, but the most are {LARGEST} bytes "
+            f"and {_MOST_VALUES} values; join small parameters to larger ones"
         )
     return text
 
 
 def _refuse_other_version(path: Path, body: bytes) -> None:
-    """Refuse a manifest of another version. Raises: ConfigError, not DamagedCheckpoint: a checkpoint must not be set
-    aside only because this code cannot read it.
+    """Refuse a manifest of another version. Raises: ConfigError. It is not DamagedCheckpoint, because a checkpoint must
+    not be set aside only because this code cannot read it.
     """
     found = _VERSION.match(body)
     if found is None or found[1] == b"3":
@@ -203,7 +205,7 @@ def _refuse_other_version(path: Path, body: bytes) -> None:
     version = found[1].decode()
     fix = "update megamix to the version that saved it"
     if version in _LAST_TO_READ:
-        fix = f"commit {_LAST_TO_READ[version]} is the last that reads it: train on there, or export its weights there"
+        fix = f"commit {_LAST_TO_READ[version]} is the last that reads it: train or export its weights with that commit"
     raise ConfigError([f"{path}: its version is {version}, but this megamix reads version 3; {fix}"], "job")
 
 

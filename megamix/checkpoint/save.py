@@ -3,9 +3,9 @@
 `Saver` saves at once, or beside training: it copies the state to the host's memory, and a thread writes that copy. Old
 checkpoints are always removed beside training, because nothing waits for their removal.
 
-The writer is a thread and not a process. Everything slow (write, fsync, crc32, the copy from the device) runs without
-the interpreter's lock. A process would need the copy in shared memory, its own start, its own ranks, and its own end
-when this process is killed.
+The writer is a thread, which is enough: everything slow (write, fsync, crc32, the copy from the device) runs without
+the interpreter's lock. A process would need the copy in shared memory, a group of ranks of its own, and care for its
+start and its end.
 """
 
 import contextlib
@@ -26,10 +26,9 @@ log = logging.getLogger("megamix")
 
 
 def save(folder: Path, snapshot: Snapshot, all_or_none: AllOrNone, files: Files | None = None) -> Path:
-    """Write a checkpoint that is on the disk when this returns, and return its path. Every rank must call it, and gets
-    the same path.
+    """Write a checkpoint, and return its path when it is on the disk. Every rank must call it, and gets the same path.
 
-    Leftovers of killed saves are removed. Older checkpoints stay, for `remove_old`.
+    It first removes what killed saves have left. Older checkpoints stay; `remove_old` removes them.
     Raises: SomeRankFailed on every rank if anything fails on one. The unfinished folder is removed, and the older
     checkpoints are unchanged.
     """
@@ -47,7 +46,9 @@ def save(folder: Path, snapshot: Snapshot, all_or_none: AllOrNone, files: Files 
 
 
 def begin(folder: Path, snapshot: Snapshot, files: Files) -> str:
-    """Make a fresh folder for the files, and return its name. Raises: OSError, also if there is too little space."""
+    """Make a fresh folder for the files, and return its name. Raises: OSError, also if there is too little disk
+    space.
+    """
     if not folder.is_dir():
         files.make_directory(folder)
         files.sync_directory(folder.parent)
@@ -86,13 +87,14 @@ def commit(begun: Path, manifest: Manifest, written: Sequence[dict[str, str | in
 
 def remove_old(folder: Path, keep: int, saved: Path, files: Files) -> None:
     """Remove all checkpoints but the `keep` newest and `saved`. A failure loses nothing, so it is only logged. One rank
-    calls it, between a save and the next one. It takes as long as the disk needs to free the files, so it runs beside
-    other work.
+    calls it, after a save and before the next one. The disk may take long to free the files, so it runs beside other
+    work.
     """
     try:
         for path in checkpoints(folder)[keep:]:
             if path != saved:
-                # A half-removed checkpoint must not look whole: first its name goes, in one instant, then its manifest.
+                # A half-removed checkpoint must not look whole. So it first loses its name, in one instant, and then
+                # its manifest.
                 doomed = path.with_name(aside_name(path.name))
                 files.rename(path, doomed)
                 files.remove_tree(doomed / MANIFEST)
@@ -104,9 +106,9 @@ def remove_old(folder: Path, keep: int, saved: Path, files: Files) -> None:
 class Saver:
     """Saves an engine's states into one folder. All ranks must make every call, in the same order.
 
-    `all_or_none`: its group must have no other user, or the thread's collectives would be matched with that user's.
-    `saved(path)`, `failed(error)`: called at the end of each save, by the thread that wrote it, before the next save
-    begins. Every rank gets the same error of a disk; if a peer died, each rank gets its own error.
+    `all_or_none`: nothing else may use its group, or the thread's collectives would be matched with others.
+    `saved(path)`, `failed(error)`: one of them is called at the end of each save, by the thread that wrote it, before
+    the next save begins. If a disk fails, every rank gets the same error; if a peer died, each rank gets its own error.
     After a save all checkpoints but the `keep` newest are removed.
     """
 
@@ -115,7 +117,7 @@ class Saver:
         saved: Callable[[Path], None], failed: Callable[[Exception], None], files: Files | None = None,
     ):  # fmt: skip
         if type(keep) is not int or keep < 2:
-            raise ValueError(f"keep must be a whole number, at least 2, got {keep!r}; the newest may be damaged")
+            raise ValueError(f"keep must be a whole number, at least 2, got {keep!r}: the newest may be damaged")
         self.folder, self._keep, self._all_or_none, self._files = folder, keep, all_or_none, files or Files()
         self._saved, self._failed = saved, failed
         self._copy = HostCopy()
@@ -128,8 +130,8 @@ class Saver:
         self._begin(lambda: self._remove_old(saved))
 
     def start(self, engine: ShardedEngine, run: RunRecord) -> None:
-        """Save the state beside training: return as soon as it is copied. Wait first for an earlier save that is still
-        under way.
+        """Save the state beside training: return as soon as it is copied. If an earlier save is still under way, wait
+        for its end first.
         """
         self.finish()
         snapshot = self._copy.start(take_snapshot(engine, run))
@@ -142,7 +144,7 @@ class Saver:
             self._thread = None
 
     def _begin(self, work: Callable[[], None]) -> None:
-        # The thread is a daemon, so a run that fails does not wait for it: the save ends as if it were killed.
+        # The thread is a daemon, so a run that fails does not wait for it. Its save ends as if it were killed.
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -155,7 +157,7 @@ class Saver:
         try:
             self._copy.wait()
             path = save(self.folder, snapshot, self._all_or_none, self._files)
-        except Exception as error:  # an error in a thread reaches nobody unless it is handed on
+        except Exception as error:  # otherwise the error would end in this thread, unseen
             self._failed(error)
             return None
         self._saved(path)

@@ -1,6 +1,7 @@
 """One rank's part of a run's state, and its place in the full, unsharded parameters.
 
-The part is saved as a snapshot of one instant: views of the engine, or a copy that training leaves alone.
+The part is saved as a snapshot of one instant. A snapshot has views of the engine's tensors, or copies that training
+does not change.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ class Part(StateBox):
 
 
 def state_set(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> StateSet:
-    """Return the states that the optimizer keeps of a parameter, the master first."""
+    """Return the states that the optimizer keeps for a parameter, the master first."""
     states = optimizer.states(name, shape).items()
     return {MASTER: "F32", **{state: DTYPE_NAMES[str(dtype)] for state, dtype in states}}
 
@@ -67,7 +68,7 @@ def parts_of_range(param: str, state: str, block: Box, start: int, flat: Tensor)
 
 
 def owned_parts(engine: ShardedEngine) -> list[Part]:
-    """Return everything that this rank owns: views of its masters and optimizer states, valid until the next step.
+    """Return everything that this rank owns: views of its masters and optimizer states. The next step overwrites them.
 
     Raises: RuntimeError in the middle of a step.
     """
@@ -92,9 +93,10 @@ def frozen_params(engine: ShardedEngine) -> dict[str, Tensor]:
     return {name: param for name, param in params if not param.requires_grad and param.numel()}
 
 
-# Digest of each frozen parameter, by pointer, version and sum of bits: another key means that it was written.
+# Digest of each frozen parameter, by pointer, version and sum of bits. If one of these has changed, the parameter was
+# written.
 _digests: MutableMapping[Tensor, dict[tuple[int, ...], str]] = WeakTensorKeyDictionary()
-# Integer dtype of the same size as an element, by bytes an element.
+# Integer dtype of the same size as an element, by the element's bytes.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -109,8 +111,8 @@ def frozen_digests(engine: ShardedEngine) -> dict[str, str]:
 
 
 def _sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum of a tensor's bits as integers. It shows writes that leave `_version` alone, such as the update of
-    a teacher through `.data`. It takes one pass at the speed of memory.
+    """Return the sum of a tensor's elements, their bits read as integers. The sum shows writes that do not change
+    `_version`, such as the update of a teacher through `.data`. It takes one pass at the speed of memory.
     """
     flat = tensor.detach().reshape(-1)
     return int(flat.view(INTEGERS.get(flat.itemsize, torch.uint8)).sum(dtype=torch.int64))
@@ -128,18 +130,19 @@ def digest(tensor: Tensor) -> str:
 class Snapshot:
     """Holds what one rank saves."""
 
-    manifest: Manifest  # the same on every rank but for `frozen`; `files` is still empty
+    manifest: Manifest  # equal on every rank except for `frozen`; `files` is still empty
     parts: Sequence[Part]
 
     @property
     def largest_size(self) -> int:
-        """Return bytes that all ranks' files together do not exceed: the states, and room for names."""
+        """Return an upper bound of the bytes of all ranks' files together: the states, and room for names."""
         size = sum(DTYPES[dtype].itemsize * math.prod(shape) for _, _, shape, dtype in self.manifest.tensors())
         return int(size * 1.01) + (1 << 20)
 
 
 def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
-    """Return the engine's state between two steps, as views: save or copy it before the next step. Reads the device.
+    """Return the engine's state between two steps, as views: save or copy it before the next step. The host waits for
+    the device.
 
     Raises: RuntimeError on every rank if half parameters were written past the engine.
     """
@@ -173,8 +176,8 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
 
 
 def pinned_sizes(size: int) -> list[int]:
-    """Return sizes of blocks that together hold `size` bytes, rounded up to 1 MiB: powers of two, the largest first.
-    torch rounds each pinned block up to a power of two: 11.2 GiB in one block would take 16.
+    """Return sizes of blocks that together hold `size` bytes, rounded up to 1 MiB. They are powers of two, the largest
+    first: torch rounds each pinned block up to a power of two, so 11.2 GiB in one block would take 16 GiB.
     """
     size += -size % (1 << 20)
     return [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
@@ -194,8 +197,8 @@ def _cut(parts: Iterable[Part], borders: Sequence[int]) -> Iterator[Part]:
 
 
 class HostCopy:
-    """Host memory for one snapshot, used again by the next one. For a GPU it is pinned, so that the device copies into
-    it while the host goes on.
+    """Host memory for one snapshot; the next snapshot uses it again. If a GPU copies into it, it is pinned, so that the
+    host goes on meanwhile.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """A safetensors file as a stream of chunks, so that memory never holds anything as large as the file.
 
-The format (github.com/huggingface/safetensors): 8 bytes with the header's length; the header, JSON with each tensor's
-dtype, shape and place; the tensors' bytes without gaps. Headers are read and checked by the `safetensors` library.
+The format (github.com/huggingface/safetensors): 8 bytes with the header's length; the header, which is JSON with each
+tensor's dtype, shape and place; the tensors' bytes without gaps. The `safetensors` library checks headers.
 """
 
 import json
@@ -25,15 +25,15 @@ from megamix.checkpoint.manifest import FileRecord
 from megamix.checkpoint.snapshot import DTYPE_NAMES, DTYPES, Part, StateBox
 from megamix.names import plain_name
 
-_ALIGNMENT = 64  # bytes: the first tensor begins at a multiple of it
+_ALIGNMENT = 64  # bytes: the first tensor begins at a multiple of this number
 _USUAL_HEADER = 1 << 16  # bytes read ahead; the rest of a longer header is read more slowly
-# Bytes: enough for 65,000 tensors with usual names, or 20,000 parameters of a rank. Checking such a header takes two
-# seconds, and ten times its size in memory. The library itself would accept 100 MB.
+# Bytes: enough for 65,000 tensors with usual names, which is 20,000 parameters of a rank. A check of such a header
+# takes two seconds, and ten times its size in memory. The library itself would accept 100 MB.
 _LARGEST_HEADER = 8 << 20
 
 
 def key_of(param: str, state: str, box: Box) -> str:
-    """Return a tensor's name in the file. The box's size is not in it: it is the tensor's shape."""
+    """Return a tensor's name in the file. The name does not contain the box's size, which is the tensor's shape."""
     return f"{param}|{state}|{','.join(map(str, box.offset))}"
 
 
@@ -65,14 +65,14 @@ def _parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
 
 
 def header(parts: Sequence[StateBox], dtypes: Iterable[str]) -> bytes:
-    """Return all bytes before the tensors'. Raises: ValueError if they are more than `read_header` takes."""
+    """Return all bytes that stand before the tensors. Raises: ValueError if they are more than `read_header` takes."""
     keys = (key_of(part.param, part.state, part.box) for part in parts)
     kinds = zip(dtypes, (part.box.size for part in parts), strict=True)
     text = safetensors_header(dict(zip(keys, kinds, strict=True)))
     if len(text) > _LARGEST_HEADER:
         raise ValueError(
-            f"{len(parts)} tensors of a rank have a header of {len(text)} bytes, a checkpoint's file has at most "
-            f"{_LARGEST_HEADER}; use more ranks, or put small parameters together into larger ones"
+            f"{len(parts)} tensors of a rank have a header of {len(text)} bytes, but a checkpoint's file has at most "
+            f"{_LARGEST_HEADER}; use more ranks, or join small parameters to larger ones"
         )
     return text
 
@@ -97,7 +97,7 @@ def safetensors_header(
 def read_header(path: Path) -> Iterator[tuple[str, str, Stored]]:
     """Yield parameter, state and place of every tensor. Raises: ValueError, OSError."""
     with open(path, "rb", buffering=0) as file:
-        # Without advice the kernel reads megabytes beyond a header while the caller waits: every file, on every rank.
+        # Without this advice the kernel reads megabytes beyond the header, while the caller waits.
         os.posix_fadvise(file.fileno(), 0, _USUAL_HEADER, os.POSIX_FADV_WILLNEED)
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
         if length > _LARGEST_HEADER:
@@ -117,9 +117,9 @@ def read_header(path: Path) -> Iterator[tuple[str, str, Stored]]:
 
 
 def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
-    """Yield the first `size` bytes of a file in chunks of 1 MiB, each valid until the next one is asked for. A thread
-    reads one chunk ahead; otherwise the disk would be idle while a chunk is used. Raises: OSError, also if the file is
-    shorter.
+    """Yield the first `size` bytes of a file in chunks of 1 MiB. Each chunk is valid until the next one is asked for. A
+    thread reads one chunk ahead; otherwise the disk would be idle while a chunk is used. Raises: OSError, also if the
+    file is shorter.
     """
     being_read, used = memoryview(bytearray(tuned.READ_AHEAD)), memoryview(bytearray(tuned.READ_AHEAD))
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
@@ -138,21 +138,21 @@ def _read_whole(file: FileIO, buffer: memoryview) -> memoryview:
     while rest:  # one read may give fewer bytes than it is asked for
         length = file.readinto(rest)
         if not length:
-            raise OSError(f"{file.name}: it has become shorter while it was read")
+            raise OSError(f"{file.name}: it became shorter while it was read")
         rest = rest[length:]
     return buffer
 
 
 def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
-    """Yield all bytes of a file in chunks of 1 MiB, each valid until the next one is asked for. The checksum is
-    compared after the last chunk. Raises: ValueError then, if the bytes are not what was written; OSError.
+    """Yield all bytes of a file in chunks of 1 MiB, each valid until the next one is asked for. Raises: ValueError,
+    after the last chunk, if the checksum shows that the bytes are not what was written; OSError.
     """
     crc32 = 0
     for chunk in read_ahead(path, record.size):
         crc32 = zlib.crc32(chunk, crc32)
         yield chunk
     if crc32 != record.crc32:
-        raise ValueError(f"{path}: its checksum is not that of what was written")
+        raise ValueError(f"{path}: its checksum is not that of the bytes that were written")
 
 
 def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
@@ -166,4 +166,4 @@ def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
 def tensor_chunks(flat: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor on any device, in chunks. Shapes: flat (n,)."""
     for chunk in torch.split(flat, tuned.SAVED_CHUNK):
-        yield memoryview(chunk.cpu().view(torch.uint8).numpy().data)  # viewed as bytes: numpy knows no BF16
+        yield memoryview(chunk.cpu().view(torch.uint8).numpy().data)  # viewed as bytes, because numpy has no BF16

@@ -1,5 +1,5 @@
-"""The check of a checkpoint: it is good, or its problems are listed file by file. No content is executed, and every
-value is checked before it is used.
+"""The check of a checkpoint: it finds the checkpoint good or lists the problems, file by file. No content is executed,
+and every value is checked before it is used.
 
 `BoxReader` reads the states of a good checkpoint box by box, so memory never holds a whole parameter.
 """
@@ -30,11 +30,11 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     stored: dict[tuple[str, str], list[Stored]]  # by parameter and state
-    refusal: str = ""  # the reason why the current code refuses this whole checkpoint; empty: it does not
+    refusal: str = ""  # the reason why the present code refuses this undamaged checkpoint; empty: no refusal
 
 
-# A caller's own check of a manifest. It raises ValueError if no saver of the caller's kind can have written the
-# manifest, and ConfigError if another version of that saver may have.
+# A caller's own check of a manifest. It raises ValueError if the caller's program cannot have written the manifest, and
+# ConfigError if another version of that program may have written it.
 Check = Callable[[Manifest], None]
 
 
@@ -54,8 +54,8 @@ def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
 
 
 def verify_named(path: Path, check: Check | None = None) -> Checkpoint:
-    """Check every byte of a checkpoint that a user named. Raises: DamagedCheckpoint, naming the newest good one beside
-    it.
+    """Check every byte of a checkpoint that a user has named. Raises: DamagedCheckpoint, which also names the newest
+    good checkpoint of the same folder.
     """
     try:
         return verify_checkpoint(path, check)
@@ -64,7 +64,7 @@ def verify_named(path: Path, check: Check | None = None) -> Checkpoint:
     for other in checkpoints(path.parent):
         with suppress(DamagedCheckpoint, ConfigError):
             verify_checkpoint(other, check)
-            problems.append(f"{other} is good: name that one")
+            problems.append(f"{other} is good: name this one")
             break
     raise DamagedCheckpoint(problems)
 
@@ -97,7 +97,7 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
                     stored[param, state].append(place)
         except (ValueError, OSError) as error:
             problems.append(str(error))
-    if not problems:  # a bad file is reported already; without it boxes would only be reported missing
+    if not problems:  # else a bad file is reported already, and its boxes would be reported as missing, too
         for (param, state), (shape, _) in wanted.items():
             if problem := tiling_problem([place.box for place in stored[param, state]], shape):
                 problems.append(f"{path}: {state} of {param}: {problem}")

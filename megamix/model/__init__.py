@@ -7,9 +7,9 @@ layers         the leaf modules: how they are drawn and divided, and what they c
 context        what a token sees: its document, the text so far
 span           the positions of a sequence that one of several ranks computes, and the keys that they see
 ops            how each operation is computed
-wide           half tensors of a CPU, computed in FP32
-cross_entropy  head and loss in one
-recompute      operations traded for memory
+wide           operations on half tensors of a CPU, computed in FP32
+cross_entropy  head and loss in one function
+recompute      tensors that are computed again to save memory
 initial        first weights
 generation     sampling of text
 sizes          sizes that follow from a configuration

@@ -1,7 +1,7 @@
-"""The formats of GPT-2, Llama, Mistral, Qwen 2 and Qwen 3 in the library transformers: tensor names of its
-modeling_*.py, defaults and rules of its configuration_*.py.
+"""The formats of GPT-2, Llama, Mistral, Qwen 2 and Qwen 3 in the library transformers, with the tensor names of its
+modeling_*.py and the defaults and rules of its configuration_*.py.
 
-Models that our transformer cannot compute are refused. Keys that change neither weights nor logits, such as
+A model that megamix's transformer cannot compute is refused. Keys that change neither weights nor logits, such as
 `use_cache`, are not read. Dropout is not read: it belongs to a training, not to a model.
 """
 
@@ -16,7 +16,7 @@ from megamix.model.sizes import effective, mlp_bias
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNSET_OR_ONE = (None, 1, 1.0)
-# The sizes of the section [model], with config.json's key of each.
+# The sizes of the section [model], each with its key in config.json.
 GPT2_SIZES = {
     "vocab_size": "vocab_size", "seq_len": "n_positions", "hidden_size": "n_embd", "num_layers": "n_layer",
     "num_heads": "n_head", "ffn_hidden_size": "n_inner",
@@ -63,7 +63,7 @@ _LLAMA = {
     "norm": Location("model.norm"),
     "head": Location("lm_head"),
 }
-# Weights only: a bias is as long as its weight.
+# Only sizes of weights: they determine those of the biases.
 _FACTORS: tuple[Factor, ...] = (
     ("embedding", 0, ("vocab_size",)),
     ("embedding", 1, ("hidden_size",)),
@@ -105,8 +105,8 @@ class GPT2Format(Format):
 
 
 class RotaryFormat(Format):
-    """The format of Llama, of Mistral and of Qwen. A Mistral without a window is a Llama, and is exported as one. Qwen
-    has other biases and norms.
+    """The format of Llama, Mistral and Qwen. A Mistral without a window is a Llama, and is exported as one. Qwen has
+    other biases and norms.
     """
 
     def read(self, json: Json) -> ModelConfig:
@@ -168,8 +168,8 @@ def _possible(model: ModelConfig) -> ModelConfig:
 
 
 def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
-    """Return theta, the scaling, and the reasons to refuse them. The older form has theta beside `rope_scaling`, the
-    newer one inside `rope_parameters`.
+    """Return theta, the scaling, and the reasons to refuse them. Older files have theta beside `rope_scaling`, newer
+    files have it inside `rope_parameters`.
     """
     rope = _first_set(json.get("rope_parameters"), json.get("rope_scaling"), {})
     if not isinstance(rope, Mapping):
@@ -200,9 +200,9 @@ def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
 
 
 def _windows(model_type: str, json: Json) -> list[str]:
-    """Return the reason to refuse a model whose attention window is shorter than a sequence: here attention sees all
-    earlier tokens. Mistral's window is in all layers; Qwen's is in those that `layer_types` names, or from
-    `max_window_layers` on.
+    """Return the reason to refuse a model whose attention window is shorter than a sequence: in megamix attention sees
+    all earlier tokens. Mistral has the window in all layers. Qwen has it in the layers that `layer_types` names, or
+    from layer `max_window_layers` on.
     """
     window, kinds = json.get("sliding_window", 4096), _first_set(json.get("layer_types"), [])
     if not isinstance(kinds, list):
@@ -233,13 +233,13 @@ def _unlike(json: Json, key: str, default: Any, allowed: tuple[Any, ...]) -> lis
 
 def _refuse(json: Json, problems: list[str]) -> None:
     if json.get("quantization_config"):
-        problems = [*problems, "quantization_config: the weights are quantised, give a folder of plain ones"]
+        problems = [*problems, "quantization_config: the weights are quantised, give a folder of plain weights"]
     if problems:
         raise ValueError(f"config.json: not supported by megamix.model.transformer:  {'; '.join(problems)}; {LIBRARY}")
 
 
 def _first_set(*values: Any) -> Any:
-    """Return the first value that is not null. A key with the value null counts as missing."""
+    """Return the first value that is not null."""
     return next(value for value in values if value is not None)
 
 

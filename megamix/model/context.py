@@ -16,26 +16,27 @@ class Documents:
 
     # Lengths of all parts of documents, one sequence after the other; they add up to B * T.
     lengths: tuple[int, ...] = ()
-    mask: Tensor | None = None  # BOOL (B, 1, T, T): whether a row's token sees a column's
+    mask: Tensor | None = None  # BOOL (B, 1, T, T): whether the token of a row sees the token of a column
     # INT32 (entries,): index of each document's first token among the B * T, one sequence after the other; B * T in the
     # entries behind the last document.
     borders: Tensor | None = None
 
 
-# Tokens per entry of `borders`. FlashAttention's backward puts 128 rows of FP32 between two documents, so 128 tokens
-# per entry at most double its scratch memory. Its kernels also start once for each entry. Not measured on a GPU.
+# Tokens per entry of `borders`. FlashAttention's backward puts 128 rows of FP32 between two documents, so with 128
+# tokens per entry its scratch memory at most doubles. Its kernels also start once for each entry; this time was not
+# measured.
 TOKENS_A_BORDER = 128
 
 
 def most_borders(positions: Tensor) -> int:
-    """Return the number of entries of `borders` for positions (B, T): the most documents that this form can tell."""
+    """Return the number of entries of `borders` for positions (B, T): the most documents that this form can hold."""
     return max(len(positions), positions.numel() // TOKENS_A_BORDER)
 
 
 def find_borders(positions: Tensor) -> Documents:
     """Return the documents of a batch as borders, for kernels that take them. `positions`: INT64 (B, T). A document
-    begins at each 0, and at the start of each sequence. There must be at most `most_borders`; the host does not wait
-    for their number.
+    begins at each 0, and at the start of each sequence. There must be at most `most_borders` documents; the host does
+    not wait to count them.
     """
     starts, end = positions == 0, positions.numel()
     starts[:, 0] = True
@@ -44,11 +45,11 @@ def find_borders(positions: Tensor) -> Documents:
 
 
 def find_documents(positions: Tensor, as_mask: bool) -> Documents | None:
-    """Return the same documents as a mask or as lengths.
+    """Return the documents of a batch as a mask or as lengths. `positions`: as in `find_borders`.
 
-    as_mask: needed if shapes must not depend on the data, as on a GPU (the host would wait to read them) and in
-    compiled code. Without it attention runs once per document, at the cost of the document's own tokens, and None is
-    returned if each sequence is one document.
+    `as_mask`: needed if shapes must not depend on the data, as in compiled code and on a GPU, where the host would wait
+    to read the lengths. With lengths, attention runs once per document and computes only the document's own tokens. If
+    each sequence is one document, no lengths are needed: None is returned.
     """
     starts = positions == 0
     if as_mask:
@@ -63,7 +64,7 @@ def find_documents(positions: Tensor, as_mask: bool) -> Documents | None:
 
 
 class BlockCache:
-    """Keys and values of one block, (B, room, kv_heads, head_dim). They are allocated once, when the first ones come
+    """Keys and values of one block, (B, room, kv_heads, head_dim). They are allocated once, when the first keys come
     and show how many heads this process computes.
     """
 
@@ -101,8 +102,8 @@ class KeyValueCache:
         return torch.arange(self.length, self.length + tokens.shape[1], device=tokens.device)[None]
 
     def seen(self, tokens: Tensor) -> Documents | None:
-        """Return what each new token sees, itself and all before it, as a mask (1, 1, T, length + T); None for the
-        first tokens of a text.
+        """Return a mask (1, 1, T, length + T) by which each new token sees itself and all tokens before it. Return None
+        for the first tokens of a text, which need no mask.
         """
         if not self.length:
             return None

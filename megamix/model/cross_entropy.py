@@ -17,16 +17,16 @@ from megamix.machine import native_halves
 from megamix.model import wide
 from megamix.model.wide import apply
 
-# Slopes lie in [-1, 1]. Those of rare tokens are near 1 / vocab_size, where FP16 has few digits left. So slopes are
-# multiplied by a power of two, which is exact and fits (2**15 < 65504), and divided by it again in FP32.
+# Slopes lie in [-1, 1]. The slopes of rare tokens are near 1 / vocab_size, where FP16 has few digits left. So slopes
+# are multiplied by a power of two, which is exact and cannot overflow (2**15 < 65504), and divided by it again in FP32.
 SLOPE_SCALE = 2.0**15
 
 Slopes = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def slopes(logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
-    """Return the log-likelihood of each target. Write the slope of the loss by each logit, times SLOPE_SCALE, into
-    `slope`, which may be the same tensor as `logits`.
+    """Return the log-likelihood of each target. Into `slope` write the derivative of the loss by each logit, times
+    SLOPE_SCALE. `slope` may be the same tensor as `logits`.
 
     Shapes: logits FP32 (rows, vocab), targets INT64 (rows,), slope half or FP32 (rows, vocab) -> FP32 (rows,).
     """
@@ -52,11 +52,12 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Head and loss: hidden (N, H), weight (V, H), targets INT64 (N,) -> FP32 (), the sum over all targets but IGNORE,
     divided by N.
 
-    Forward makes both gradients while a chunk's logits are there; in backward the logits would be computed a second
-    time. The gradients are FP32, since the loss scale is not known yet. Backward multiplies by it and rounds once.
+    Forward computes both gradients while it has a chunk's logits; backward would have to compute the logits a second
+    time. The gradients are FP32, because forward does not know the loss scale. Backward multiplies them by the loss
+    scale and rounds once.
 
-    A CPU computes FP16 in FP32, and BF16 too if it has no BF16 arithmetic. Otherwise products have the inputs' dtype: a
-    GPU sums them in FP32 and leaves them there, a CPU rounds them to BF16 once per chunk.
+    A CPU computes FP16 in FP32, and BF16 too if it has no BF16 arithmetic. Otherwise the factors of a product have the
+    inputs' dtype; a GPU returns the product in FP32, a CPU rounds it to BF16 once per chunk.
 
     torch 2.13's own F.linear_cross_entropy returns a half loss (0.05 off in BF16), and rounds FP16 gradients before the
     loss scale (7 times the error here).
@@ -64,7 +65,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slopes: Slopes, with_grads: bool) -> Tensor:
-        # A CPU always widens FP16: it would round slopes to FP16, and they are too small for that.
+        # A CPU always widens FP16: it would otherwise round logits and gradients to FP16.
         widens = hidden.is_cpu and (hidden.dtype == torch.float16 or hidden.dtype not in native_halves())
         dtype = torch.float32 if widens else hidden.dtype
         wide_weight = weight.to(dtype)
@@ -104,7 +105,8 @@ def _parts(x: Tensor) -> Iterator[slice]:
 def _slopes_by_parts(slopes: Slopes, logits: Tensor, targets: Tensor, slope: Tensor, log_likelihood: Tensor) -> None:
     for part in _parts(logits):
         wide_logits = logits[part].float()
-        # Pass one tensor as input and output where they are the same: the compiler takes two views for two tensors.
+        # If input and output are the same tensor, pass the same view: the compiler would take two views for two
+        # tensors.
         into = wide_logits if slope is logits and logits.dtype == torch.float32 else slope[part]
         log_likelihood[part] = slopes(wide_logits, targets[part], into)
 
@@ -117,7 +119,7 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add one @ other to total, in FP32 and without a second tensor of total's size."""
+    """Add one @ other to `total`, in FP32 and without a second tensor of that size."""
     if one.dtype == torch.float32:
         total.addmm_(one, other)
         return
@@ -126,7 +128,7 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def _scaled(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return FP32 wide * factor, rounded once to dtype. `wide` is unchanged, for a second backward."""
+    """Return FP32 wide * factor, rounded once to `dtype`. `wide` stays as it is, for a second backward."""
     out = torch.empty_like(wide, dtype=dtype)
     for rows in _parts(wide):
         out[rows] = wide[rows] * factor
@@ -138,6 +140,6 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, slopes
     number of all targets.
 
     Shapes: hidden (..., H), weight (V, H) of the same dtype, targets INT64 (...) -> FP32 ().
-    `slopes`: the function of that name, or a form of it that is compiled or divided over ranks.
+    `slopes`: the function `slopes`, or a form of it that is compiled or divided over ranks.
     """
     return apply(LinearCrossEntropy, hidden.flatten(0, -2), weight, targets.flatten(), slopes, torch.is_grad_enabled())

@@ -10,15 +10,15 @@ from megamix.plugins import FAMILIES
 
 
 def families() -> list[type[Decoder]]:
-    """Return all families: the built-in one, and those of plugins."""
+    """Return all families: the built-in family, and those of plugins."""
     return [Transformer, *FAMILIES.registered.values()]
 
 
 def family_of(config: DecoderConfig) -> type[Decoder]:
     """Return the family that a section belongs to: a class, which builds the model when called with the section."""
     found = [family for family in families() if isinstance(config, family.section)]
-    # A section may inherit another family's: the family's own has the longest MRO. If several families share a section,
-    # `config.family` decides.
+    # A section may derive from another family's section, so the section with the longest MRO is the right one. If
+    # several families share a section, `config.family` decides.
     return max(found, key=lambda family: (len(family.section.__mro__), family.name == config.family))
 
 
@@ -33,8 +33,8 @@ def parameter_count(config: DecoderConfig) -> int:
 
 
 def flops_per_token(config: DecoderConfig) -> int:
-    """Return the operations of forward and backward for one token in a full sequence: 6 per weight that multiplies it
-    and, for attention, 12 per layer, head, element of a head and position. The causal half is not subtracted, and
-    recompute is never counted.
+    """Return the operations of forward and backward for one token in a full sequence. They are 6 for each weight that
+    multiplies the token and, for attention, 12 for each layer, head, element of a head and position. The causal half is
+    not subtracted, and recompute is never counted.
     """
     return family_of(config).costs(config).total.flops

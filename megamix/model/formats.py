@@ -1,4 +1,4 @@
-"""Hugging Face formats of a family's models: the names of tensors, and of the keys in config.json."""
+"""Hugging Face formats of a family's models: the names of the tensors and of the keys in config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from megamix.config import DecoderConfig
 
 Json = Mapping[str, Any]
-_SHOWN = 80  # characters of a foreign value in a message
+_SHOWN = 80  # most characters of a file's value in a message
 LIBRARY = "any other model trains through the library, see docs/library.md"
 
 
@@ -21,31 +21,33 @@ class Location(NamedTuple):
     transposed: bool = False  # whether a matrix is stored as (in, out)
 
 
-# A module, a dim of its weight as (out, in), and the sizes of the section [model] whose product that dim must be.
+# A module's name, a dim of its weight (out, in), and the sizes in the section [model] whose product is this dim's size.
 Factor = tuple[str, int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Format:
-    """One `model_type`. If config.json holds more than sizes, a subclass reads and writes it."""
+    """The format of one `model_type`. If config.json holds more than sizes, a subclass reads and writes it."""
 
     model_type: str
     architecture: str
     base: str  # prefix of all tensor names but the head's; a folder saved without the head has no prefix
-    places: Mapping[str, Location]  # by our module's name, with `blocks` in place of `blocks.N`
-    size_keys: Mapping[str, str]  # config.json's keys, by the size's name in the section [model]
+    places: Mapping[str, Location]  # by the name of megamix's module, with `blocks` in place of `blocks.N`
+    size_keys: Mapping[str, str]  # keys of config.json, by the size's name in the section [model]
     section: type[DecoderConfig]
     factors: tuple[Factor, ...] = ()  # the sizes to compare with the tensors before anything is built
 
     def read(self, json: Json) -> DecoderConfig:
-        """Return the section that a config.json describes. Raises: ValueError naming a setting that our model does not
-        compute, or a missing key.
+        """Return the section that a config.json describes. Raises: ValueError naming a missing key, or a setting that
+        the model of megamix cannot compute.
         """
         config: DecoderConfig = self.config_of(json)
         return config
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Return the keys of config.json that belong to this format; others are the same for every model."""
+        """Return the keys of config.json that belong to this format, without those that are the same for every
+        model.
+        """
         return self.sizes_of(dict(config))
 
     def allowed(self, config: Any) -> dict[str, tuple[Any, ...]]:
@@ -75,14 +77,14 @@ class Format:
 
 
 def first_problem(error: ValidationError, keys: Mapping[str, str]) -> str:
-    """Return pydantic's first error as one line, with config.json's name of the key."""
+    """Return pydantic's first error as one line, with the key's name in config.json."""
     problem = error.errors()[0]
     key = ".".join(keys.get(str(name), str(name)) for name in problem["loc"])
     return f"{key}: got {shown(problem['input'])}: {problem['msg']}"
 
 
 def shown(value: Any) -> str:
-    """Return a foreign file's value as text for a message: one short line."""
+    """Return a value from a file as one short line for a message."""
     try:
         text = repr(value)
     except ValueError:

@@ -1,4 +1,6 @@
-"""Sampling of text. As long as the text fits into seq_len a new token costs one position; then the window slides."""
+"""Sampling of text. As long as the text fits into seq_len, a new token costs one position. After that each token costs
+all seq_len positions, because the window slides.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -9,7 +11,7 @@ from torch import Tensor
 from megamix.model.context import KeyValueCache
 from megamix.model.decoder import Decoder
 
-LEAST_TEMPERATURE = 1e-6  # logits divided by a smaller one could leave FP32's range; 0 has nearly the same effect
+LEAST_TEMPERATURE = 1e-6  # logits divided by a smaller temperature could leave FP32's range
 
 
 @torch.no_grad()
@@ -23,13 +25,14 @@ def generate(
     end_tokens: Sequence[int] = (),
     on_token: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Append up to max_new_tokens, each sampled from softmax(logits / temperature). Temperature 0 takes the likeliest.
+    """Append up to max_new_tokens tokens, each sampled from softmax(logits / temperature). Temperature 0 takes the
+    likeliest token.
 
-    top_p: sample only from the likeliest tokens that together reach this probability (nucleus sampling, Holtzman et al.
-    2020, section 3.1). end_tokens: a text ends with any of them. Its row repeats its last token until all texts have
-    ended. on_token: called after each token.
+    `top_p`: sample only from the likeliest tokens that together reach this probability (nucleus sampling, Holtzman et
+    al. 2020, section 3.1). `end_tokens`: a text ends with any of them; its row then repeats its last token until all
+    texts have ended. `on_token`: called after each token.
     Shapes: tokens INT64 (B, T), T at least 1 -> (B, T + up to max_new_tokens). The model sees the last seq_len tokens.
-    Raises: ValueError for an empty prompt, logits that are not finite, and as `check_sampling`.
+    Raises: ValueError for an empty prompt or for logits that are not finite; also as `check_sampling`.
     """
     if tokens.shape[-1] == 0:
         raise ValueError("tokens has no position to continue from: pass at least one token, such as the end of text")
@@ -39,7 +42,7 @@ def generate(
     cache = KeyValueCache(model.config.num_layers, room)
     ends = tokens.new_tensor(end_tokens)
     ended = torch.zeros(tokens.shape[0], 1, dtype=torch.bool, device=tokens.device)
-    # Run eagerly: torch would compile for every length of the growing window, up to its limit of 8.
+    # The model runs without the compiler, which would compile for every length of the window, up to its limit of 8.
     with torch.compiler.set_stance("force_eager") if model.is_compiled else contextlib.nullcontext():
         for _ in range(max_new_tokens):
             if tokens.shape[1] <= seq_len:

@@ -1,10 +1,11 @@
-"""Initial weights by a counter: each element is a pure function of seed, parameter and place. So a rank draws only what
-it owns, and neither the layout, nor the chunk in which an element is drawn, nor the number of threads changes a bit.
+"""Initial weights by a counter: each element is a pure function of seed, parameter and place. So a rank draws only the
+elements that it owns. The bits do not depend on the layout, on the chunks in which elements are drawn, or on the number
+of threads.
 
 The bits come from SplitMix64 (Steele, Lea and Flood 2014, Fast splittable pseudorandom number generators), with a
-stream for each parameter. 64 bits give two neighbours in a row, normal by Box and Muller (1958). Logarithm, sine and
-cosine are series of FP32 sums, products, quotients and roots, which every machine rounds alike; libraries' functions
-differ. So runs on a GPU and on a CPU begin with the same weights.
+stream for each parameter. Box and Muller's method (1958) turns 64 bits into two normal numbers, which become neighbours
+in a row. Logarithm, sine and cosine are computed from FP32 sums, products, quotients and roots, which every machine
+rounds alike; the functions of libraries differ. So runs on a GPU and on a CPU begin with the same weights.
 """
 
 import hashlib
@@ -27,10 +28,10 @@ _COS = [(-1) ** (k // 2) / math.factorial(k) for k in (8, 6, 4, 2, 0)]
 def draw_normal(
     out: Tensor, std: float, *, seed: int, name: str, full_shape: Sequence[int], block: Sequence[slice], first: int = 0
 ) -> None:
-    """Fill `out`, FP32 (n,), with normal values of mean 0: the elements of a parameter's flattened block, from number
-    `first` on. They are drawn on the CPU, whole rows of the block at a time.
+    """Fill `out`, FP32 (n,), with normal values of mean 0. They are the elements of a parameter's flattened block, from
+    number `first` on, and are drawn on the CPU, in whole rows of the block.
 
-    `block`: one slice of `full_shape` for each dim.
+    `block`: a slice for each dim of `full_shape`.
     """
     key, gamma = _stream(seed, name)
     full_shape, block = (1, *full_shape), (slice(0, 1), *block)
@@ -49,8 +50,8 @@ def draw_normal(
 
 
 def _stream(seed: int, name: str) -> tuple[np.uint64, np.uint64]:
-    """Return a parameter's key and its odd gamma. A gamma with too few changes between neighbouring bits would make a
-    weak stream, so it is changed.
+    """Return the key of a parameter's stream, and its odd gamma: the step between two states. If too few neighbouring
+    bits of gamma differ, the stream would be weak, so every second bit is flipped.
     """
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     key, gamma = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little") | 1
@@ -70,7 +71,8 @@ def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _normals(bits: NDArray[np.uint64], std: float) -> NDArray[np.float32]:
     """Return two normal numbers for each 64 bits, side by side. Shapes: (rows, n) -> (rows, 2 n)."""
-    # The distance from 0 is sqrt(-2 ln u). u in (0, 1] has 32 bits and is 2**exponent * m, m in [sqrt(1/2), sqrt(2)).
+    # The distance from 0 is sqrt(-2 ln u). u in (0, 1] is made of 32 bits, and is 2**exponent * m with m in
+    # [sqrt(1/2), sqrt(2)).
     low, high = bits.astype(np.uint32), (bits >> np.uint64(32)).astype(np.uint32)
     m = (high.astype(np.float32) + np.float32(0.5)).view(np.int32)
     m += 0x3F800000 - _ROOT_HALF
@@ -84,7 +86,8 @@ def _normals(bits: NDArray[np.uint64], std: float) -> NDArray[np.float32]:
     log += exponent.astype(np.float32) * np.float32(math.log(2))
     log *= np.float32(-(std**2))
     distance = np.sqrt(log, out=log).view(np.uint32)
-    # The angle has 30 bits and lies within pi/4 of the middle of a quarter turn. Then each of the two gets a sign.
+    # The angle is made of 30 bits and lies in one quarter of the circle. The other 2 bits are the signs of the two
+    # numbers, for the other quarters.
     x = (low.view(np.int32) >> 2).astype(np.float32)
     x += np.float32(0.5)
     x *= np.float32(math.pi / 2**31)

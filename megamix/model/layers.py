@@ -1,10 +1,10 @@
 """The leaf modules, and the table of rotary positions (Su et al. 2021), which turn each pair of a head's elements by an
 angle that grows with the position.
 
-The leaf modules are subclasses of torch's, so that tools for torch's modules know them. They compute through Ops. None
-draws initial values. Each gets two attributes when it is built: `rules` say how its parameters are drawn and divided
-over ranks, `flops` is the number of its own operations, without its children's, for a token in a full sequence, forward
-and backward.
+The leaf modules are subclasses of torch's, so that tools for torch's modules know them. They compute through Ops, and
+none draws initial values. Their attribute `rules` says how parameters are drawn and divided over ranks. The attribute
+`flops` is the number of a module's own operations, without those of its children, in forward and backward of one token
+in a full sequence; a module without it has none.
 """
 
 import math
@@ -42,7 +42,7 @@ class ParamRule:
 
 
 def param_rules(model: nn.Module) -> dict[str, ParamRule]:
-    """Return the rules of all parameters, from their modules' `rules`. A shared parameter has an entry for each name.
+    """Return the rules of all parameters, from their modules' `rules`. A shared parameter has an entry under each name.
 
     Raises: ValueError naming a parameter without a rule.
     """
@@ -61,9 +61,9 @@ def param_rules(model: nn.Module) -> dict[str, ParamRule]:
 
 
 class Linear(nn.Linear):
-    """A linear layer. `divides`: how tensor-parallel ranks divide it. With "columns" each rank computes some columns of
-    the output. With "rows" each rank has a part of the input, the outputs are summed, and the bias is added once after
-    that. `std`: standard deviation of the initial weights.
+    """A linear layer. `divides`: how tensor-parallel ranks divide it. "columns": each rank computes some columns of the
+    output. "rows": each rank has a part of the input; the outputs are summed, and then the bias is added once. None:
+    each rank has the whole layer. `std`: standard deviation of the initial weights.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """The last layer: logits, or with targets the loss, without ever holding all logits."""
+    """The last layer. It returns logits or, with targets, the loss; for the loss it never holds all logits."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, slopes: Slopes = slopes) -> Tensor:
-        """Return logits; with targets the loss, as `linear_cross_entropy` does."""
+        """Return the logits; with targets, return the loss as `linear_cross_entropy` does."""
         return super().forward(x) if targets is None else linear_cross_entropy(x, self.weight, targets, slopes)
 
 
@@ -161,7 +161,8 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # half() would round the tables to three digits, and to_empty() would leave them unset: fill them again instead.
+        # half() would round the tables to three digits, and to_empty() would leave them without values. So they are
+        # filled again.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         self._fill(self.cos.device)
         return self

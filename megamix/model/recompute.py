@@ -1,8 +1,8 @@
 """Tensors that backward computes again instead of keeping them (`model.recompute = "selective"`).
 
-A block keeps many tensors for backward. The outputs of its norms and of its activation function are large, and come
-from one cheap operation whose input is kept anyway: these are computed again. Korthikanti et al. 2022 recompute the
-attention core; the attention here keeps no scores.
+A block keeps many tensors for backward. The outputs of its norms and of its activation function are large, and each
+comes from one cheap operation whose input is kept anyway. So these outputs are computed again. Korthikanti et al. 2022
+recompute the attention core; this is not needed here, because the attention keeps no scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ Recipe = Callable[[], Tensor]
 
 
 class _Again:
-    """A stand-in for a tensor, wherever autograd would keep the tensor or a view of it."""
+    """A stand-in, which autograd keeps in place of a tensor and of each view of it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -39,16 +39,16 @@ class _Again:
 def recomputed(enabled: bool, *recipes: Recipe) -> Iterator[tuple[Tensor, ...]]:
     """Yield the results of the recipes. In the block, if enabled, autograd keeps a recipe in place of its result.
 
-    A recipe must return the same bits again.
+    A recipe must return the same bits at each call.
     """
-    if enabled and torch.compiler.is_compiling():  # the compiler gets `checkpoint`, and decides by itself
+    if enabled and torch.compiler.is_compiling():  # the compiler gets `checkpoint`, and decides what to recompute
         yield tuple(checkpoint(recipe, use_reentrant=False) for recipe in recipes)
         return
     results = tuple(recipe() for recipe in recipes)
     if not enabled:
         yield results
         return
-    # Keyed by the storage object and not by its address: meta tensors have no address (plan/activations.py).
+    # The key is the storage object and not its address: meta tensors have no address (plan/activations.py).
     again = {result.untyped_storage()._cdata: _Again(recipe) for result, recipe in zip(results, recipes, strict=True)}
 
     def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:

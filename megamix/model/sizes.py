@@ -36,15 +36,17 @@ def mlp_bias(config: ModelConfig) -> bool:
 
 def branch_end_std(config: ModelConfig) -> float:
     """Return the standard deviation of the initial weights at the end of a branch. With scaled_init it is init_std /
-    sqrt(2 * num_layers) (GPT-2, Radford et al. 2019, section 2.3). Llama and Qwen, as transformers initialises them,
-    draw all weights alike.
+    sqrt(2 * num_layers) (GPT-2, Radford et al. 2019, section 2.3). In transformers' Llama and Qwen it is init_std, as
+    for all other weights.
     """
     # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with the depth.
     return config.init_std / math.sqrt(2 * config.num_layers if config.scaled_init else 1)
 
 
 def fewest_params(config: ModelConfig) -> int:
-    """Return the number of parameters in matrices and in tables of tokens: nearly all, and a lower bound of all."""
+    """Return the number of parameters in matrices and in tables of tokens. It is a lower bound of the number of all
+    parameters, and nearly as large.
+    """
     heads = config.num_heads + num_kv_heads(config)  # half of the heads in query, out, key and value
     widths = 2 * head_dim(config) * heads + (3 if config.activation == "swiglu" else 2) * ffn_hidden_size(config)
     tables = config.vocab_size * (1 if config.tie_embeddings else 2)
@@ -52,13 +54,13 @@ def fewest_params(config: ModelConfig) -> int:
 
 
 def effective(config: ModelConfig) -> dict[str, Any]:
-    """Return the section's values, with unset ones replaced by the values in effect."""
+    """Return the section's values; values that are not set are replaced by those in effect."""
     filled = {size.__name__: size(config) for size in (head_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias)}
     return dict(config) | filled
 
 
 # Dense peak of FP16 and BF16 products in operations per second, by the driver's name of the device. A slice of a device
-# (MIG) has a longer name and no entry: the name does not tell its share of the peak.
+# (MIG) has a longer name and no entry here, because the name does not say how much of the peak it has.
 DENSE_PEAKS = (
     (r"NVIDIA H100 \d+GB HBM\d\w*", 989.4e12),
     (r"NVIDIA H100 PCIe", 756e12),

@@ -39,14 +39,14 @@ class Attention(Branch):
         projected_query, projected_key, value = (  # (B, T, heads, head_dim)
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
-        again = self.selective and self.query_norm is not None  # without norms autograd keeps no projections
+        again = self.selective and self.query_norm is not None  # without norms autograd does not keep the projections
         place_query = partial(self._place, projected_query, self.query_norm, rotary)
         place_key = partial(self._place, projected_key, self.key_norm, rotary)
         with recomputed(again, place_query, place_key) as (query, key):
             if cache is not None:
                 key, value = cache.extend(key, value)
-            # Attention gets and returns transposed views: its kernels read and write strided heads, so nothing is
-            # copied.
+            # Attention gets and returns transposed views. Its kernels read and write strided heads, so there are no
+            # copies.
             out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
         projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return projected
@@ -118,8 +118,8 @@ class Transformer(Decoder):
     name, section, formats = "transformer", ModelConfig, FORMATS
 
     def __init__(self, config: ModelConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
-        """Build the model. Raises: ValueError if sizes do not divide. A config file is checked before; a section made
-        in a program is checked here.
+        """Build the model. Raises: ValueError if the sizes do not go together. This is for a section that a program has
+        made; a configuration file has been checked before.
         """
         for problem in model_problems(config):
             raise ValueError(problem)

@@ -1,9 +1,9 @@
 """Compute wide, store narrow: the operations of a block on half tensors of a CPU.
 
 Every tensor that outlives an operation is half. Inside an operation everything is FP32, and the result is rounded once.
-Values beyond FP16's range become inf in that rounding, as on a GPU. Each operation is its own autograd.Function,
-because autograd would otherwise keep the FP32 copies of inputs and weights until backward: twice the bytes of the
-tensors themselves.
+Values beyond FP16's range become inf in that rounding, as on a GPU. Each operation is an autograd.Function of its own:
+otherwise autograd would keep FP32 copies of inputs and weights until backward, and these have twice the bytes of the
+half tensors.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 aten = torch.ops.aten
 
-# FP32 elements of a product that are alive at a time (4 MB): logits widened at once would be the whole step's peak.
+# FP32 elements of a product that are alive at a time (4 MB). Without a limit, widened logits would make the memory peak
+# of the whole step.
 MAX_WIDE_ELEMENTS = 2**20
 
 
@@ -51,8 +52,8 @@ class WideLinear(torch.autograd.Function):
 
 
 def _linear_by_rows(x: Tensor, weight32: Tensor, bias32: Tensor | None = None) -> Tensor:
-    """Return F.linear of half x (rows, in) and FP32 weight32 (out, in), rounded to x's dtype. Slices are whole rows, so
-    no sum is divided.
+    """Return F.linear of half x (rows, in) and FP32 weight32 (out, in), rounded to x's dtype. The work is cut between
+    rows, so no sum is cut.
     """
     out = x.new_empty(x.shape[0], weight32.shape[0])
     for rows in row_slices(x.shape[0], max(weight32.shape)):
@@ -81,7 +82,8 @@ class WideEmbedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.saved_tensors
-        # A frequent token adds hundreds of rows. In half each addition would round, and small rows would be lost.
+        # For a frequent token hundreds of rows are added. In half each addition would round, and small rows would be
+        # lost.
         grad_weight = torch.zeros(ctx.weight_shape, dtype=torch.float32, device=grad.device)
         grad_weight.index_add_(0, tokens.flatten(), grad.float().flatten(0, -2))
         return None, grad_weight.to(ctx.weight_dtype)
@@ -135,7 +137,7 @@ class WideLayerNorm(torch.autograd.Function):
 
 
 class SwiGLU(torch.autograd.Function):
-    """SwiGLU: gate, up (..., ffn) -> silu(gate) * up, computed in compute_dtype. Keeps gate and up; torch's own
+    """SwiGLU: gate, up (..., ffn) -> silu(gate) * up, computed in compute_dtype. Keeps gate and up, whereas torch's own
     operations would also keep silu(gate).
     """
 
@@ -173,8 +175,8 @@ class GELU(torch.autograd.Function):
         return grad_x.to(x.dtype), None
 
 
-# Private operators, the same in torch 2.11 to 2.13. They return the logsumexp. The public function does not, and its
-# own backward would keep FP32 copies of query, key, value and output.
+# Private operators of torch, the same in versions 2.11 to 2.13. They return the logsumexp. The public function does not
+# return it, and keeps FP32 copies of query, key, value and output for its backward.
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -251,7 +253,7 @@ class Rotary(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # Compute in one FP32 buffer: the plain form would have more FP32 tensors, the two halves and their concatenation.
+    # The halves are written into one FP32 buffer. With a concatenation there would be more FP32 tensors.
     x32, sin = x.float(), sin.unsqueeze(-2)
     out = x32 * torch.cat((cos, cos), -1).unsqueeze(-2)
     (first, second), (out_first, out_second) = x32.chunk(2, -1), out.chunk(2, -1)

@@ -1,12 +1,12 @@
 """A run's record and folder: its files, and the checkpoints from which it may go on.
 
 run_folder      names in a run's folder, its owner, and problems of a job, found before it starts
-least_memory    the least that a rank holds, and whether this machine has that
+least_memory    the least memory that a rank holds, and whether this machine has as much
 ranks_agree     comparison of what each rank was started with, before the model is built
 own_code        versions and hashes of the code that a process runs
 batch_plan      which batch is tried next, and which are left out
-run_record      what a checkpoint keeps of its run, and whether some run can have saved it
-resume_rules    whether a run may go on from a checkpoint, and what has changed since
+run_record      the record of a run in a checkpoint, and whether a run can have saved it
+resume_rules    whether a run may go on from a checkpoint, and the changes since
 resume          the checkpoint that a run goes on from, and its way into the engine
 checkpointing   when a run saves, and the lines of the log on it
 results         weights and a sample of text, for use elsewhere

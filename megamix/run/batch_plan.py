@@ -1,6 +1,7 @@
-"""Order in which batches are tried: each is applied once, or lost, or set aside, and each rank decides alike.
-An attempt is one step on one global batch; one that overflows changes no weight. Attempts are numbered on the host,
-which learns of an attempt's outcome a fixed number of attempts later, so nothing here depends on timing.
+"""The order in which batches are tried. Each batch is applied once, or lost, or set aside, and all ranks decide alike.
+
+An attempt is one step on one global batch. An attempt that overflows changes no weight. The host numbers the attempts,
+and learns of each outcome a fixed number of attempts later, so nothing here depends on timing.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from megamix.checkpoint.manifest import Count, Record
 from megamix.data.sampler import Samples, cut, num_samples
 from megamix.mixed_precision.loss_scale import LARGEST, SMALLEST_USED
 
-LARGEST_COUNT = 2**48  # samples, attempts: numbers that count on from here are still exact in every reader of JSON
-_LARGEST_BATCH = 2**24  # sequences: no earlier configuration of a run had a larger batch
+LARGEST_COUNT = 2**48  # most samples or attempts of a run; much larger numbers would not be exact in every JSON reader
+_LARGEST_BATCH = 2**24  # sequences: no earlier configuration of the run can have had a larger batch
 
 OnOverflow = Literal["requeue", "redo", "skip"]
 
-# Attempts between launching one and learning its outcome. "redo" waits for each outcome before it goes on. The others
-# keep a whole attempt queued on the device while the host waits for an older one.
+# Number of attempts from the launch of one until its outcome is known. "redo" waits for each outcome before it goes on.
+# The other two keep a whole attempt queued on the device while the host waits for an older one.
 LAGS: dict[OnOverflow, int] = {"requeue": 2, "redo": 1, "skip": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """Sample numbers of one update, and how many attempts with them have overflowed."""
+    """The sample numbers of one update, and the number of attempts with them that have overflowed."""
 
     samples: Samples
     tries: int = 0
@@ -46,7 +47,7 @@ class Attempt(NamedTuple):
 
 
 class Fate(enum.Enum):
-    """Fate of an attempt."""
+    """The outcome of an attempt."""
 
     APPLIED = "applied"
     REQUEUED = "tried again"
@@ -55,7 +56,7 @@ class Fate(enum.Enum):
 
 
 class WaitingBatch(Record):
-    """Batch that overflowed, and the number of attempts after which it is due."""
+    """A batch that overflowed, and the number of attempts until it is tried again."""
 
     samples: tuple[tuple[Count, Count], ...]  # (first, length) of each range
     tries: Count
@@ -74,16 +75,16 @@ class WaitingBatch(Record):
 
 
 class PlanState(Record):
-    """State of the plan between updates, with nothing in flight."""
+    """The state of the plan between updates, when no attempt is in flight."""
 
     applied: Count = 0
     attempts: Count = 0  # attempts handed out so far
-    cursor: Count = 0  # the first sample never tried
+    cursor: Count = 0  # the first sample that was never tried
     waiting: tuple[WaitingBatch, ...] = ()
     last_applied_scale: float | None = None
 
     def counters(self) -> dict[str, float | list[int]]:
-        """Return the whole state as numbers, by name. They are equal on every rank, or memory is damaged."""
+        """Return the whole state as numbers, by name. If they differ between ranks, memory is damaged."""
         waiting = [
             number
             for item in self.waiting
@@ -97,9 +98,9 @@ class PlanState(Record):
 
 
 def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
-    """Refuse a state that no run can have come to. Its batches may have had other sizes than the last.
+    """Refuse a state that no run can have reached. Earlier batches may have had another size than the present one.
 
-    `skipped`: attempts that overflowed.
+    `skipped`: number of attempts that overflowed.
     Raises: ValueError naming what is wrong.
     """
     if state.attempts != state.applied + skipped:
@@ -111,16 +112,16 @@ def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
         raise ValueError(f"last_applied_scale is {scale}, no power of two that backward uses")
     ranges = [part for item in state.waiting for part in item.batch.samples]
     waiting = num_samples(tuple(ranges))
-    # Every update took at least one sample of its own, and no attempt took more than a batch.
+    # Every update took at least one new sample, and no attempt took more than a batch.
     most = state.attempts * max(global_batch_size, _LARGEST_BATCH)
     if not state.applied + waiting <= state.cursor <= min(most, LARGEST_COUNT):
         raise ValueError(f"cursor is {state.cursor} after {state.attempts} attempts, {waiting} samples waiting")
     _check_waiting(state, skipped)
     in_order = sorted(ranges, key=lambda part: part.start)
     if any(not part for part in ranges) or any(one.stop > two.start for one, two in itertools.pairwise(in_order)):
-        raise ValueError("waiting: a range of samples is empty, or there twice")
+        raise ValueError("waiting: a range of samples is empty, or a sample is there twice")
     if in_order and in_order[-1].stop > state.cursor:
-        raise ValueError(f"waiting: sample {in_order[-1].stop - 1} was never tried, cursor is {state.cursor}")
+        raise ValueError(f"waiting: sample {in_order[-1].stop - 1} was never tried, since cursor is {state.cursor}")
 
 
 def _check_waiting(state: PlanState, skipped: int) -> None:
@@ -135,7 +136,7 @@ def _check_waiting(state: PlanState, skipped: int) -> None:
 
 
 class BatchPlan:
-    """Source of attempts and judge of their outcomes, in order.
+    """Hands out the attempts, and takes their outcomes in the same order.
 
     `updates`: number of updates of the whole run. `applied`: number of updates so far.
     """
@@ -150,10 +151,9 @@ class BatchPlan:
         self.applied, self._cursor, self._last_applied_scale = state.applied, state.cursor, state.last_applied_scale
         self.launched = state.attempts  # attempts handed out
         self._in_flight: deque[Attempt] = deque()
-        # Batches that overflowed, in the order in which they fall due, each with the number of the attempt at which it
-        # is due.
+        # Batches that overflowed, each after the number of the attempt at which it is due, in this order.
         self._waiting: deque[tuple[int, GlobalBatch]] = deque()
-        self._left_over: Samples = ()  # samples of batches of another size, taken before the cursor's
+        self._left_over: Samples = ()  # samples of overflowed batches of another size; they come before new samples
         for item in state.waiting:
             batch = item.batch
             if num_samples(batch.samples) == global_batch_size:
@@ -162,17 +162,18 @@ class BatchPlan:
                 self._left_over += batch.samples
 
     def must_settle(self, until: int) -> bool:
-        """Return whether the oldest outcome is needed before the next attempt.
+        """Return whether the oldest outcome in flight must be known before the next attempt.
 
-        It is needed if it is `lag` attempts back, or if the next attempt might be update `until` + 1.
+        It must if `lag` attempts are in flight, or if the next attempt might become update `until` + 1.
         """
         in_flight = len(self._in_flight)
         return in_flight == self.lag or (in_flight > 0 and self.applied + in_flight >= until)
 
     def launch(self) -> Attempt:
-        """Return the next attempt, from now on in flight: the first waiting batch if it is due, else a new batch.
+        """Return the next attempt, which is in flight from now on. It is the first waiting batch if that is due, else a
+        new batch.
 
-        If a new batch could be more than the run's updates need, the first waiting batch is taken before it is due.
+        If the run's updates may need no new batch any more, the first waiting batch is taken before it is due.
         """
         waiting_is_due = bool(self._waiting) and self._waiting[0][0] <= self.launched
         spoken_for = self.applied + len(self._in_flight) + len(self._waiting)
@@ -181,7 +182,7 @@ class BatchPlan:
         else:
             batch = GlobalBatch(self.next_new())
             self._left_over = cut(self._left_over, self.global_batch_size, num_samples(self._left_over))
-            self._cursor = max(self._cursor, batch.samples[-1].stop)  # samples that were left over lie before it
+            self._cursor = max(self._cursor, batch.samples[-1].stop)  # left-over samples lie before the cursor
         attempt = Attempt(self.launched, batch)
         self._in_flight.append(attempt)
         self.launched += 1
@@ -198,7 +199,7 @@ class BatchPlan:
         return self._in_flight[0]
 
     def settle(self, found_inf: bool, loss_scale: float) -> Fate:
-        """Take the outcome of the oldest attempt in flight and return its fate. `loss_scale`: the one it used."""
+        """Take the outcome of the oldest attempt in flight, and return its fate. `loss_scale`: that of the attempt."""
         number, batch = self._in_flight.popleft()
         if not found_inf:
             self.applied += 1
@@ -206,8 +207,8 @@ class BatchPlan:
             return Fate.APPLIED
         if self._on_overflow == "skip":
             return Fate.LOST
-        # A loss scale that has never worked is itself to blame. With a scale that has worked, or a lower one, the batch
-        # is to blame. Only applied updates prove a scale, so two bad batches that alternate cannot excuse each other.
+        # A loss scale that has never worked is itself to blame for an overflow. With a scale that has worked, or a
+        # lower scale, the batch is to blame. Only an applied update shows that a scale works.
         counts = self._last_applied_scale is not None and loss_scale <= self._last_applied_scale
         batch = replace(batch, tries=batch.tries + 1, counted_tries=batch.counted_tries + counts)
         if batch.counted_tries > self._max_retries:
@@ -216,12 +217,12 @@ class BatchPlan:
         return Fate.REQUEUED
 
     def state(self) -> PlanState:
-        """Return the state that is needed to go on as if never stopped; only with nothing in flight."""
+        """Return the state with which a run goes on as if it had not stopped. No attempt may be in flight."""
         assert not self._in_flight, "outcomes are still to come"
         return self.so_far()
 
     def so_far(self) -> PlanState:
-        """Return the state that every rank must have counted alike, whatever is in flight."""
+        """Return the state so far, which must be equal on every rank. Attempts may be in flight."""
         waiting = [WaitingBatch.of(batch, due - self.launched) for due, batch in self._waiting]
         left_over = [WaitingBatch.of(GlobalBatch((part,)), 0) for part in self._left_over]
         return PlanState(

@@ -1,4 +1,4 @@
-"""Saving during a run: when it saves, the lines of the log on a save, and the consequences of a failed one."""
+"""Saves during a run: when it saves, the lines of the log on a save, and the consequences of a failed save."""
 
 import math
 import time
@@ -18,9 +18,9 @@ from megamix.supervise.status import SAVE_FAILED, LeaveRequest, SaveFailedError
 
 
 class RunCheckpoints:
-    """Checkpoints of a run. Every rank has one of these; all ranks must make its calls in the same order.
+    """The checkpoints of a run. Every rank has such an object, and all ranks must make its calls in the same order.
 
-    `all_or_none`: over a group that nobody else uses while a checkpoint may be under way.
+    `all_or_none`: over a group that nothing else uses while a save may be under way.
     Every save begins with a replica check, if the run makes any, so that damaged memory is never saved.
     Raises: DamagedMemory on every rank; the older checkpoints stay as they were.
     """
@@ -34,46 +34,49 @@ class RunCheckpoints:
         folder = checkpoint_folder(config)
         self._files = Files()
         self._saver = Saver(folder, config.checkpoint.keep, all_or_none, self._saved, self._failed, self._files)
-        # The newest checkpoint in the run's own folder, and its place in the run.
+        # Path and place in the run of the newest checkpoint in the run's own folder.
         own = start.checkpoint if start.checkpoint is not None and start.checkpoint.path.parent == folder else None
         self._path = own.path if own is not None else None
         self._newest = _place(start.progress) if own is not None else None
         self._under_way = _place(start.progress)
         self._error: Exception | None = None  # error of the last save
         self._start_s = 0.0
-        self._took_s = -math.inf  # seconds of the last good save; -inf before one: a first save is always tried
+        self._took_s = -math.inf  # seconds of the last good save; -inf before it, so that a first save is always tried
 
     @property
     def written(self) -> int:
-        """Return the bytes that this rank's disk has taken so far; any thread may ask."""
+        """Return the bytes that this rank has written so far. Any thread may call it."""
         return self._files.written
 
     def save(self, progress: Progress) -> None:
-        """Save, as is done after every `save_interval` updates; beside training if `async_save` asks for it."""
+        """Save in the course of a run; beside training if `async_save` is set."""
         self._begin(progress, beside=self._section.async_save)
 
     def save_last(self, progress: Progress) -> None:
-        """Save at the end of a run, if the run has got further than its newest checkpoint.
+        """Save at the end of a run, unless its newest checkpoint is from the same place.
 
         Raises: SaveFailedError on every rank.
         """
         self._begin(progress, beside=False)
-        self._saver.finish()  # waits, for no later save would remove unfinished files
+        self._saver.finish()  # no later save would remove unfinished files
         if self._error is not None:
             raise SaveFailedError(f"the last checkpoint could not be saved: {self._error}") from self._error
 
     def save_leaving(self, progress: Progress) -> str:
-        """Call `save_last`, unless the launcher would kill the ranks in the middle of it. Return what became of it."""
+        """Call `save_last`, unless the launcher would kill the ranks in the middle of the save. Return the outcome in
+        words.
+        """
         self._saver.finish()
-        # Only ranks that got the signal know when it came, and each rank has its own clock.
+        # The ranks exchange the times that are left: only ranks that got the signal know when it came, and each rank
+        # has its own clock.
         by_rank = self._all_or_none.every(lambda: (self._took_s, self._leave.left_s()))
         took_s, left_s = max(took for took, _ in by_rank), min(left for _, left in by_rank)
         if took_s <= left_s or self._newest == _place(progress):
             self.save_last(progress)
             return f"saved {self._path}"
         return (
-            f"NOT saved, for the last save took {took_s:.1f} s and the launcher kills its ranks in {left_s:.1f} s; the "
-            f"newest checkpoint is {self._path}"
+            f"NOT saved, because the last save took {took_s:.1f} s and the launcher kills its ranks in {left_s:.1f} s; "
+            f"the newest checkpoint is {self._path}"
         )
 
     def _begin(self, progress: Progress, *, beside: bool) -> None:
@@ -99,5 +102,5 @@ class RunCheckpoints:
 
 
 def _place(progress: Progress) -> tuple[int, int]:
-    """Return a run's place in its course. Two places are equal if nothing has happened between them."""
+    """Return how far a run is. Two places are equal if nothing has happened between them."""
     return progress.attempts, progress.validated

@@ -1,6 +1,7 @@
-"""Least memory that a rank holds, by arithmetic on the configuration, compared with this machine's before each start.
+"""The least memory that a rank holds, by arithmetic on the configuration. Each start first compares it with the memory
+of this machine.
 
-Imports torch only for a job that holds much, or whose family is a plugin's. `megamix plan` counts exactly.
+torch is imported only for a job that needs much memory or whose family is a plugin's. `megamix plan` counts exactly.
 """
 
 import os
@@ -10,13 +11,13 @@ from megamix.machine import has_gpu, memory_for_each
 from megamix.model import sizes
 
 _GIB = 2**30
-_STATES = {"adamw": 2, "nag": 1, "muon": 1}  # states of each parameter, at least; a plugin's optimizer counts none
+_STATES = {"adamw": 2, "nag": 1, "muon": 1}  # fewest states of a parameter; 0 for a plugin's optimizer
 
 
 def least_held(config: Config, world_size: int) -> dict[str, float]:
     """Return the bytes that a rank holds between steps, by category as in `MemoryPlan.held`.
 
-    They are never more than the true bytes. If ranks hold different amounts, they are the mean.
+    They are never more than the true bytes. If ranks hold different amounts, the result is the mean.
     """
     section, optimizer = config.parallelism, config.optimizer
     if isinstance(config.model, ModelConfig):
@@ -37,7 +38,7 @@ def least_held(config: Config, world_size: int) -> dict[str, float]:
 
 
 def memory_problem(config: Config) -> str | None:
-    """Return why the ranks that this environment would start here cannot hold the job; None if they may."""
+    """Return why the ranks that this environment starts here cannot hold the job; None if they probably can."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     held = least_held(config, world_size)
     need = sum(held.values())
@@ -52,5 +53,5 @@ def memory_problem(config: Config) -> str | None:
     return (
         f"memory: a rank holds {need / _GIB:,.2f} GiB or more between steps ({table}), and of {what} it has "
         f"{limit / _GIB:,.2f} GiB; start more ranks, set parallelism.shard, tp_size or pp_size, or make the model "
-        f"smaller: megamix plan CONFIG --world {world_size} says what each comes to"
+        f"smaller: megamix plan CONFIG --world {world_size} shows what a rank needs"
     )

@@ -31,7 +31,7 @@ def _home(plugin: str) -> Path:
 
 
 def _sources(home: Path) -> str:
-    """Return a hash of all sources, for two nodes may have one version and different code."""
+    """Return a hash of all sources, because two nodes may have the same version but different code."""
     digest = hashlib.sha256()
     for path in sorted(home.rglob("*.py")) if home.is_dir() else [home]:
         content = path.read_bytes() if path.is_file() else b""  # no file: the plugin lies within a zip

@@ -1,11 +1,12 @@
-"""Comparison of the ranks of one job: each rank's settings are held against all others' before the model is built.
+"""The comparison of the ranks of one job: before the model is built, each rank's settings are compared with all
+others'.
 
 Ranks that differ in a seed, a dropout or the data would train on, and end with weights that nobody asked for. Each rank
-puts the settings that it was started with into the store in which the ranks have met, under their digest. The first
-rank compares the digests and tells all ranks what differs. A rank makes a handful of requests, the first rank two more
-for each rank.
+puts the settings that it was started with into the store in which the ranks have met, under the settings' digest. The
+first rank compares the digests and tells all ranks the differences. Each rank makes a few requests to the store; the
+first rank makes two more for each rank.
 
-Values from the store are JSON of a known form; anything else was not written by a rank of this job.
+A value from the store must be JSON of a known form; otherwise no rank of this job has written it.
 """
 
 import hashlib
@@ -32,10 +33,10 @@ from megamix.supervise.console import say
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 
-_LONGEST = 2000  # characters of a line from the store, to which others may write, too
-_LONGEST_TOLD = 1000  # characters of a value that is put into the store; a hash stands for the rest of a longer one
-_LONGEST_SHOWN = 60  # characters of a value in a message
-_PROBLEM = "problem"  # key that replaces a rank's settings and says why they are not known
+_LONGEST = 2000  # most characters of a line from the store, to which others may write, too
+_LONGEST_TOLD = 1000  # most characters of a value in the store; a hash stands for the rest of a longer value
+_LONGEST_SHOWN = 60  # most characters of a value in a message
+_PROBLEM = "problem"  # a key that stands in place of a rank's settings and says why they are not known
 
 _DIGEST = TypeAdapter(Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")])
 _TEXTS = TypeAdapter(dict[str, str])
@@ -44,11 +45,11 @@ _OUTCOME = TypeAdapter(tuple[list[str], str])  # differences; reason why nothing
 
 class KnownData(NamedTuple):
     fingerprints: dict[str, str]  # by the key that names the data
-    identity: str  # identity of this rank's files before the fingerprints were taken: see `check_unchanged`
+    identity: str  # identity of this rank's files before their fingerprints were taken; see `check_unchanged`
 
 
 def known_data(config: Config) -> KnownData:
-    """Return the data's fingerprints, once all ranks are known to be of one job. Every rank must call it.
+    """Check that all ranks were started with the same job. Return the data's fingerprints. Every rank must call it.
 
     Raises: as `check_same_job`; with a single rank, ConfigError for data that cannot be read.
     """
@@ -68,8 +69,8 @@ def known_data(config: Config) -> KnownData:
 def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownData:
     """Compare the settings that the ranks were started with. Every rank must call it; nothing else uses `store`.
 
-    Raises: ConfigError on every rank, with everything that differs. NoAnswerError on every live rank, naming one that
-    does not answer, within `parallelism.timeout_s` and a moment.
+    Raises: ConfigError on every rank, with everything that differs; NoAnswerError on every live rank, naming the ranks
+    that do not answer, shortly after `parallelism.timeout_s`.
     """
     board = Board(store, config.parallelism.timeout_s)
     data, problem = _shared_data(config, board, rank)
@@ -81,7 +82,7 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownD
         board.put("outcome", _outcome(board, size))
     if not board.wait(["outcome"], Board.grace_s):
         silence = f"no sign of life from rank 0 {board.limit}, before it had said whether all were started alike"
-        if rank == 1:  # the first rank speaks otherwise
+        if rank == 1:  # in place of the silent first rank
             say(f"megamix train: {silence}", sys.stderr)
         raise NoAnswerError(silence)
     problems, silence = board.read("outcome", _OUTCOME)
@@ -94,7 +95,9 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownD
 
 
 def _shared_data(config: Config, board: Board, rank: int) -> tuple[KnownData, str]:
-    """Return the data's fingerprints, or why they are not known. One rank of each machine reads the files."""
+    """Return the data's fingerprints, and why they are not known ("" if they are). One rank of each machine reads the
+    files.
+    """
     nothing = KnownData({}, "")
     try:
         identity = data_identity(config)
@@ -120,7 +123,7 @@ def _read_fingerprints(config: Config) -> dict[str, str]:
 
 
 def _outcome(board: Board, size: int) -> tuple[list[str], str]:
-    """Return the answer for all ranks: the differences, or why they cannot be known."""
+    """Return the answer for all ranks: the differences, and why they are not known ("" if they are)."""
     if silent := board.missing([f"digest {rank}" for rank in range(size)]):
         to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
         return [], f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
@@ -136,19 +139,19 @@ def _outcome(board: Board, size: int) -> tuple[list[str], str]:
     return [*problems, *differences([group for group in groups if group not in failed])], ""
 
 
-# Each rank may wait for a time of its own. Paths may differ between nodes: the fingerprints of data and tokenizer
-# count, and the run's folder is checked once it is taken.
+# Each rank may have its own time limit. Paths may differ between nodes: for data and tokenizer the fingerprints are
+# compared, and the run's folder is checked once it is taken.
 MAY_DIFFER = ("parallelism.timeout_s", "checkpoint.folder", "data.tokenizer")
-PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but equal paths must be equal on all ranks
+PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but paths that are equal on one rank are so on all
 
 _UNSET = "not set"
 NOT_READ = "not read"  # stands for the value of a key that another key disables
 
 
 def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]:
-    """Return every key that must be alike, and its value as text.
+    """Return every key that must have the same value on all ranks, with its value as text.
 
-    `fingerprints`: digests of the data, by the key that names it.
+    `fingerprints`: digests of the data, by the key that names the data.
     """
     found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
     tree = config.model_dump()
@@ -170,9 +173,9 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _without_paths(value: Any, numbers: dict[str | int, int]) -> Any:
-    """Return the value with each path replaced by the number of its file, in the order in which files first come.
+    """Return the value with each path replaced by the number of its file, counted in the order of first appearance.
 
-    A file that comes again goes on where it was, so all ranks must repeat the same files.
+    A file that is named twice continues where it was, so all ranks must repeat the same files.
     """
     if isinstance(value, list):
         return [_without_paths(item, numbers) for item in value]
@@ -205,9 +208,9 @@ class RankGroup(NamedTuple):
 
 
 def differences(groups: Sequence[RankGroup]) -> list[str]:
-    """Return a line for each key that has several values among the groups that read it.
+    """Return a line for each key that has several values among the groups that read the key.
 
-    Groups that ignore a key are skipped: the key that disables it differs, too, and has a line.
+    Groups that do not read a key are left out: the key that disables it differs, too, and has a line of its own.
     """
     lines = []
     for key in sorted({key for group in groups for key in group.started_with}):
@@ -224,7 +227,7 @@ def differences(groups: Sequence[RankGroup]) -> list[str]:
 
 def _line(key: str, ranks_of: dict[str, list[int]]) -> str:
     by_size = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), min(item[1])))
-    # Long values are shown from where they differ: a common beginning says nothing and would hide the difference.
+    # Long values are shown from the place where they differ: a common beginning would hide the difference.
     common = next(place for place, letters in enumerate(zip_longest(*ranks_of)) if len(set(letters)) > 1)
     skipped = max(0, common - _LONGEST_SHOWN // 3) if max(map(len, ranks_of)) > _LONGEST_SHOWN else 0
     parts = [f"{_shown(value, skipped)} on {names(ranks)}" for value, ranks in by_size[:_SHOWN_VALUES]]

@@ -1,4 +1,4 @@
-"""Results of a run for use elsewhere: its weights, and a text that they write with the run's tokenizer."""
+"""The results of a run for use elsewhere: its weights, and a text that the model writes with the run's tokenizer."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,7 +23,8 @@ from megamix.run import run_folder
 from megamix.supervise.console import Console
 
 SAMPLE_TOKENS = 192
-# Likelier tokens than those of `megamix generate`: what a small model has learned shows there.
+# With these settings the tokens are likelier than those of `megamix generate`, so a small model shows what it has
+# learned.
 SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 0.5, 0.9
 TellText = Callable[[int, str, str], None]  # takes a step, a name and a text
 
@@ -31,9 +32,9 @@ TellText = Callable[[int, str, str], None]  # takes a step, a name and a text
 def write_results(
     config: Config, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None, tell_text: TellText | None
 ) -> None:
-    """Write the files that a finished run or one that gave up leaves.
+    """Write the files that a run leaves when it is finished or gives up.
 
-    Every rank must call it. The first rank writes; only it has `tell_text`, which gets the sample.
+    Every rank must call it. The first rank writes the files, and calls `tell_text` with the sample.
     """
     folder, topology = Path(config.checkpoint.folder), engine.topology
     first = topology.world.rank == 0
@@ -41,7 +42,8 @@ def write_results(
         weights = engine.full_weights()
         if first:
             path = folder / run_folder.WEIGHTS
-            with nullcontext() if gave_up is None else console.telling(path):  # a failed write must not hide giving up
+            # A failed write must not hide that the run gave up.
+            with nullcontext() if gave_up is None else console.telling(path):
                 write_weights(path, weights)
                 console.line(f"weights in FP32: {path}")
     if gave_up is not None:
@@ -55,7 +57,7 @@ def write_results(
             model.load_state_dict(weights)
             model.to(engine.plan.precision.dtype)
         with engine.whole_parameters():  # only some ranks compute below
-            # The ranks that divide layers compute together.
+            # The ranks that divide layers with the first rank compute together with it.
             if first or (topology.pp.size == 1 and topology.data.rank == 0):
                 _write_sample(config, model, console, tell_text)
 
@@ -63,7 +65,7 @@ def write_results(
 def _write_sample(config: Config, model: nn.Module, console: Console, tell_text: TellText | None) -> None:
     assert isinstance(model, Decoder)
     assert config.data.tokenizer is not None
-    model.eval()  # blocks would drop out in training mode
+    model.eval()  # without dropout
     sampling = Sampling(SAMPLE_TOKENS, config.training.seed, SAMPLE_TEMPERATURE, SAMPLE_TOP_P)
     text = sample_text(model, open_tokenizer(Path(config.data.tokenizer)), config.metrics.sample_prompt, sampling)
     if tell_text is not None:
@@ -94,7 +96,7 @@ def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Settings of how a text goes on; see megamix.model.generation.
+    """The settings by which a text is continued; see megamix.model.generation.
 
     Raises: ValueError naming the value that is out of its range.
     """
@@ -118,8 +120,8 @@ def sample_text(
 
     `on_token` is called after each token.
     The text is the same for the same seed, weights and machine.
-    Raises: ValueError if the prompt is no text, if the tokenizer has no token for an empty prompt to begin with, or if
-    it gives ids that the model does not have.
+    Raises: ValueError if the prompt is no valid text, if the tokenizer has no token with which an empty prompt could
+    begin, or if a token's id is beyond the model's vocabulary.
     """
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # surrogates stand for bytes that are no UTF-8
         raise ValueError(f"prompt must be UTF-8, got {prompt!r}: write it in UTF-8")

@@ -1,4 +1,4 @@
-"""Checkpoint from which a run goes on, and its way into the engine."""
+"""The checkpoint from which a run goes on, and its way into the engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +19,19 @@ from megamix.supervise.console import say_phase
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start of a run, anew or from a checkpoint; the same on every rank."""
+    """The start of a run, with or without a checkpoint. It is equal on every rank."""
 
-    checkpoint: Checkpoint | None  # None: the run begins anew
+    checkpoint: Checkpoint | None  # None: the run begins with new weights
     progress: Progress
-    record: RunRecord  # record in every checkpoint of this run, without its progress
-    lines: list[str]  # lines of the log on what has changed since the checkpoint
+    record: RunRecord  # the record that every checkpoint of this run gets, without its progress
+    lines: list[str]  # lines of the log on the changes since the checkpoint
 
     def told(self, steps: int) -> list[str]:
-        """Return the lines that say from where the run continues. `steps`: the number of its updates."""
+        """Return the lines that say from where the run continues. `steps`: the number of updates of the whole run."""
         if self.checkpoint is None:
             return []
         path, applied = self.checkpoint.path, self.progress.applied
-        if applied == 0:  # imported
+        if applied == 0:  # imported weights
             return [f"begins with the weights of {path}", *self.lines]
         told = [f"goes on from {path} after update {applied}"]
         if applied == steps:
@@ -40,10 +40,12 @@ class Start:
 
 
 def find_start(config: Config, fingerprints: dict[str, str], all_or_none: AllOrNone) -> Start:
-    """Return the checkpoint to go on from, compared with the configuration. Every rank must call it.
+    """Return the start, with the checkpoint to go on from, after comparing it with the configuration. Every rank must
+    call it.
 
-    `load_start` verifies the bytes of its tensors. `fingerprints`: digests of the data, by the key that names it.
-    Raises: ConfigError on every rank, if the run must not go on; the run's folder stays as it was.
+    `load_start` later verifies the bytes of the checkpoint's tensors. `fingerprints`: digests of the data, by the key
+    that names the data.
+    Raises: ConfigError on every rank if the run must not go on; the run's folder stays as it was.
     """
     own = record_of(config, fingerprints)
     record = RunRecord.model_validate(all_or_none.first(lambda: own.model_dump(mode="json")))
@@ -65,17 +67,17 @@ def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, ranks
         if old != new:
             lines.append(f"learning rate of update {progress.applied + 1}: {old:.3g} -> {new:.3g}")
     if checkpoint.path.parent != checkpoint_folder(config):
-        progress = progress.model_copy(update={"log_sizes": {}})  # the sizes are those of another run's logs
+        progress = progress.model_copy(update={"log_sizes": {}})  # the saved sizes are those of another run's logs
     return Start(checkpoint, progress, record, lines)
 
 
 def load_start(start: Start, config: Config, engine: ShardedEngine, all_or_none: AllOrNone) -> Start:
-    """Load the checkpoint that the run goes on from, and return the start with that checkpoint. Every rank must call
-    it.
+    """Load the checkpoint that the run goes on from, and return the start with the loaded checkpoint. Every rank must
+    call it.
 
-    If the checkpoint is damaged, the newest good one before it in the run's folder is loaded.
-    Raises: ConfigError on every rank if no checkpoint is good, or none may be loaded. The run ends with that error, so
-    no engine trains on after a load that failed.
+    If the checkpoint is damaged, the newest good checkpoint before it in the run's folder is loaded.
+    Raises: ConfigError on every rank if no checkpoint is good, or if the good one may not be loaded. The run ends with
+    this error, so no engine trains on after a failed load.
     """
     found = start.checkpoint
     if found is None:
@@ -99,17 +101,17 @@ def load_start(start: Start, config: Config, engine: ShardedEngine, all_or_none:
 
 
 def find_checkpoint(config: Config, all_or_none: AllOrNone) -> Checkpoint | None:
-    """Return the checkpoint that `checkpoint.resume` asks for; None for a run that begins anew.
+    """Return the checkpoint that `checkpoint.resume` asks for. Return None for a run that begins with new weights.
 
     Every rank must call it.
     Checkpoints in the run's folder with a damaged manifest or damaged headers are set aside.
-    Raises: ConfigError on every rank if all are damaged, or if the present code does not take one.
+    Raises: ConfigError on every rank if all are damaged, or if the present code refuses the newest undamaged one.
     """
     resume, folder = config.checkpoint.resume, checkpoint_folder(config)
     if resume == "never":
         return None
     there_are_some = all_or_none.first(lambda: bool(checkpoints(folder)))
-    if there_are_some:  # also if resume is a path: a restarted run goes on from its own checkpoints
+    if there_are_some:  # even if `resume` is a path: a restarted run goes on from its own checkpoints
         found = newest_checkpoint(folder, all_or_none, check=check_run)
         if found is None:
             raise none_is_whole(config)

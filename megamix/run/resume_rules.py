@@ -1,6 +1,6 @@
-"""Rules of resuming: whether a run may go on from a checkpoint, and what has changed since.
+"""The rules of resuming: whether a run may go on from a checkpoint, and the changes since.
 
-Torch is imported only where model, optimizer or code have changed, so `--check` and a start apply the same rules.
+`--check` and a start apply the same rules, because torch is imported only if model, optimizer or code have changed.
 """
 
 import os
@@ -18,18 +18,19 @@ from megamix.run.run_folder import BEGIN_ANEW, RESUME_WORDS, checkpoint_folder
 from megamix.supervise.run_lock import refuse_held
 from megamix.supervise.status import last_update
 
+# This text only identifies the rule: a checkpoint keeps it, and a resumed run reports a change.
 RNG_RULE = (
     "training.seed and the number of the sample and of its source, the parameter's name and the element's place for "
     "initial weights, the number of the try for dropout, and for that of the first block of the pipeline's stage"
 )
-# A different value of these keys makes another model, other states, or another order of the data, whatever the shapes.
+# A different value of one of these keys makes another model, other states, or another order of the data.
 _REFUSED = ("model.", "optimizer.name", "training.seed", "data.split", "data.packing")
-# Exceptions among these: how a step is computed, and initial weights that a checkpoint replaces.
+# Exceptions among these keys: how a step is computed, and initial weights that a checkpoint replaces.
 _PASS = ("model.dropout", "model.compile", "model.recompute", "model.init_std", "model.scaled_init")
 
 
 def outlook(config: Config) -> str:
-    """Return in words what a start would do with the run's folder as it is; write nothing.
+    """Return in words what a start would do with the run's folder. Write nothing.
 
     Checkpoints are judged by their manifests and the sizes of their files.
     Raises: ConfigError if the start would be refused.
@@ -49,7 +50,7 @@ def outlook(config: Config) -> str:
             lines = judge(path, manifest, config, record, int(os.environ.get("WORLD_SIZE", "1")))
         except ConfigError:
             raise
-        except (OSError, ValueError, LookupError, TypeError) as error:  # no run has written such a manifest
+        except (OSError, ValueError, LookupError, TypeError) as error:  # a manifest that no run has written
             damaged.append(f"{path}: {error}")
             continue
         goes_on = f"would go on from step {manifest.applied_updates} of {folder} to step {steps}"
@@ -82,7 +83,7 @@ def _nothing_saved(config: Config) -> str:
 def _manifest_of(path: Path, config: Config, now: RunRecord) -> Manifest:
     """Return the manifest of a checkpoint.
 
-    Raises: ValueError, OSError for a damaged one; ConfigError for one that the present code does not take.
+    Raises: ValueError, OSError for a damaged manifest; ConfigError for a manifest that the present code refuses.
     """
     manifest = read_manifest(path / MANIFEST)
     for file in manifest.files:
@@ -120,7 +121,8 @@ def path_is_damaged(error: object) -> ConfigError:
 def record_of(config: Config, fingerprints: dict[str, str]) -> RunRecord:
     """Return the record that every checkpoint of a run holds, without its progress.
 
-    `fingerprints`: digests of the data, by the key that names it. Each start may validate on other data.
+    `fingerprints`: digests of the data, by the key that names the data. Those of validation data are left out, because
+    each start may validate on other data.
     """
     trained_on = {field: digest for field, digest in fingerprints.items() if not field.startswith("data.valid")}
     code = own_code(config.plugins)
@@ -128,7 +130,7 @@ def record_of(config: Config, fingerprints: dict[str, str]) -> RunRecord:
 
 
 def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord, ranks: int) -> list[str]:
-    """Return the lines that a run says when it goes on from this checkpoint on so many ranks.
+    """Return the lines that a run logs when it goes on from this checkpoint. `ranks`: the present number of ranks.
 
     Raises: ConfigError if the run must not go on from there.
     """
@@ -154,15 +156,15 @@ def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord, ranks:
     told = [f"changed since: {line}" for line in lines]
     folder, resume = config.checkpoint.folder, config.checkpoint.resume
     if resume not in RESUME_WORDS and own:
-        told.append(f"checkpoint.resume: {resume} is not read, for {folder} has checkpoints of its own")
+        told.append(f"checkpoint.resume: {resume} is not read, because {folder} has checkpoints of its own")
     return told
 
 
 def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int, *, own: bool) -> list[str]:
-    """Return a line for every key that has another value since the checkpoint.
+    """Return a line for every key whose value has changed since the checkpoint.
 
-    `cursor`: the first sample never read. `own`: whether the checkpoint is of the run's own folder; from another run's
-    checkpoint the optimizer may begin anew.
+    `cursor`: the first sample that was never read. `own`: whether the checkpoint lies in the run's own folder; with
+    another run's checkpoint, the optimizer may be another one.
     Raises: ConfigError naming each change that would make it another run.
     """
     saved = manifest.run
@@ -173,18 +175,18 @@ def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int, *, own:
     began = _mixtures(old, cursor)
     if _mixtures(new, cursor) != began:
         refused.append(
-            f"data.train: the {cursor} samples that were read are another mixture than the configuration's; write "
-            f"train and stages as they were, and what is to change as a stage with from_sample = {cursor} or more"
+            f"data.train: the {cursor} samples that were read came from another mixture than the configuration's; "
+            f"write train and stages as they were, and a change as a stage with from_sample = {cursor} or more"
         )
     refused += [
-        f"{key}: holds other data than when {path} was saved; bring that back, or write another "
+        f"{key}: holds other data than when {path} was saved; bring the old data back, or write another "
         "checkpoint.folder to begin a new run"
         for key, fingerprint in saved.fingerprints.items()
         if now.fingerprints.get(key, fingerprint) != fingerprint and _is_read(key, len(began) - 1)
     ]
     if refused:
         raise ConfigError(refused, "job")
-    if old.get("optimizer.name") != new.get("optimizer.name"):  # each optimizer has its own other keys
+    if old.get("optimizer.name") != new.get("optimizer.name"):  # keys of two optimizers are not comparable
         settings = tuple(f"optimizer.{keys.get('optimizer.name')}." for keys in (old, new))
         old, new = ({key: value for key, value in keys.items() if not key.startswith(settings)} for keys in (old, new))
     rules = {"rng_rule": saved.rng_rule}, {"rng_rule": now.rng_rule}  # another order of the data, other initial weights
@@ -192,10 +194,10 @@ def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int, *, own:
 
 
 def _changes_of_model(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return `changes` for a checkpoint that no run has saved.
+    """Return `changes` for a checkpoint of imported weights.
 
-    Only the model must be the same, and its sequences may have any length. If positions are learned, the length is a
-    parameter's shape, and loading refuses another one.
+    Only the model must be the same, and its sequences may have another length. If positions are learned, the length is
+    a size of a parameter, and loading refuses another length.
     """
     old, new = ({key: value for key, value in flat.items() if key.startswith("model.")} for flat in (old, new))
     if refused := _refused(old, new, (*_PASS, "model.seq_len")):
@@ -213,14 +215,16 @@ def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ..
     return [
         f"{key}: the checkpoint has {_text(old.get(key))}, the configuration {_text(new.get(key))}; write the "
         "former, or another checkpoint.folder to begin a new run"
-        + (", from these weights if checkpoint.resume is this one's path" if key == "optimizer.name" else "")
+        + (" (with these weights, if checkpoint.resume is this checkpoint's path)" if key == "optimizer.name" else "")
         for key in differing
         if key in other
     ]
 
 
 def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys with unset ones as their meaning, and shares on one scale: two spellings of one run are equal."""
+    """Return the keys, so that two spellings of one run are equal: keys that are not set get their value in effect, and
+    shares get one scale.
+    """
     from megamix.model.family import family_of, section_of
 
     model = {key.removeprefix("model."): value for key, value in keys.items() if key.startswith("model.")}
@@ -236,9 +240,10 @@ def _told(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _mixtures(keys: dict[str, Any], cursor: int) -> list[tuple[int, list[Any]]]:
-    """Return the mixtures that the samples before the cursor are taken from, stage by stage.
+    """Return the mixtures from which the samples before the cursor were taken, stage by stage.
 
-    A mixture names its sources by the order in which they first come, whatever their paths are now, and their shares.
+    A mixture has its sources' shares and numbers. Sources are numbered in the order of first appearance, so their paths
+    may change.
     """
     stages = [{"from_sample": 0, "train": keys["data.train"]}, *keys.get("data.stages", [])]
     begun = [stage for stage in stages if stage["from_sample"] < max(cursor, 1)]
@@ -257,7 +262,7 @@ def _shares(train: Any, numbers: dict[Any, int]) -> list[Any]:
 
 
 def _is_read(field: str, stages: int) -> bool:
-    """Return whether a run has come to the data of a fingerprint. `stages`: number of data.stages that have begun."""
+    """Return whether a run has reached the data of a fingerprint. `stages`: number of data.stages that have begun."""
     return not field.startswith("data.stages") or any(field.startswith(f"data.stages[{n}]") for n in range(stages))
 
 
@@ -268,7 +273,7 @@ def _text(value: Any) -> str:
 def flat(config: str) -> dict[str, Any]:
     """Return an effective configuration as values by `section.key`, to compare it with another one.
 
-    A key that is not read has its default; a key that is not set is not there.
+    A key that is not read has its default. A key that is not set is left out.
     Raises: ValueError if it is no TOML.
     """
     return dict(flat_keys("", effective_tables(config)))
@@ -276,7 +281,7 @@ def flat(config: str) -> dict[str, Any]:
 
 def flat_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values below a table of that name, or of "" for the whole."""
-    if isinstance(value, dict) and not name.startswith("model."):  # a table in [model] means something as a whole
+    if isinstance(value, dict) and not name.startswith("model."):  # a table in [model] is compared as a whole
         for key, inner in value.items():
             yield from flat_keys(f"{name}.{key}".lstrip("."), inner)
     else:

@@ -1,5 +1,5 @@
-"""A run's folder, which overwrites no other run's, and other problems of a job, found before any time is spent.
-Imports no torch.
+"""A run's folder, in which no other run is overwritten, and other problems of a job, found before any time is spent.
+This module imports no torch.
 """
 
 import importlib.util
@@ -23,9 +23,9 @@ from megamix.supervise.status import STATUS
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
 METRICS, SET_ASIDE = "metrics.jsonl", "set_aside.jsonl"
 RESUME_WORDS = ("auto", "never")  # words in place of a path
-BEGIN_ANEW = "write another checkpoint.folder to begin anew, or bring a whole one there"
+BEGIN_ANEW = "write another checkpoint.folder to begin a new run, or put an undamaged checkpoint there"
 _MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these files belongs to a run
-_READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, METRICS, SET_ASIDE)  # all other files are written anew
+_READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, METRICS, SET_ASIDE)  # all other files are created by each start
 _WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, SAMPLE, GAVE_UP, "trace_rank*.json")
 
 
@@ -42,14 +42,14 @@ def folder_problems(config: Config) -> list[str]:
         if checkpoints(path / CHECKPOINTS):
             return []
         if set_aside(path / CHECKPOINTS):
-            back = f"megamix checkpoint ls {folder} says which of them are whole, after all"
+            back = f"megamix checkpoint ls {folder} says which of them are whole nevertheless"
             return [f"checkpoint.folder: all checkpoints in {folder} are damaged and set aside; {back}; {BEGIN_ANEW}"]
         if _ended_before_its_first_save(path, config):
             return []
     held = [name for name in _MARKS if (path / name).exists()]
     if held:
         return [
-            f"checkpoint.folder: {folder} holds another run ({', '.join(held)}); write another folder or move that one"
+            f"checkpoint.folder: {folder} holds another run ({', '.join(held)}); write another folder, or move that run"
         ]
     if reason := unwritable(path):
         return [f"checkpoint.folder: {folder} cannot be made, {reason}; write another folder"]
@@ -57,12 +57,12 @@ def folder_problems(config: Config) -> list[str]:
 
 
 def _foreign_problems(path: Path) -> list[str]:
-    """Return a problem for each entry of a folder that could make a run write elsewhere or hang, since others may write
-    there.
+    """Return a problem for each entry of a folder with which another user could make the run write elsewhere or
+    hang.
     """
     kinds = {path / name: foreign_kind(path / name) for name in _READ_OR_CONTINUED}
     for folder in (path / CHECKPOINTS, path / "tensorboard"):
-        if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():  # old checkpoints would be removed elsewhere
+        if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():  # it would remove checkpoints elsewhere
             kinds[folder] = "a symbolic link of another user"
         elif os.path.lexists(folder) and not folder.is_dir():
             kinds[folder] = "no folder"
@@ -75,7 +75,7 @@ def _foreign_problems(path: Path) -> list[str]:
 
 
 def _ended_before_its_first_save(path: Path, config: Config) -> bool:
-    """Return whether the folder holds this very run, and nothing that a new start would lose."""
+    """Return whether the folder holds this run, and nothing that a new start would overwrite."""
     held = _held(path)
     sections = ("model", "data", "optimizer", "training")
     same = all(getattr(held, name, None) == getattr(config, name) for name in sections)
@@ -102,10 +102,10 @@ def claim(config: Config) -> None:
 def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, starts: bool = False) -> str:
     """Refuse a job that cannot be trained; write nothing. Return the message that there are no problems.
 
-    `tell` gets a line for each setting that trains but is seldom meant. `starts`: this process is a rank that is about
-    to meet the others.
-    Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE, RANK and their LOCAL_ ones), files and
-    folder.
+    `tell` gets a line for each setting that is allowed but probably a mistake. `starts`: this process is a rank that is
+    about to meet the others.
+    Raises: ConfigError with everything that is wrong with the ranks (WORLD_SIZE, RANK, LOCAL_WORLD_SIZE, LOCAL_RANK),
+    the files and the folder.
     """
     what = "a number of ranks, 1 or more"
     world_size = _told("WORLD_SIZE", 1, range(1, 10**9), what)
@@ -118,7 +118,7 @@ def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, st
     if unset and world_size > 1:
         fix = "start the ranks by launch/pretrain.sh or torchrun, which set it, or unset WORLD_SIZE for one rank"
         raise ConfigError([f"{', '.join(unset)}: not set, though WORLD_SIZE is {world_size}; {fix}"], "environment")
-    doubts = () if starts else _optimizer_doubts(config)  # a start logs these later
+    doubts = () if starts else _optimizer_doubts(config)  # a start logs these lines later
     for line in (*data_warnings(config, world_size), *doubts):
         tell(f"note: {line}")
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
@@ -150,16 +150,16 @@ def job_problems(config: Config, world_size: int) -> list[str]:
 
 
 def file_problems(config: Config) -> list[str]:
-    """Return every problem of the files that a job reads. Asks for [data] and [model] alone."""
+    """Return every problem of the files that a job reads. It uses only the sections [data] and [model]."""
     tokenizer = config.data.tokenizer
     about_tokenizer = () if tokenizer is None else _tokenizer_problems(tokenizer, config.model.vocab_size)
     return [*data_problems(config), *about_tokenizer]
 
 
 def _division_problems(config: Config) -> Iterator[str]:
-    """Yield why ranks cannot divide a plugin's family, or why they cannot divide a model along a plugin's axis.
+    """Yield why ranks cannot divide a model of a plugin's family, or a model along a plugin's axis.
 
-    Only the modules of plugin and model can say, and these import torch.
+    Only the plugin's code and the model can tell, and these import torch.
     """
     sizes = axis_sizes(config.parallelism)
     shared = {name for name, size in sizes.items() if size > 1} - {"pp", "replicas", "dp"}
@@ -178,9 +178,9 @@ def _division_problems(config: Config) -> Iterator[str]:
 
 
 def _optimizer_doubts(config: Config) -> Iterator[str]:
-    """Yield the lines that a start would log on the optimizer's patterns.
+    """Yield the lines that a start would log about the optimizer's patterns.
 
-    Patterns, if there are any, are held against the model's own names, which imports torch.
+    If there are patterns, they are compared with the names of the model's parameters, which imports torch.
     """
     section = config.optimizer
     own = getattr(section, section.name)
@@ -194,12 +194,12 @@ def _optimizer_doubts(config: Config) -> Iterator[str]:
 
 
 def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
-    # The sample at the end needs the tokenizer: a run must not train for days to fail there.
+    # The sample at the end needs the tokenizer. A run must not train for days and then fail there.
     try:
         if (known := open_tokenizer(Path(path)).vocab_size) > vocab_size:
             yield (
                 f"data.tokenizer: {path} knows {known} tokens, more than model.vocab_size {vocab_size}; write "
-                f"vocab_size = {known}, or the tokenizer that the tokens were made with"
+                f"vocab_size = {known}, or the path of the tokenizer that made the tokens"
             )
     except ValueError as error:
         yield f"data.tokenizer: {error}; or leave the key out"
@@ -209,13 +209,13 @@ def _resume_problems(config: Config) -> Iterator[str]:
     resume, own = config.checkpoint.resume, checkpoint_folder(config)
     if resume in RESUME_WORDS:
         return
-    # A run that has saved goes on from its own checkpoints, even if the one that it began from is gone.
+    # A run that has saved goes on from its own checkpoints, even if the checkpoint that it began from is gone.
     held = _held(own.parent) if checkpoints(own) else None
     began_there = held is not None and Path(held.checkpoint.resume).resolve() == Path(resume).resolve()
     if Path(resume).resolve().parent == own.resolve():
         yield (
-            f"checkpoint.resume: {resume} is this run's own; write auto, and to go back to it move the newer ones in "
-            f"{own} away"
+            f"checkpoint.resume: {resume} is this run's own; write auto. To go back to it, first move the newer "
+            f"checkpoints out of {own}"
         )
     elif not began_there and not (Path(resume) / MANIFEST).is_file():
         yield (

@@ -1,6 +1,6 @@
-"""Record of a run in a checkpoint, as plain JSON, and a check whether some run can have saved it.
+"""The record of a run in a checkpoint, as plain JSON, and a check whether a run can have saved it.
 
-A manifest is checked against itself and its own configuration, before anything is built from it.
+A manifest is compared with its own configuration, before anything is built from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _DIGEST = re.compile(r"[0-9a-f]{16,128}")
 
 
 def check_if_run(manifest: Manifest) -> None:
-    """Call `check_run`, unless a user's own script saved the checkpoint: that holds nothing but the engine's state."""
+    """Call `check_run`, unless a user's own script saved the checkpoint: there is no run then, only an engine's
+    state.
+    """
     if manifest.run.rng_rule:
         check_run(manifest)
 
@@ -46,9 +48,9 @@ def check_if_run(manifest: Manifest) -> None:
 def check_run(manifest: Manifest) -> None:
     """Refuse a manifest that neither a run nor `megamix import` can have saved.
 
-    A manifest is damaged only if it contradicts itself whatever the code is. One that contradicts the present families,
-    rules and sections, a plugin's included, may have been right for the code that saved it.
-    Raises: ValueError naming what is wrong; ConfigError, likewise, for a manifest that the present code does not take.
+    A manifest is damaged only if it contradicts itself, whatever the code is. If it contradicts the present families,
+    rules and sections, those of plugins included, it may have been right for the code that saved it.
+    Raises: ValueError naming what is wrong in a damaged manifest; ConfigError naming what the present code refuses.
     """
     tables = manifest.run.tables()
     if manifest.weights_only:
@@ -74,24 +76,24 @@ def check_run(manifest: Manifest) -> None:
 
 @contextmanager
 def _by_code_of_now(saved: Mapping[str, Any]) -> Iterator[None]:
-    """Turn every error of code that may be a plugin's into a refusal. Raises: ConfigError."""
+    """Turn every error in the block into a refusal, because the code there may be a plugin's. Raises: ConfigError."""
     try:
         yield
-    except PluginError:  # a plugin that is not imported; the message says how to import it
+    except PluginError:  # a plugin is not imported; the message says how to import it
         raise
     except Exception as error:  # a plugin may raise anything
         savers = ", ".join(["megamix", *saved.get("plugins", [])])
-        problem = f"{_reason(error)}; it is whole: bring back the code that saved it ({savers})"
+        problem = f"{_reason(error)}; the checkpoint is whole: bring back the code that saved it ({savers})"
         raise ConfigError([problem], "job") from error
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in one line; with its type, but for one that is meant for users."""
+    """Return an error in one line, with its type unless the error is meant for users."""
     return " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())
 
 
 def check_states(path: Path, manifest: Manifest, config: Config) -> None:
-    """Refuse a checkpoint of the run's own whose states are not those of the optimizer as configured now.
+    """Refuse one of the run's own checkpoints if its states are not those of the optimizer as configured now.
 
     Raises: ConfigError naming the optimizer and both sets of states.
     """
@@ -111,9 +113,9 @@ def check_states(path: Path, manifest: Manifest, config: Config) -> None:
         param, held, needed = other[0]
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         problem = (
-            f"{what}: of {param}{more} {path} holds {states_text(held)}, and the optimizer of now has "
+            f"{what}: of {param}{more} {path} holds {states_text(held)}, but the present optimizer has "
             f"{states_text(needed)}; bring back the code and the keys that saved it, or begin a new run from its "
-            "weights: another checkpoint.folder, and this path as checkpoint.resume"
+            "weights, with another checkpoint.folder and this path as checkpoint.resume"
         )
         raise ConfigError([problem], "job")
 
@@ -127,7 +129,7 @@ def saved_config(manifest: Manifest) -> Config:
 def _check_counters(manifest: Manifest, config: Config) -> None:
     progress, applied, skipped = Progress.read(manifest.run.progress), manifest.applied_updates, manifest.skipped_steps
     if max(config.training.global_batch_size, applied + skipped) > LARGEST_COUNT:
-        raise ValueError(f"applied_updates, skipped_steps: {applied} and {skipped}, no run gets that far")
+        raise ValueError(f"applied_updates, skipped_steps: {applied} and {skipped}, but no run gets that far")
     if applied > config.training.steps:
         raise ValueError(f"applied_updates is {applied}, of a run of {config.training.steps} steps")
     progress.check(applied, skipped, config.training.global_batch_size)
@@ -160,10 +162,10 @@ def check_params(manifest: Manifest, model: DecoderConfig) -> None:
 
 
 def _validated(kind: type[_Section], tree: dict[str, Any], saved: Mapping[str, Any]) -> _Section:
-    """Return a section, or all of them, as some version has saved it.
+    """Return a section, or all sections, as another version may have saved them.
 
-    Keys that only a later version knows are left out; `resume_rules.changes` tells of them.
-    Raises: ValueError naming the key; PluginError if it may be one of a plugin's.
+    Keys that the present version does not know are left out; `resume_rules.changes` reports them.
+    Raises: ValueError naming the key; PluginError if the key may be a plugin's.
     """
     try:
         return kind.model_validate(tree)
@@ -182,13 +184,13 @@ def _validated(kind: type[_Section], tree: dict[str, Any], saved: Mapping[str, A
 
 
 class Progress(PlanState):
-    """Progress of a run, which a checkpoint keeps beside the engine's state."""
+    """The progress of a run, which a checkpoint keeps beside the engine's state."""
 
     skipped: Count = 0  # attempts that overflowed
     interval_losses: tuple[str, ...] = ()  # losses of the log interval so far, as float.hex
     validated: Count = 0  # the update after which the last validation was
     tokens: Count = 0  # tokens of all updates
-    log_sizes: dict[str, Count] = Field(default_factory=dict)  # bytes of each log; bytes beyond that came later
+    log_sizes: dict[str, Count] = Field(default_factory=dict)  # bytes of each log at the save; the rest came later
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> Progress:
@@ -205,18 +207,18 @@ class Progress(PlanState):
         """
         if (self.applied, self.skipped) != (applied, skipped):
             raise ValueError(
-                f"{self.applied} applied and {self.skipped} skipped, the engine's are {applied}, {skipped}"
+                f"applied and skipped are {self.applied} and {self.skipped}, the engine's are {applied} and {skipped}"
             )
         check_state(self, self.skipped, global_batch_size)
         if self.validated > self.applied:
             raise ValueError(f"validated is {self.validated}, after update {self.applied}")
         if not self.applied <= self.tokens <= LARGEST_COUNT:
             raise ValueError(f"tokens is {self.tokens} after update {self.applied}")
-        # The first update's line ends an interval, so that update's loss is in none.
+        # The first update's line ends an interval, so the first update's loss is no longer waiting for a line.
         if len(self.interval_losses) > max(self.applied - 1, 0) or not all(map(_is_loss, self.interval_losses)):
-            raise ValueError("interval_losses: not the losses of updates since the last line")
+            raise ValueError("interval_losses: they are not the losses of updates since the last line")
         if not set(self.log_sizes) <= {METRICS, SET_ASIDE}:
-            raise ValueError(f"log_sizes: the logs are {METRICS} and {SET_ASIDE}")
+            raise ValueError(f"log_sizes: the only logs are {METRICS} and {SET_ASIDE}")
 
 
 def _is_loss(text: str) -> bool:

@@ -1,11 +1,11 @@
 """A run beside its training: its launcher, its folder's lock, its ranks' signs of life, its end and exit status.
 
-launch      torchrun, which ends with the rank's exit status
-rendezvous  where one machine's ranks meet, without others
+launch      torchrun's launcher, but with the exit status of the ranks
+rendezvous  the store in which the ranks of one machine meet, out of reach of other machines
 run_lock    one job at a time in a run's folder
 console     lines and a progress bar
 liveness    messages of the ranks beside their collectives
 processes   facts about this host's processes
-watchdog    end of a rank when another one is dead or hung
+watchdog    the end of a rank when another one is dead or hung
 status      the request to leave, `status.json` and the exit status
 """

@@ -12,14 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-_PATIENCE_S = 5.0  # time in which all ranks start, and in which torchrun notices that one has ended
-_STILL_S = 5.0  # time without a line after which a phase says that it goes on
+_PATIENCE_S = 5.0  # seconds within which all ranks start, and torchrun notices that one has ended
+_STILL_S = 5.0  # seconds without a line after which a phase says that it goes on
 
 
 def open_streams() -> None:
     """Make the standard streams take any line; call it when a process starts. A closed stream, as a daemon may have,
-    becomes /dev/null. Otherwise the next file to be opened would get its descriptor, and with it all that libraries
-    print. A letter that a stream's encoding lacks is written by its number.
+    becomes /dev/null. Otherwise the next file that is opened would get the stream's descriptor, and libraries would
+    print into this file. A character that a stream's encoding lacks is written as its number.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
         stream = getattr(sys, name)
@@ -32,15 +32,17 @@ def open_streams() -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line and flush it, since people follow log files. The line is lost if nobody reads any more (the reader
-    has died, or the terminal is closed): that must not end a run that can still save.
+    """Print a line and flush it, because people follow log files. If the reader has died or the terminal is closed, the
+    line is lost: this must not end a run that can still save.
     """
     with suppress(OSError):
         print(text, file=stream, flush=True)
 
 
 def say_on_first_rank(text: str, stream: TextIO | None = None) -> None:
-    """Print a line on the first rank only: every rank has the same to say, as of a wrong configuration."""
+    """Print a line on the first rank only. It is for lines that every rank would print, as for a wrong
+    configuration.
+    """
     if os.environ.get("RANK", "0") == "0":
         say(text, stream)
 
@@ -52,7 +54,7 @@ def say_phase(phase: str) -> None:
 
 @contextmanager
 def phase(words: str) -> Iterator[None]:
-    """Print a phase that may take long, and until the end of the block how long it has taken."""
+    """Print a phase that may take long. Until the end of the block, print from time to time how long it has taken."""
     say_phase(words)
     is_over = threading.Event()
 
@@ -71,13 +73,14 @@ def phase(words: str) -> Iterator[None]:
 
 
 def say_unless_first_did(text: str, stream: TextIO | None = None) -> None:
-    """Print the reason why this process is about to end: on the first rank at once. Under torchrun another rank waits
-    first. If the first rank ends for the same reason, torchrun ends this one, too. If it does not, this rank prints.
+    """Print the reason why this process is about to end. The first rank prints at once. Under torchrun another rank
+    waits first: if the first rank ends for the same reason, torchrun ends this rank, too. If it does not, this rank
+    prints.
     """
     say_on_first_rank(text, stream)
     rank = os.environ.get("RANK", "0")
     if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-        # The machine's first rank prints, and ends the others.
+        # The machine's first rank waits least. After it has printed and ended, torchrun ends the others.
         time.sleep(_PATIENCE_S + int(os.environ.get("LOCAL_RANK", "0")))
         say(f"rank {rank}: {text}", stream)
 
@@ -94,7 +97,7 @@ def drop_unwritten() -> None:
 
 
 class Console:
-    """A console that prints on the first rank only (`speaks`). It raises no OSError: a dead reader, a closed terminal
+    """A console that prints only on the first rank (`speaks`). It raises no OSError: a dead reader, a closed terminal
     or a full disk must not end a run that can still save.
     """
 
@@ -110,14 +113,14 @@ class Console:
 
     @contextmanager
     def telling(self, path: Path) -> Iterator[None]:
-        """Turn an OSError of the block into a line: `path` is a file that the run can do without."""
+        """Turn an OSError of the block into a line. `path`: the file that is written, which the run can do without."""
         try:
             yield
         except OSError as error:
             self.line(f"{path} NOT written: {error}")
 
     def begin(self, steps: int) -> None:
-        """Set the bar to `steps` done, and measure its speed from now on."""
+        """Set the bar to `steps`, and measure its speed from now on."""
         if self._bar is not None:
             self._bar.initial = self._bar.n = self._bar.last_print_n = steps
 
@@ -126,7 +129,7 @@ class Console:
         self._on_bar("update")
 
     def show(self, text: str) -> None:
-        """Show a text behind the bar, until the next one."""
+        """Show a text behind the bar, until the next text."""
         self._on_bar("set_postfix_str", text)
 
     def close(self) -> None:
@@ -141,7 +144,7 @@ class Console:
 def _progress_bar(steps: int) -> Any:
     try:
         from tqdm import tqdm
-    except ImportError:  # tqdm is an extra; the lines say the same
+    except ImportError:  # tqdm is an optional dependency
         return None
     return tqdm(total=steps, unit="step", leave=False, dynamic_ncols=True)
 
@@ -150,7 +153,9 @@ COLUMNS = 100  # characters of a line on the console
 
 
 def folded(text: str) -> str:
-    """Return a text as indented lines of at most COLUMNS. A longer word, such as a parameter's name, stays whole."""
+    """Return a text as indented lines of at most COLUMNS characters. A longer word, such as a parameter's name, stays
+    whole.
+    """
     return textwrap.fill(
         text, COLUMNS, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

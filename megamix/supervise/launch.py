@@ -1,11 +1,11 @@
-"""`python -m megamix.supervise.launch`: torchrun with torchrun's arguments, which ends with the rank's exit status.
+"""`python -m megamix.supervise.launch`: runs torchrun, with its arguments, but ends with the exit status of the ranks.
 
-torchrun itself ends with 1 whatever its ranks ended with: a scheduler could not tell a run that gave up from one whose
-node failed. SIGUSR1 kills torchrun and leaves its ranks behind. A third SIGTERM kills it even while its ranks save. It
-installs handlers for signals that nohup has set to ignored.
+torchrun itself always ends with 1 if a rank fails, so a scheduler could not tell a run that gave up from a run whose
+node failed. SIGUSR1 kills torchrun and leaves its ranks behind. A third SIGTERM kills torchrun even while its ranks
+save. And torchrun handles signals that nohup has set to be ignored.
 
-This launcher handles the signals itself: it sends each to the ranks, and ends with their exit status. The ranks of one
-machine meet in a store through which nobody else can run code in them.
+This launcher handles the signals itself: it sends each signal to the ranks, and ends with their exit status. The ranks
+of one machine meet in a store through which nobody else can run code in them.
 """
 
 import contextlib
@@ -31,20 +31,19 @@ PREEMPTED = PreemptedError().exit_status
 # Lines of torchrun that say nothing new: a rank has printed the reason for its exit status, or this launcher names the
 # signal that killed it.
 _SAID = ("failed (exitcode: ", "Sending process")
-# Seconds from a signal to the ranks' kill. torchrun's default, 30 s, may be less than a save takes. A scheduler kills
-# this process by its own limit in any case, and the ranks end a hang by themselves.
+# Seconds from a signal until the ranks are killed. torchrun's default, 30 s, may be less than a save takes. A long
+# limit does no harm: a scheduler kills this process by a limit of its own, and the ranks end a hang by themselves.
 SHUTDOWN_S = 3600
-# torchrun must handle at least one signal. SIGUSR2 ends a process without a handler for it, so torchrun changes
-# nothing.
+# torchrun must handle at least one signal, and ends by it. This one would end the launcher anyway.
 _LEFT_TO_TORCHRUN = "SIGUSR2"
 
 
 def launch(arguments: list[str]) -> int:
     """Start the ranks, and wait until they end.
 
-    Returns: 0 if all succeed; the exit status of the first rank that failed, 1 if an unexpected signal killed it;
-    PREEMPTED if the requested signal itself killed the ranks, or their grace period was over; 2 if the machines cannot
-    meet.
+    Returns: 0 if all succeed; the exit status of the first rank that failed, or 1 if an unexpected signal killed this
+    rank; PREEMPTED if a signal to leave killed the ranks directly, or if their grace period was over; 2 if the machines
+    cannot meet.
     """
     with signals_passed_on() as request:
         return start_ranks(arguments, request)
@@ -53,7 +52,7 @@ def launch(arguments: list[str]) -> int:
 def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
     """Start the ranks as `launch` does. The caller is within `signals_passed_on`, which gives `request`."""
     kills = kernel_kills()
-    # Import after the signal handlers are installed: it takes seconds.
+    # These imports take seconds, so they come after the signal handlers are installed.
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from megamix.supervise.rendezvous import torchrun
@@ -70,13 +69,13 @@ def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
         rank, first = error.get_first_failure()
         status: int = first.exitcode
         if -signal.SIGKILL in (one.exitcode for one in error.failures.values()) and kernel_kills() > kills:
-            say("megamix: the kernel has killed a rank, for there was no memory left", sys.stderr)
+            say("megamix: the kernel has killed a rank, because there was no memory left", sys.stderr)
             status = NO_MEMORY
         elif status < 0 and -status not in NOTED:
             say(f"megamix: rank {rank} (pid {first.pid}) was killed by {first.signal_name()}", sys.stderr)
         if status == NO_MEMORY:
             _tell_plan(arguments)
-        # A rank that the requested signal itself killed was still starting: nothing is lost.
+        # A rank that a signal to leave has killed directly was still starting, so nothing is lost.
         return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
     return 0
 
@@ -96,11 +95,13 @@ def _tell_plan(arguments: list[str]) -> None:
 
 @contextmanager
 def signals_passed_on() -> Iterator[LeaveRequest]:
-    """Send each signal on to the ranks, at once, until the end of the block. A thread that the system wakes does it:
-    the main thread may wait within torch for minutes, for another node say, and Python runs no handler there. Without
-    ranks a signal ends this process with PREEMPTED.
+    """Send each signal on to the ranks, at once, until the end of the block. Without ranks a signal ends this process
+    with PREEMPTED.
+
+    A thread that the system wakes sends the signals. The main thread may wait within torch for minutes, for instance
+    for another node, and Python runs no handler then.
     """
-    # The environment tells the ranks the limit, too: they must not begin a save that takes longer.
+    # The ranks read the limit from the environment: they must not begin a save that takes longer.
     request = LeaveRequest(float(os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))))
     wake, woken = os.pipe()[::-1]
     os.set_blocking(wake, False)
@@ -123,8 +124,8 @@ def _pass_on(woken: int, request: LeaveRequest, faults: int) -> None:
     """Send each signal that the pipe `woken` announces to the ranks. Kill the ranks at the end of the request's grace
     period.
 
-    If no rank has started, the launcher ends here. If the ranks have ended, this function continues, since the main
-    thread is about to return their exit status. `faults`: `_faults_of_the_ended()` before the ranks started.
+    If no rank has started, the launcher ends here. If the ranks have ended already, this function continues, because
+    the main thread is about to return their exit status. `faults`: `_faults_of_the_ended()` before the ranks started.
     """
     while True:
         left_s = request.left_s()
@@ -136,15 +137,15 @@ def _pass_on(woken: int, request: LeaveRequest, faults: int) -> None:
         if not told:
             return
         for number in told:
-            if number in NOTED:  # torchrun and Python handle other signals
+            if number in NOTED:  # other signals are left to torchrun and Python
                 request.ask(number)
                 if not _send(number) and _faults_of_the_ended() == faults:
-                    say("megamix: interrupted before any rank had started; the same command starts anew", sys.stderr)
+                    say("megamix: interrupted before any rank had started; the same command starts again", sys.stderr)
                     os._exit(PREEMPTED)
 
 
 def _send(number: int) -> bool:
-    """Send a signal to every rank. Return whether there was one."""
+    """Send a signal to every rank. Return whether there was any rank."""
     ranks = children_of(os.getpid())
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):  # the rank has just ended

@@ -1,4 +1,4 @@
-"""Signs of life: messages of a run's ranks to each other, beside their collectives."""
+"""Signs of life: messages that a run's ranks send to each other, beside their collectives."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from megamix.supervise.processes import Siblings, process, process_start
 from megamix.supervise.status import NoAnswerError
 
 LARGEST = 64 << 20  # bytes: no rank writes a larger value
-_SHOWN_RUNS = 8  # runs of neighbouring ranks that a message lists
+_SHOWN_RUNS = 8  # most runs of consecutive ranks that a message lists
 _T = TypeVar("_T")
-_LONGEST = 10_000  # characters of an end reason
+_LONGEST = 10_000  # most characters of an end reason
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Words = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]  # printable ASCII: no terminal escapes
 
 
 def read_strictly(form: TypeAdapter[_T], content: bytes) -> _T | None:
-    """Return a value that a rank wrote as JSON; None for anything else, since others can write to the store, too."""
+    """Return a value that a rank has written as JSON. Return None for anything else: others can write to the store,
+    too.
+    """
     with contextlib.suppress(ValueError):
         if len(content) <= LARGEST:
             return form.validate_json(content, strict=True)
@@ -37,10 +39,10 @@ def read_strictly(form: TypeAdapter[_T], content: bytes) -> _T | None:
 class Position(NamedTuple):
     """The place of a rank's main thread in its work."""
 
-    spans: int  # spans entered since the start: of two ranks that wait for each other, the one with fewer is behind
+    spans: int  # number of spans entered since the start; of two ranks that wait, the one with fewer spans is behind
     doing: str
     attempt: int
-    written: int  # bytes written by the save that it waits for, or drawn and loaded in a start; growth is progress
+    written: int  # bytes that the save under way has written, or that a start has drawn and loaded; growth is progress
 
 
 class Sign(NamedTuple):
@@ -77,7 +79,7 @@ class Sign(NamedTuple):
 
 
 class EndReason(NamedTuple):
-    """Reason why all ranks must end."""
+    """The reason why all ranks must end."""
 
     text: str
     missing: list[int]  # ranks that are dead or stopped
@@ -85,12 +87,14 @@ class EndReason(NamedTuple):
 
     @staticmethod
     def read(value: bytes, size: int) -> EndReason | None:
-        """Return the end reason that a rank wrote; None for a value that none of `size` ranks writes."""
+        """Return the end reason that a rank has written; None for a value that no rank writes. `size`: number of
+        ranks.
+        """
         reason = read_strictly(_END_REASON, value)
         return reason.fit() if reason is not None and set(reason.missing) < set(range(size)) else None
 
     def fit(self) -> EndReason:
-        """Return the reason with a text that is safe on a terminal: an error or a foreign store may hold any bytes."""
+        """Return the reason with a text that is safe on a terminal: an error, or the store, may have any bytes."""
         lines = self.text[:_LONGEST].split("\n")
         return self._replace(text="\n".join(printable(line, _LONGEST) for line in lines))
 
@@ -99,10 +103,10 @@ _SIGN, _END_REASON = TypeAdapter(Sign), TypeAdapter(EndReason)
 
 
 class RollCall:
-    """Every rank's last sign of life, and one end reason for all, in the store of the ranks' rendezvous.
+    """Every rank's last sign of life, and the end reason of all ranks, in the store in which the ranks have met.
 
-    A call costs a request or two, and waits for no rank. Raises: RuntimeError if the store is gone, as when the
-    launcher that held it died.
+    A call makes only a few requests, and waits for no rank. Raises: RuntimeError if the store is gone, as when the
+    launcher that held it has died.
     """
 
     def __init__(self, store: Store, rank: int, size: int):
@@ -117,7 +121,7 @@ class RollCall:
         self._store.set(f"rank {self.rank}", json.dumps([self._beat, idle_s, *position, *self._me, waits]))
 
     def signs(self) -> dict[int, Sign]:
-        """Return the signs by rank, without the ranks that have given none so far."""
+        """Return the signs by rank. Ranks that have given no sign so far are left out."""
         given = [rank for rank in range(self.size) if self._store.check([f"rank {rank}"])]
         signs = {rank: Sign.read(self._store.get(f"rank {rank}")) for rank in given}
         return {rank: sign for rank, sign in signs.items() if sign is not None}
@@ -126,8 +130,8 @@ class RollCall:
         return EndReason.read(self._store.get("end reason"), self.size) if self._store.check(["end reason"]) else None
 
     def decide(self, reason: EndReason) -> EndReason:
-        """Return the end reason of all ranks: the first one that any rank wrote, or `reason` if no rank had written
-        one.
+        """Return the end reason of all ranks: the first that any rank has written. If there is none yet, write
+        `reason`.
         """
         reason = reason.fit()
         return EndReason.read(self._store.compare_set("end reason", "", json.dumps(reason)), self.size) or reason
@@ -149,10 +153,10 @@ def names(ranks: Iterable[int]) -> str:
 
 class Board:
     """JSON values that ranks exchange in a store, within a time limit. Raises: NoAnswerError for a value that no rank
-    has written.
+    of this job has written.
     """
 
-    grace_s = 2.0  # time in which the others read the first rank's outcome
+    grace_s = 2.0  # seconds within which the others read the first rank's outcome
 
     def __init__(self, store: Store, timeout_s: float):
         self._store, self._end_s = store, time.monotonic() + timeout_s
@@ -201,5 +205,5 @@ class Board:
     def _checked(self, key: str, content: bytes, form: TypeAdapter[_T]) -> _T:
         found = read_strictly(form, content)
         if found is None:
-            raise NoAnswerError(f"{key!r} in the store of the ranks is nothing that a rank of this job has written")
+            raise NoAnswerError(f"{key!r} in the store of the ranks has a value that no rank of this job has written")
         return found

@@ -1,4 +1,4 @@
-"""Facts about this host's processes, from the system. This module imports no torch: the launcher needs it before."""
+"""Facts about this host's processes, from the system. This module imports no torch, as the launcher needs."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def process(pid: int) -> Process | None:
 
 
 def process_start(pid: int) -> str:
-    """Return when a process started; "" if it is dead. It tells a process from a later one with the same pid."""
+    """Return when a process started; "" if it is dead. The start tells a process from a later one with the same pid."""
     found = process(pid)
     return "" if found is None or found.state in "ZX" else found.start
 
@@ -37,16 +37,16 @@ def children_of(pid: int) -> list[int]:
 
 
 class Siblings:
-    """The processes that this process's parent has started beside it, by the system's word: the ranks of one launcher.
-    Only they may be ended from here, whatever pid the ranks' store holds: others can write to that store.
+    """The other processes that this process's parent has started, as the system lists them: the ranks of one launcher.
+    A rank may end only these, even if the ranks' store names another pid, because others can write to that store.
 
-    Create it when all ranks run.
+    Create this object when all ranks run.
     """
 
     def __init__(self) -> None:
         parent = os.getppid()
         found = {pid: process_start(pid) for pid in children_of(parent) if pid != os.getpid()}
-        # An orphan's parent is init, or a subreaper in its place: the children of that are no ranks.
+        # If the launcher is dead, the parent is init or a subreaper, whose other children are no ranks.
         self._starts = found if parent == os.getppid() != 1 else {}
 
     def stopped(self) -> list[int]:

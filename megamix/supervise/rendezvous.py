@@ -1,9 +1,9 @@
 """The rendezvous of one machine's ranks: a store of the launcher that only this machine reaches.
 
-torchrun's own way is `--standalone` with the backend c10d. Its store has no password and listens on every interface,
-and torchrun unpickles its values: a writer runs code as the job's owner. Here the store listens on loopback, and
-torchrun reads only JSON and counts from it. Several machines meet by torchrun's static rendezvous, which unpickles
-nothing either. docs/security.md says what is left to trust.
+torchrun's own way is `--standalone` with the backend c10d. That store has no password and listens on every interface,
+and torchrun unpickles its values, so anybody who can write to it can run code as the job's owner. Here the store
+listens on loopback, and torchrun reads only JSON and counts from it. Several machines meet by torchrun's static
+rendezvous, which unpickles nothing either. docs/security.md lists the trust that remains.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megamix.config import ConfigError
 from megamix.machine import set_torch_environment
 
 
-# Defined above torch's imports: at their end torch loads the entry point, which names a function of this module. That
-# may happen while this module is only half imported.
+# These functions are defined above the imports of torch. At their end torch loads the entry point, which names a
+# function of this module, and this module may be only half imported then.
 def create_handler(params: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
     """Make the rendezvous, for torchrun's registry. Raises: ValueError for several machines, or for an endpoint."""
     if params.max_nodes > 1:
@@ -46,7 +46,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 BACKEND = "loopback"  # torchrun --rdzv-backend=loopback
 
-NAME_S = 20.0  # seconds until which machine 0's name must have an address
+NAME_S = 20.0  # seconds within which machine 0's name must get an address
 _LOOPBACK = "127.0.0.1"
 _ANY_PORT = "localhost:0"  # the endpoint of --standalone
 # Without these variables Gloo and NCCL listen on the interface that the machine's name resolves to. NCCL reads a name
@@ -56,7 +56,7 @@ _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 class LoopbackRendezvous(StaticTCPRendezvous):
     """The handler that torchrun calls. There is one machine, whose agent holds the store as long as there are ranks.
-    torchrun's other questions (closed? more nodes?) are answered as for a fixed number of nodes.
+    The base class answers torchrun's other questions as for a fixed number of nodes.
     """
 
     def __init__(self, run_id: str):
@@ -72,15 +72,16 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         keep_to_loopback(os.environ)  # the ranks inherit the environment
         store = loopback_store()
-        agents = PrefixStore("agent", store)  # the prefix keeps its keys apart from the ranks'
+        agents = PrefixStore("agent", store)  # the prefix keeps the agent's keys apart from the ranks' keys
         return rendezvous.RendezvousInfo(agents, 0, 1, rendezvous.RendezvousStoreInfo(_LOOPBACK, store.port))
 
 
 def torchrun(arguments: list[str]) -> None:
-    """Run torchrun, with our rendezvous where torchrun would choose c10d: with --standalone, and for one machine
-    without settings of a rendezvous.
+    """Run torchrun. Use our rendezvous where torchrun would choose c10d: with --standalone, and for one machine without
+    settings of a rendezvous.
     """
-    # Imported here: a torchrun started by hand loads this module by its entry point, while torchrun is half imported.
+    # Imported here and not above: a torchrun that a user starts loads this module by its entry point, while torchrun is
+    # half imported.
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes, run
 
@@ -96,24 +97,29 @@ def torchrun(arguments: list[str]) -> None:
 
 
 def _require_meeting(host: str, port: int, *, listens: bool) -> None:
-    """Wait until machine 0's name has an address, since machine 0 may still be starting. `listens`: True on machine 0,
-    whose port is then checked to be free.
+    """Wait until machine 0's name has an address, because machine 0 may still be starting. `listens`: True on machine
+    0; there, check that the port is free.
 
     Raises: ConfigError.
     """
     end_s = time.monotonic() + NAME_S
     while why := _refusal(lambda: socket.getaddrinfo(host, port)):
         if time.monotonic() > end_s:
-            told = f"MASTER_ADDR: got {host}, for port {port}, which has no address here within {NAME_S:g} s ({why})"
+            told = f"MASTER_ADDR: got {host}, for port {port}, which got no address here within {NAME_S:g} s ({why})"
             raise ConfigError([f"{told}; write machine 0's name or address as all know it (getent hosts {host})"])
         time.sleep(NAME_S / 20)
     if listens and (why := _refusal(lambda: socket.create_server(("", port)).close())):
         told = f"MASTER_PORT: got {port}, at which nobody can listen on this machine, {host} ({why})"
-        raise ConfigError([f"{told}; end who does (ss -ltnp sport = :{port}), or write another port on all machines"])
+        raise ConfigError(
+            [
+                f"{told}; end the process that has the port (ss -ltnp sport = :{port}), or write another port on all "
+                "machines"
+            ]
+        )
 
 
 def _refusal(call: Callable[[], object]) -> str:
-    """Make a call to the system. Return why it fails; "" if it succeeds."""
+    """Make a call to the system. Return why it has failed; "" if it has succeeded."""
     try:
         call()
     except OSError as error:
@@ -122,7 +128,9 @@ def _refusal(call: Callable[[], object]) -> str:
 
 
 def loopback_store() -> TCPStore:
-    """Return a store that only this machine reaches. Given only a host, TCPStore would listen on every interface."""
+    """Return a store that only this machine reaches. TCPStore would listen on every interface if it were given only a
+    host, so it gets an open socket.
+    """
     with socket.create_server((_LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
         return TCPStore(

@@ -1,9 +1,9 @@
-"""The lock of a run folder: one job at a time. A second job is refused; a dead job's lock is taken over.
+"""The lock of a run's folder: one job at a time. A second job is refused; a dead job's lock is taken over.
 
-`run.lock` names its holder (host, pid, since when). The holder's flock lasts until its process ends, however it ends.
-If flock reaches every host (a local disk, NFS, Lustre mounted with flock, GPFS), it decides alone. If flock does not
-reach another host, or does not exist, the file's time decides: the holder touches the file every few seconds, and a
-file that a holder on another host has not touched for STALE_S is stale. One case is not covered: two jobs that start
+`run.lock` names its holder: host, pid, time of the start. The holder's flock lasts until its process ends, in whatever
+way. If flock reaches every host (a local disk, NFS, Lustre mounted with flock, GPFS), it decides alone. If flock does
+not reach another host, or does not exist, the file's time decides: the holder touches the file every few seconds, and a
+lock that a holder on another host has not touched for STALE_S is stale. One case is not covered: two jobs that start
 within the same second on two hosts of a file system without flock between them.
 """
 
@@ -24,7 +24,7 @@ from megamix.durable import open_own, read_own, still_names, sync_file
 from megamix.supervise.processes import process, process_start
 
 LOCK = "run.lock"
-STALE_S = 60.0  # seconds without a touch, after which another host's lock is stale
+STALE_S = 60.0  # seconds without a touch after which another host's lock is stale
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # errors of a file system without flock
 
 
@@ -32,7 +32,7 @@ _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # erro
 def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S) -> Iterator[None]:
     """Hold `folder`, which must exist, until the end of the block. `say` gets one line if a stale lock is taken over.
 
-    Raises: ConfigError naming the holder, if it lives. Judging a holder on another host takes up to `stale_s`.
+    Raises: ConfigError naming the holder, if it lives. If the holder is on another host, this takes up to `stale_s`.
     """
     path = folder / LOCK
     with _locked(path, stale_s, os.O_CREAT) as (descriptor, holder):
@@ -43,8 +43,8 @@ def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S)
             with _touched(descriptor, stale_s / 6):
                 yield
         finally:
-            with suppress(OSError):  # a lost disk must not replace the run's own error
-                path.unlink()  # still locked here: a process that has the file open will see that its name is gone
+            with suppress(OSError):  # the error of a lost disk must not hide the run's own error
+                path.unlink()  # before the flock ends, so that a process that waits with this file sees that it is gone
 
 
 def refuse_held(folder: Path) -> None:
@@ -74,8 +74,8 @@ def _open_locked(path: Path, create: int) -> int | None:
     while True:
         descriptor = open_own(path, os.O_RDWR | create)
         try:
-            # A process that only looks takes a shared lock: many nodes look as they start, and must not take each other
-            # for a job.
+            # A process that only looks takes a shared lock: when a job starts, many nodes look at once, and must not
+            # take each other for the holder.
             fcntl.flock(descriptor, (fcntl.LOCK_EX if create else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _NO_FLOCK:
@@ -86,7 +86,7 @@ def _open_locked(path: Path, create: int) -> int | None:
             raise
         if still_names(path, descriptor):
             return descriptor
-        os.close(descriptor)  # its holder removed it between our open and our flock
+        os.close(descriptor)  # the holder removed the file between our open and our flock
 
 
 def _holder(path: Path) -> dict[str, str]:
@@ -99,10 +99,10 @@ def _holder(path: Path) -> dict[str, str]:
 
 
 def _lives(holder: dict[str, str], path: Path, stale_s: float) -> bool:
-    """Return whether a holder lives whose flock does not keep us out, as on a file system without flock."""
+    """Return whether the holder lives although we got the flock, as may be on a file system without flock."""
     if holder["host"] == socket.gethostname():
         return process_start(int(holder["pid"])) == holder["start"] != ""
-    # The file's time is watched for a change: this host's clock may differ from the file server's.
+    # Only a change of the file's time counts, because this host's clock may differ from the file server's.
     touched = path.stat().st_mtime_ns
     end_s = time.monotonic() + stale_s
     while time.monotonic() < end_s:
@@ -111,7 +111,7 @@ def _lives(holder: dict[str, str], path: Path, stale_s: float) -> bool:
             if path.stat().st_mtime_ns != touched:
                 return True
         except FileNotFoundError:
-            return True  # the holder has just removed it, so it lived until now
+            return True  # the holder has just removed the file, so it lived until now
     return False
 
 
@@ -145,7 +145,7 @@ def _touched(descriptor: int, interval_s: float) -> Iterator[None]:
 
     def touch() -> None:
         while not done.wait(interval_s):
-            with suppress(OSError):  # a file server may be away for a while: go on touching
+            with suppress(OSError):  # a file server may be away for a while: try again
                 os.utime(descriptor)
 
     thread = threading.Thread(target=touch, name="run lock", daemon=True)

@@ -1,8 +1,8 @@
-"""The request to leave, and the end of a run: signals that are only noted, `status.json`, and the exit status. A
-scheduler or a person decides by them whether to start the run again.
+"""The request to leave, and the end of a run: signals that are only noted, `status.json`, and the exit status. By
+status and exit status a scheduler or a person decides whether to start the run again.
 
-torchrun ends with 1 whatever its ranks ended with, and a killed process chooses no exit status; the file tells
-everybody what happened. This module imports no torch.
+The file is needed beside the exit status: plain torchrun ends with 1 if a rank fails, and a killed process chooses no
+exit status. This module imports no torch.
 """
 
 import datetime
@@ -36,7 +36,7 @@ NO_MEMORY: Literal[4] = 4  # with exit status 4 the state is `failed`
 
 
 class EndedEarlyError(Exception):
-    """An end in good order, on all ranks alike, before the last update; the message says why."""
+    """The end of a run before its last update, in good order and on all ranks alike. The message says why."""
 
     state: State = "failed"
 
@@ -52,11 +52,11 @@ class PreemptedError(EndedEarlyError):
 
 
 class SaveFailedError(EndedEarlyError):
-    """The end of a run that could not write a checkpoint, where going on without it was not wanted or made no sense."""
+    """The end of a run that could not write a checkpoint: its last one, or one for which on_save_failure is "stop"."""
 
 
 class WrongDataError(EndedEarlyError):
-    """The end of a run whose data turned out wrong, or changed, while it read them. No step has used the wrong data."""
+    """The end of a run that found its data wrong or changed while it read them. No step has used the wrong data."""
 
     @property
     def exit_status(self) -> int:
@@ -64,7 +64,7 @@ class WrongDataError(EndedEarlyError):
 
 
 class NoMemoryError(EndedEarlyError):
-    """The end of a run of which a rank ran out of memory."""
+    """The end of a run because a rank ran out of memory."""
 
     @property
     def exit_status(self) -> int:
@@ -72,7 +72,9 @@ class NoMemoryError(EndedEarlyError):
 
 
 class NoAnswerError(EndedEarlyError):
-    """The end of a start in which a rank died or hung before all agreed, or the store holds a foreign value."""
+    """The end of a start because a rank died or hung before all agreed, or because the store has a value that no rank
+    has written.
+    """
 
 
 class PeerLostError(EndedEarlyError):
@@ -97,18 +99,18 @@ def last_update(folder: Path) -> int:
 
 
 class RunStatus:
-    """Writes `status.json` in a run's folder, whole or not at all. The first rank writes, or the lowest living one."""
+    """Writes `status.json` in a run's folder, whole or not at all. The first rank does, or the lowest living one."""
 
     def __init__(self, folder: Path, steps: int, applied: Callable[[], int] = lambda: 0):
-        """Keep the folder. `applied`: returns the updates so far, on any thread; before training it may return fewer
-        than the update that the run starts from.
+        """Keep the folder. `applied`: returns the number of updates so far, on any thread. Before training it may
+        return less than the number of the update from which the run starts.
         """
         self.folder, self._steps, self._applied = folder, steps, applied
         self._start, self._restarts = 0, 0
 
     def begin(self, update: int, max_restarts: int) -> None:
-        """Note that the run starts from `update`, that of its newest save. Call it again if that save cannot be loaded
-        and the run starts from an older one.
+        """Note that the run starts from `update`, the update of its newest checkpoint. Call it again if that checkpoint
+        cannot be loaded and the run starts from an older one.
 
         Raises: OSError if the file cannot be written; StuckError, which is also written to the file, after more than
         `max_restarts` restarts in a row from one update. A start after a preempted run does not count.
@@ -119,7 +121,7 @@ class RunStatus:
         if self._restarts > max_restarts:
             stuck = StuckError(
                 f"started {self._restarts + 1} times from update {update} without progress "
-                f"(checkpoint.max_restarts {max_restarts}); find out why, then remove {self.folder / STATUS}. "
+                f"(checkpoint.max_restarts {max_restarts}); find out the reason, then remove {self.folder / STATUS}. "
                 f"The last start's end: {state} {reason}".strip()
             )
             self.end(stuck)
@@ -128,8 +130,8 @@ class RunStatus:
 
     @functools.cached_property
     def _earlier(self) -> tuple[str, int, int, str]:
-        """Return the state, start, restarts and reason that the previous start left. It is read before this start
-        writes.
+        """Return the state, start, restarts and reason that the previous start has left. They are read once, before
+        this start writes.
         """
         try:
             values = json.loads(read_own(self.folder / STATUS))
@@ -148,12 +150,12 @@ class RunStatus:
         elif isinstance(error, EndedEarlyError):
             self.write(error.state, str(error), error.exit_status)
         else:
-            notes = getattr(error, "__notes__", [])  # the watchdog's verdict
+            notes = getattr(error, "__notes__", [])  # such as the watchdog's end reason
             self.write("failed", "\n".join([*notes, f"{type(error).__name__}: {error}"]))
 
     def write(self, state: State, reason: str = "", exit_status: int | None = None) -> None:
-        """Write how the run ended; if the disk fails, print it on the console. `exit_status`: the default is the
-        state's own.
+        """Write how the run ended. If the disk fails, print it on the console. `exit_status`: None is that of the
+        state.
         """
         try:
             self._store(state, reason, exit_status)
@@ -181,10 +183,10 @@ class RunStatus:
 
 
 # SIGHUP: the terminal was closed, or the connection to it was lost. SIGQUIT: Ctrl-\\; it dumps no core here.
-_PRESSING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # their sender kills after a while
+_PRESSING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the launcher kills some time after these
 NOTED = (*_PRESSING, signal.SIGUSR1)
 PARENT_DIED, SAVE_FAILED = 256, 257  # reasons beside the signals' numbers
-SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's name; our launcher sets it
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's own variable, which our launcher sets
 
 
 class LeaveRequest:
@@ -201,7 +203,7 @@ class LeaveRequest:
 
     def ask(self, reason: int) -> None:
         self.reason = self.reason or reason
-        if reason in _PRESSING:  # also after a SIGUSR1, which by itself sets no end
+        if reason in _PRESSING:  # even after a SIGUSR1, which sets no limit itself
             self._end_s = min(self._end_s, self._now_s() + self._shutdown_s)
 
     def left_s(self) -> float:
@@ -210,24 +212,26 @@ class LeaveRequest:
 
 
 def shutdown_s(launched: bool) -> float:
-    """Return the seconds that a launcher waits after SIGTERM: 30 unless told otherwise; inf without a launcher."""
+    """Return the seconds that a launcher waits after SIGTERM: 30 unless the environment says otherwise; inf without a
+    launcher.
+    """
     return float(os.environ.get(SHUTDOWN_VARIABLE, "30")) if launched else math.inf
 
 
 def noted_signals() -> list[signal.Signals]:
-    """Return the signals to note in this process. An ignored SIGHUP, as under nohup, is left out: such a run outlives
-    its terminal.
+    """Return the signals to note in this process. SIGHUP is left out if it is ignored, as under nohup: such a run
+    outlives its terminal.
     """
     return [number for number in NOTED if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 @contextmanager
 def signals_noted(*, launched: bool = False) -> Iterator[LeaveRequest]:
-    """Note signals until the end of the block. A handler only fills in the request, and training ends at its next
-    update. A handler must not do more: it may run in the middle of anything, a save included. A third SIGINT raises
-    KeyboardInterrupt.
+    """Note signals until the end of the block. The handler only notes the request, and training ends at its next
+    update. The handler must not do more, because it may run in the middle of anything, even of a save. A third SIGINT
+    raises KeyboardInterrupt.
 
-    Only the main thread may call it. `launched`: a launcher ends this process some time after a signal.
+    Only the main thread may call it. `launched`: whether a launcher ends this process some time after a signal.
     """
     request = LeaveRequest(shutdown_s(launched))
     interrupts = 0

@@ -1,11 +1,11 @@
-"""The watchdog of a rank: it ends the rank when another one is dead or hung, and names that one. It asks the run to
-leave when the launcher died.
+"""The watchdog of a rank. When another rank is dead or hung, it names that rank and ends its own. When the launcher has
+died, it asks the run to leave.
 
 A collective whose peer is dead or hung ends by the process group's time limit at best, with an error that does not name
 the peer. Here each rank has a thread that gives signs of life. A rank whose main thread has stood still for `timeout_s`
-looks which ranks are silent or, if none is, which are behind. All ranks end for that reason, and each writes its stacks
-to a file. As long as any rank makes progress, the others wait for it and no rank counts as hung. A rank that waits for
-its checkpoint makes progress with every chunk that the disk takes.
+looks for silent ranks or, if there are none, for ranks that are behind. All ranks end for that reason, and each writes
+its stacks to a file. As long as any rank makes progress, the others wait for it, and no rank counts as hung. A rank
+that waits for its checkpoint makes progress with every chunk that the disk takes.
 
 There are two threads. One looks at this process and its launcher. The other talks through the store: its calls hang
 while the launcher that holds the store is stopped, and that must not delay a run that makes progress or ends.
@@ -47,16 +47,16 @@ from megamix.supervise.status import (
 
 _WAITING_PLACES = ("/torch/distributed/", "/torch/cuda/", "/megamix/comm/")
 _SHOWN = 8  # most ranks whose last places an end reason lists
-_GRACE_S = 2.0  # seconds to wait for short events: the end of a thread, the end reason for a dead peer
-_LAST_RESORT_S = 1.5  # seconds after the time limit; then faulthandler's thread ends a process whose threads are stuck
+_GRACE_S = 2.0  # most seconds to wait for the end of a thread, or for the signs of a dead peer
+_LAST_RESORT_S = 1.5  # seconds after the time limit at which faulthandler ends a process whose threads are stuck
 
 
 _OF_ONE_RANK: dict[int, type[EndedEarlyError]] = {WRONG_INPUT: WrongDataError, NO_MEMORY: NoMemoryError}
 
 
 def early_end(error: BaseException) -> EndedEarlyError | None:
-    """Return the error, with a message of one line, by which all ranks end after one rank's `error`; None if that has
-    no exit status of its own.
+    """Return the error by which all ranks end after one rank's `error`, with a message of one line. Return None if
+    `error` is of no kind that has an exit status of its own.
     """
     if isinstance(error, DataError | WrongDataError):
         return WrongDataError(str(error))
@@ -68,11 +68,10 @@ def early_end(error: BaseException) -> EndedEarlyError | None:
 
 
 class Watchdog:
-    """Watches between `with` and the end of the block.
+    """Watches until the end of a `with` block.
 
-    `roll`: None for a single rank, for which no other waits. `launcher`: the launcher's pid, whose death is a request
-    to leave; None if the parent is a shell, which a run may outlive. `position`: returns the main thread's position, on
-    any thread.
+    `roll`: None for a single rank. `launcher`: the launcher's pid; its death is a request to leave. None: the parent is
+    a shell, which a run may outlive. `position`: returns the main thread's position, on any thread.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class Watchdog:
         self._roll, self._timeout_s = roll, timeout_s
         self._status, self._leave = status, leave
         self._launcher = launcher
-        self._tick_s = min(0.25, timeout_s / 12)  # time from one sign to the next
-        self._window_s = timeout_s / 4  # time in which a living rank of another host gives a sign
+        self._tick_s = min(0.25, timeout_s / 12)  # seconds from one sign to the next
+        self._window_s = timeout_s / 4  # seconds within which a living rank of another host gives a sign
         self._grace_s = min(_GRACE_S, self._window_s)
         self._moved_s = time.monotonic()  # time of the last progress of the main thread
         self._since_s = self._moved_s  # time of the last progress of any rank, as far as this rank knows
@@ -93,16 +92,16 @@ class Watchdog:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._talker = threading.Thread(target=self._talk, name="roll call", daemon=True)
-        self._stopped_s: float | None = None  # the time since which ranks of a dead launcher are stopped
-        self._ended = ""  # line on stopped ranks, once this rank has ended them
+        self._stopped_s: float | None = None  # time since which a rank of a dead launcher is stopped
+        self._ended = ""  # line about the stopped ranks that this rank has ended
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> Watchdog:
         if self._roll is not None:
             try:
-                self._status.folder.mkdir(parents=True, exist_ok=True)  # so far only the first rank's host may have it
+                self._status.folder.mkdir(parents=True, exist_ok=True)  # this host may have no such folder yet
                 self._collectives.unlink(missing_ok=True)
-                # A new file: a stopped rank of an earlier job may still have the old one open, and write to it.
+                # The file is new, because a stopped rank of an earlier job may still write to the old one.
                 self._stacks = create_anew(self._status.folder / f"stacks_rank{self._rank}.txt", "x")
             except OSError as error:
                 say(f"megamix train: stacks of rank {self._rank} would go to stderr: {error}", sys.stderr)
@@ -117,8 +116,8 @@ class Watchdog:
         self._closing.set()
         self._thread.join()
         if self._roll is not None:
-            # A talker that takes longer is stuck in the store. Such a watchdog can end no process any more: `_closing`
-            # is set.
+            # A talker that takes longer is stuck in the store. It can no longer end this process, because `_closing` is
+            # set.
             self._talker.join(self._grace_s)
         try:
             alike = error is None or isinstance(error, EndedEarlyError | ConfigError)  # the same on all ranks
@@ -159,7 +158,7 @@ class Watchdog:
                 suspicion, moved_s = None, self._moved_s
             try:
                 suspicion = self._look(self._roll, suspicion)
-            except DistNetworkError:  # the store is gone for good, and each further try would print a stack of C++
+            except DistNetworkError:  # the store is gone, and each further try would print a C++ stack
                 return
             except RuntimeError:  # somebody removed a key; faulthandler's timer still stands
                 continue
@@ -168,11 +167,15 @@ class Watchdog:
         return self._launcher is not None and os.getppid() != self._launcher
 
     def _store_is_gone(self) -> bool:
-        """Return whether the store died with the launcher. If there are several, another one may hold it."""
+        """Return whether the store died with the launcher. If there are several launchers, another one may hold the
+        store.
+        """
         return self._is_orphan() and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
     def _end_stopped(self, siblings: Siblings) -> None:
-        """End a dead launcher's ranks that stay stopped: nobody else does, and the others cannot save without them."""
+        """End the ranks of a dead launcher that stay stopped. Nobody else would end them, and the other ranks wait for
+        them.
+        """
         stopped = siblings.stopped()
         if not stopped:
             self._stopped_s = None
@@ -185,8 +188,8 @@ class Watchdog:
                 siblings.end(pid)
 
     def _look(self, roll: RollCall, suspicion: _Suspicion | None) -> _Suspicion | None:
-        """Give a sign, and end this process if an end reason is written or due. Return the search for missing ranks to
-        continue with.
+        """Give a sign of life. End this process if there is an end reason, or if one is due. Return the search for
+        missing ranks, if there is one, for the next call.
         """
         self._beat(roll)
         if (reason := roll.reason()) is not None:
@@ -194,7 +197,7 @@ class Watchdog:
             return None
         if suspicion is None:
             return _Suspicion(roll) if self._stood_s() > self._timeout_s - self._window_s - self._tick_s else None
-        # The suspicion's age counts, too: a process that was stopped itself finds the limit passed when it goes on.
+        # The age of the search counts, too: a process that was stopped finds the limit passed as soon as it goes on.
         if suspicion.age_s() <= self._window_s or self._stood_s() <= self._timeout_s:
             return suspicion
         missing, idle_s = suspicion.missing(), suspicion.idle_s()
@@ -214,18 +217,19 @@ class Watchdog:
         return time.monotonic() - self._since_s
 
     def _arm(self) -> None:
-        """Start faulthandler's timer again. It ends the process if both threads are stuck, in the store or without the
-        interpreter's lock.
+        """Start faulthandler's timer again. The timer ends the process if both threads are stuck, as in the store or in
+        a wait for the interpreter's lock.
         """
         if self._roll is not None:
             to = self._stacks or sys.stderr
             faulthandler.dump_traceback_later(self._timeout_s + _LAST_RESORT_S, exit=True, file=to)
 
     def _judge(self, missing: list[int], roll: RollCall) -> EndReason:
-        """Return the end reason: which ranks are to blame that this rank stands still."""
+        """Return the end reason, which names the ranks because of which this rank stands still."""
         signs = roll.signs()
-        # The ranks that do not wait are behind. If all wait, or none is seen to (as on a GPU), those with the fewest
-        # spans are. Spans come second, since each stage of a pipeline enters another number of them.
+        # The ranks that do not wait are behind. If all seem to wait or none does (as on a GPU), the ranks with the
+        # fewest spans are behind. Spans count only then, because the stages of a pipeline enter different numbers of
+        # spans.
         behind = [rank for rank, sign in signs.items() if not sign.waits]
         if len(behind) in (0, len(signs)):
             fewest = min((sign.spans for sign in signs.values()), default=0)
@@ -240,9 +244,9 @@ class Watchdog:
         return EndReason("\n".join([*lines, *_last_places([*(missing or behind), roll.rank], signs)]), missing)
 
     def _explain(self, error: Exception, roll: RollCall) -> None:
-        """Tell the others, and add to the error a note, whether this rank or another one is to blame for it."""
+        """Find out whether this rank or another one has caused the error. Tell the others, and add a note to it."""
         with contextlib.suppress(RuntimeError):
-            # A dead peer breaks the connection, which is a RuntimeError of torch, before the system calls the peer
+            # A dying peer breaks the connection, which is a RuntimeError of torch, before the system says that it is
             # dead.
             early = early_end(error)
             missing = self._wait_for_missing(roll) if isinstance(error, RuntimeError) and early is None else []
@@ -262,7 +266,7 @@ class Watchdog:
                 raise _OF_ONE_RANK[reason.exit_status](reason.text) from error
             if reason == own:
                 say(f"megamix train: {reason.text}", sys.stderr)
-            # The end reason comes first: a collective's own note describes the consequence, and may name another cause.
+            # The end reason comes first: a collective's own note is about the consequence, and may name another cause.
             error.__notes__ = [reason.text, *getattr(error, "__notes__", [])]
             _end_missing(reason, roll)
             if roll.rank == _speaker(reason, roll) and (roll.rank != 0 or reason.missing):
@@ -279,15 +283,15 @@ class Watchdog:
         return missing or suspicion.missing()
 
     def _end(self, reason: EndReason, roll: RollCall) -> None:
-        """End this process now: its main thread may never come back. No error on the way may keep the process alive."""
-        if self._closing.is_set():  # the main thread has come back while this one was stuck in the store
+        """End this process now, because its main thread may never come back. Whatever fails on the way, it ends."""
+        if self._closing.is_set():  # the main thread has come back while this thread was stuck in the store
             return
         try:
             faulthandler.dump_traceback(file=self._stacks or sys.stderr)
             _end_missing(reason, roll)
             if roll.rank == _speaker(reason, roll):
                 self._status.write("failed", reason.text, reason.exit_status)
-            if reason.exit_status in _OF_ONE_RANK and roll.rank == 0:  # in the command line's form
+            if reason.exit_status in _OF_ONE_RANK and roll.rank == 0:  # as the command line prints errors
                 say(f"megamix train: {reason.text}", sys.stderr)
             drop_unwritten()
             tell_collectives(self._collectives)
@@ -296,13 +300,13 @@ class Watchdog:
 
 
 def _main_thread_waits() -> bool:
-    """Return whether the main thread stands in code that communicates, and so waits for another rank."""
+    """Return whether the main thread is in code that communicates, and so waits for another rank."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and any(place in frame.f_code.co_filename for place in _WAITING_PLACES)
 
 
 class _Suspicion:
-    """The search for ranks that give no sign of life from now on."""
+    """A search for ranks that give no sign of life after its start."""
 
     def __init__(self, roll: RollCall):
         self._roll, self._before, self._since_s = roll, roll.signs(), time.monotonic()
@@ -315,15 +319,15 @@ class _Suspicion:
         return min((sign.idle_s for sign in self._roll.signs().values()), default=0.0)
 
     def missing_here(self) -> list[int]:
-        """Return the missing ranks of this host. The system knows them at any time and under any load. This rank is not
-        missing, whatever the store says.
+        """Return the missing ranks of this host, as the system knows them, at once and under any load. This rank itself
+        is never missing, whatever the store says.
         """
         here = [rank for rank, sign in self._before.items() if sign.is_here and not sign.runs]
         return [rank for rank in here if rank != self._roll.rank]
 
     def missing(self) -> list[int]:
-        """Return the missing ranks of all hosts: on another host, those with no new sign since this object was made.
-        Call it only when it has some age.
+        """Return the missing ranks of all hosts. On another host these are the ranks with no new sign since this search
+        began, so call it only after some time.
         """
         after = self._roll.signs()
         elsewhere = [
@@ -336,8 +340,8 @@ class _Suspicion:
 
 
 def _end_missing(reason: EndReason, roll: RollCall) -> None:
-    """Kill the missing ranks of this launcher: a stopped process notices nothing, and would keep its memory and its
-    GPU.
+    """Kill the missing ranks of this launcher. A stopped process would not notice the end, and would keep its memory
+    and its GPU.
     """
     for rank, sign in roll.signs().items():
         if rank in reason.missing and sign.is_here:

@@ -1,4 +1,4 @@
-"""This rank's part of global batches, trained on or evaluated."""
+"""This rank's part of global batches, for training and for evaluation."""
 
 import math
 from collections.abc import Callable
@@ -23,14 +23,14 @@ class RankBatches:
         return micro_batches(batch, micro_batch_size=size, dp_rank=dp.rank, dp_size=dp.size)
 
     def prefetch(self, batch: Samples) -> None:
-        """Announce a global batch, so that it is read while another one is computed."""
+        """Announce a global batch, so that it is read while another batch is computed."""
         for samples in self.micro_batches(batch):
             for part in samples:
                 self.loader.prefetch(part)
 
 
 class Validation:
-    """Validation loss over the same batches at every call. Every rank has one."""
+    """Computes the validation loss, over the same batches at every call. Every rank has such an object."""
 
     def __init__(self, config: Config, runner: MicroBatchRunner, loader: BatchLoader):
         self._runner = runner
@@ -40,7 +40,7 @@ class Validation:
         self._batches = [(range(first, first + size),) for first in range(0, training.eval_batches * size, size)]
 
     def loss(self, before_each: Callable[[], None]) -> float:
-        """Return the mean over all batches and ranks (nats per token), in half precision as trained.
+        """Return the mean loss over all batches and ranks (nats per token), computed in the dtype of training.
 
         Every rank must call it.
         `before_each`: called before each batch; an exception from it ends the validation.

@@ -22,7 +22,7 @@ def train_arguments(parser: Parser) -> None:
     parser.example = "megamix train configs/quickstart.toml checkpoint.folder=runs/mine"
     add_config(parser)
     parser.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
-    parser.add_argument("--memory", metavar="SIZE", help="with --check: what a rank may hold, as 3GiB; refuse more")
+    parser.add_argument("--memory", metavar="SIZE", help="with --check: most memory of a rank, such as 3GiB")
 
 
 def run_train(arguments: argparse.Namespace) -> None:
@@ -72,7 +72,7 @@ def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config
 def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[str], None]) -> str:
     """Return the text of `train --check` on a job without mistakes, for the ranks of this environment.
 
-    `tell` gets a line for each setting that trains but is seldom meant. Raises: ConfigError.
+    `tell` gets a line for each setting that is allowed but probably a mistake. Raises: ConfigError.
     """
     from megamix.run.resume_rules import outlook
     from megamix.run.run_folder import check
@@ -97,7 +97,7 @@ def _set_torch_environment(config: Config) -> None:
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:
-    """Return the log's line on planned and measured memory; without the planner, a line that says why it is missing."""
+    """Return the log's line on planned and measured memory; if the planner cannot be imported, a line that says why."""
     try:
         from megamix.tools.plan.memory_plan import memory_line
     except ImportError as error:

@@ -1,4 +1,6 @@
-"""Early import of torch's compiler, before the ranks meet; it takes longer than an update's cached compilation."""
+"""The early import of torch's compiler, before the ranks meet. It takes longer than to compile an update from the
+cache.
+"""
 
 from collections.abc import Callable
 
@@ -6,7 +8,7 @@ from megamix.config import Config
 
 
 def load_compiler(config: Config, tell: Callable[[str], None]) -> None:
-    """Import the compiler, telling `tell` of each part, and skip its trials of vector sets that no update uses."""
+    """Import the compiler, and skip its trials of vector sets that no update uses. `tell` gets a line for each part."""
     tell("loading torch's compiler, 1 of 2")
     import torch._dynamo
 
@@ -16,6 +18,6 @@ def load_compiler(config: Config, tell: Callable[[str], None]) -> None:
     vectors = torch._inductor.config.cpp
     on_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     if on_x86 and vectors.vec_isa_ok is None and not config.model.compile:
-        # The update uses 256-bit vectors, which any g++ that compiles torch's headers knows. Trying each vector set of
-        # the CPU would start a new interpreter, at each start of each rank, and compile wherever nothing is cached.
+        # The update uses 256-bit vectors, which any g++ that compiles torch's headers knows. A trial of each vector set
+        # of the CPU would start a new interpreter at each start of each rank, and compile unless a result is cached.
         vectors.vec_isa_ok = True

@@ -29,11 +29,11 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
     """Train by `config` on the ranks that torchrun started, or alone. Every rank must call it; the first one writes.
 
     `memory_line`: returns the log's line on memory, after the second update; None: no such line. `make`: makes the
-    trainer from Trainer's arguments; a caller may hand in one that watches. Returns the last validation loss (nats per
-    token).
-    Raises: EndedEarlyError, after saving the last weights if the run gave up or was asked to leave, and without saving
-    if the data were changed under it; ConfigError if another job holds the run's folder, or the ranks were not started
-    alike.
+    trainer from the arguments of Trainer; a caller may pass its own, for instance to observe the training. Returns the
+    last validation loss (nats per token).
+    Raises: EndedEarlyError if the run gave up or was asked to leave, after saving the last weights, or if the data have
+    changed during the run, without saving; ConfigError if another job holds the run's folder, or if the ranks were not
+    started alike.
     """
     with ExitStack() as stack:
         # 1. The ranks: they meet, hold the run's folder, and agree from where the run goes on.
@@ -48,7 +48,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
                 fill = job.counted(drawn(model, config.training.seed) if begins_anew else undrawn)
                 accumulation = grad_accum_steps(config, job.topology.dp.size)
                 engine = build_engine(config, model, model.units, accumulation, job.topology, placements, fill)
-            job.engine = engine  # the watchdog reads from it, and from the trainer, whether this rank gets on
+            job.engine = engine  # the watchdog reads this rank's progress from the engine and the trainer
             console = job.console
             console.line(_describe(config, engine, job.device))
             if stages:
@@ -85,7 +85,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             except EndedEarlyError as error:
                 early = error
 
-            # 7. The results. A run that was asked to leave has no time for them, and will be started again.
+            # 7. The results. A run that was asked to leave skips them: it has no time, and will be started again.
             early = trainer.save_last(early)
             console.close()
             if early is None or isinstance(early, GaveUpError):
@@ -95,14 +95,14 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
     return valid_loss
 
 
-_COMPILES = "; its update is compiled, in a moment where it is cached, else in up to a minute"
+_COMPILES = "; its update is compiled, which takes up to a minute unless it is cached"
 
 
 def _set_torch(config: Config) -> None:
     # torch's default on GPUs may sum half products in half. All sums here are FP32.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if config.training.deterministic:  # the call imports some of the compiler
+    if config.training.deterministic:  # only then, because the call imports parts of the compiler
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     torch.manual_seed(config.training.seed)

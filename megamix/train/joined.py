@@ -42,14 +42,14 @@ from megamix.supervise.status import (
 from megamix.supervise.watchdog import Watchdog, early_end
 from megamix.train.trainer import Trainer
 
-# Seconds for which a rank that has written its share waits for the slowest one, if that one makes progress; else the
-# watchdog ends it.
+# Seconds for which a rank that has written its share waits for the slowest rank, as long as that one makes progress. If
+# it makes none, the watchdog ends the run earlier.
 SAVE_TIMEOUT_S = 6 * 3600.0
 
 
 @dataclass
 class Job:
-    """Holds the objects that every part of a run shares on this rank, from joining the others to leaving the folder."""
+    """Holds the objects that all parts of a run share on this rank, from the meeting of the ranks to the run's end."""
 
     config: Config
     device: torch.device
@@ -58,7 +58,7 @@ class Job:
     leave: LeaveRequest
     launcher: int | None  # the launcher's pid
     data_identity: str  # identity of the files whose fingerprints were compared
-    start: Start = field(init=False)  # start from which the run goes on
+    start: Start = field(init=False)  # the start of this run: with or without a checkpoint
     drawn_bytes: int = 0  # bytes of initial weights so far
     engine: ShardedEngine | None = None
     trainer: Trainer | None = None
@@ -71,9 +71,10 @@ class Job:
         return Console(self.config.training.steps, speaks=self.topology.world.rank == 0)
 
     def on_first_rank(self, work: Callable[[], None]) -> None:
-        """Work on the run's folder; the first rank's refusal is every rank's.
+        """Run `work`, which changes the run's folder, on the first rank. If it is refused there, every rank ends.
 
-        Raises: ConfigError, also for an OSError, or StuckError; alike on every rank, so that all end with one status.
+        Raises: ConfigError, also for an OSError, or StuckError. Every rank raises the same kind, so that all end with
+        one exit status.
         """
         refusal: ConfigError | StuckError | None = None
 
@@ -93,16 +94,18 @@ class Job:
             raise refusal or (StuckError(elsewhere) if stuck else ConfigError([elsewhere], "job"))
 
     def take_folder(self, stack: ExitStack) -> None:
-        """Hold the run's folder until the end of `stack`. Raises: as `run_lock`, and for another run's folder."""
+        """Hold the run's folder until the end of `stack`. Raises: as `run_lock`; also ConfigError for the folder of
+        another run.
+        """
         self.status.folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_lock(self.status.folder, say=say))
-        # Another job may have come and gone since all ranks looked.
+        # Another job may have written there after all ranks had looked.
         if problems := run_folder.folder_problems(self.config):
             raise ConfigError(problems, "job")
 
     def begin(self, start: Start, *, claims: bool) -> None:
-        """Count this start; a second call replaces the first one's count. With `claims` the folder becomes this run's;
-        without it, only its status changes.
+        """Count this start in the folder's status. A second call replaces the count of the first one. With `claims` the
+        folder also becomes this run's.
         """
         if claims:
             run_folder.claim(self.config)
@@ -111,7 +114,7 @@ class Job:
         self.status.begin(start.progress.applied, self.config.checkpoint.max_restarts)
 
     def counted(self, fill: Fill) -> Fill:
-        """Return `fill` with its drawn parameters counted as progress, by which other ranks see that this one lives."""
+        """Return a `fill` that also counts the drawn bytes as progress, by which others see that this rank lives."""
 
         def fill_and_count(spec: ParamSpec, start: int, values: Tensor) -> None:
             fill(spec, start, values)
@@ -141,7 +144,8 @@ def join(config: Config, stack: ExitStack) -> Job:
     """
     launcher = os.getppid() if dist.is_torchelastic_launched() else None
     device, section = local_device(), config.parallelism
-    # The limit is a moment longer than the watchdog's, so that a missing peer is named before a collective gives up.
+    # The limit is a second longer than the watchdog's, so that the watchdog names a missing peer before a collective
+    # gives up.
     limit_s = section.timeout_s + 1.0
     if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         say_phase(f"meeting all {size} ranks")
@@ -155,15 +159,15 @@ def join(config: Config, stack: ExitStack) -> Job:
     stack.push(_leave_ranks)
     data = known_data(config)
     topology = Topology.connect(limit_s, **axis_sizes(config.parallelism))
-    # Signals are noted only from here on: earlier there is nothing to save, and a rank that waits for the others must
-    # be free to die.
+    # Signals are noted only from here on. Before, there is nothing to save, and a signal must be able to end a rank
+    # that waits for the others.
     leave = stack.enter_context(signals_noted(launched=launcher is not None))
     all_or_none = AllOrNone(make_collectives(topology.world, device), device)
     job = Job(config, device, topology, all_or_none, leave, launcher, data.identity)
-    all_or_none.every(lambda: None)  # a slower rank may still check the folder, which is claimed only now
+    all_or_none.every(lambda: None)  # no rank takes the folder while a slower one still checks it
     job.on_first_rank(lambda: job.take_folder(stack))
     job.start = find_start(config, data.fingerprints, all_or_none)
-    # Counted before the building and the loading: a run that dies in them has started as well.
+    # The start is counted before the model is built and loaded: a run that dies meanwhile has started as well.
     job.on_first_rank(lambda: job.begin(job.start, claims=False))
     return job
 
@@ -177,15 +181,15 @@ def _leave_ranks(kind: object, error: BaseException | None, trace: object) -> No
 
 @contextmanager
 def supervised(job: Job) -> Iterator[None]:
-    """Watch the other ranks in the block, then write into the folder's status how the run ended."""
+    """Watch the other ranks while the block runs. Then write into the folder's status how the run ended."""
     world, roll = job.topology.world, None
     try:
         if world.group is not None:
             roll = RollCall(side_store(world), world.rank, world.size)
         with Watchdog(roll, job.config.parallelism.timeout_s, job.status, job.leave, job.launcher, job.position):
-            job.all_or_none = AllOrNone.apart(world, SAVE_TIMEOUT_S)  # watched, for connecting may take as long
-            # All ranks wait until the first rank has written everything. torchrun ends the ranks some time after the
-            # first one that left early, and the watchdog takes a rank that has left for dead.
+            job.all_or_none = AllOrNone.apart(world, SAVE_TIMEOUT_S)  # watched, because this may wait just as long
+            # All ranks wait until the first rank has written everything: torchrun ends all ranks some time after one
+            # has left early, and the watchdog takes a rank that has left for dead.
             try:
                 yield
             except EndedEarlyError as early:

@@ -35,7 +35,9 @@ MakeTrainer = Callable[..., "Trainer"]  # takes the arguments of Trainer's const
 
 
 class Trainer:
-    """Loop over a job's attempts until all updates are applied. Every rank has one; the first speaks and writes."""
+    """Runs a job's attempts until all updates are applied. Every rank has a trainer; that of the first rank logs and
+    writes.
+    """
 
     def __init__(
         self,
@@ -65,10 +67,10 @@ class Trainer:
         self.recorded = RecordedRows(engine.topology, config.parallelism.timeout_s)
         self.overflows = OverflowHistory(config.precision, engine, start.skipped)
         self.scale_search = ScaleSearch(engine.loss_scale.min_scale)
-        self._examinations: dict[int, Examination] = {}  # by attempts in flight
+        self._examinations: dict[int, Examination] = {}  # by the numbers of attempts in flight
         self._last_overflowed = False  # whether the last outcome was an overflow
         self._validated = start.validated  # the update after which the last validation was
-        self._stop_reason = 0  # reason for which the ranks have agreed to leave; 0: none
+        self._stop_reason = 0  # the reason to leave on which the ranks have agreed; 0: none
         self._scaled = build_loss_scale(config.precision) is not None
         self.profiling = Profiling(config, engine, console, writer)
         report.go_on_from(start.attempts, start.losses(), start.tokens)
@@ -80,7 +82,7 @@ class Trainer:
         Every rank must call it: attempts in flight are settled.
         """
         while self.batch_plan.must_settle(until=0):
-            with suppress(GaveUpError):  # the error that ends the run, if there is one, was raised before
+            with suppress(GaveUpError):  # a run that gives up has raised this error before
                 self._settle()
         sizes = {} if self.writer is None else self.writer.sync()
         return Progress(
@@ -95,9 +97,9 @@ class Trainer:
     def train(self, leave: LeaveRequest) -> float | None:
         """Take all updates and validations.
 
-        Return the last validation loss (nats per token), if there is validation data.
-        Raises: GaveUpError once the budget of overflows is spent; PreemptedError once a rank was asked to leave, on
-        every rank after the same update; DamagedMemory once the ranks' copies of a parameter or counter differ.
+        Return the last validation loss (nats per token), or None without validation.
+        Raises, on every rank after the same update: GaveUpError if there were too many overflows; PreemptedError if a
+        rank was asked to leave; DamagedMemory if the ranks' copies of a parameter or counter differ.
         """
         plan, valid_loss = self.batch_plan, None
         self.engine.module.train()
@@ -107,11 +109,12 @@ class Trainer:
             self.engine.probe_loss_scale()
         for stop in self._stops():
             while True:
-                # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
+                # No attempt may pass a stop: there all outcomes must be known, and the weights be those of update
+                # `stop`.
                 while plan.must_settle(until=0 if self._stop_reason else stop):
                     self._settle()
                 if self._stop_reason and plan.applied < self.config.training.steps:
-                    raise self._leaves()  # also at a stop; `save_last` decides whether there is time for a save
+                    raise self._leaves()  # even at a stop; `save_last` decides whether there is time for a save
                 if plan.applied == stop:
                     break
                 if leave.reason:
@@ -123,7 +126,7 @@ class Trainer:
                     self.runner.forward_backward(self._load(attempt.batch))
                     result = self.engine.step()
                 self._note(attempt, result)
-            is_new = self._validated < stop  # otherwise it was validated before the run was interrupted
+            is_new = self._validated < stop  # False: this update was validated before the run was interrupted
             if is_new and self.validation is not None and self._stops_for(stop, self.config.training.eval_interval):
                 valid_loss = self._validate(self.validation, stop, leave)
             if stop < self.config.training.steps and self._stops_for(stop, self.config.checkpoint.save_interval):
@@ -132,7 +135,9 @@ class Trainer:
         return valid_loss
 
     def save_last(self, early: EndedEarlyError | None) -> EndedEarlyError | None:
-        """Save the last checkpoint of a run. Return how the run ends, which a failed save may change."""
+        """Save the last checkpoint of a run. Return the error with which the run ends, which a failed save may change;
+        None if all updates are done.
+        """
         with self.engine.clock.span("save"):
             progress = self.progress()
             try:
@@ -144,7 +149,7 @@ class Trainer:
         return early
 
     def _stops(self) -> list[int]:
-        """Return the updates still to come after which to validate or save. The last one ends the run."""
+        """Return the coming updates that are followed by a validation or a save. The last one ends the run."""
         steps = self.config.training.steps
         intervals = (self.config.training.eval_interval, self.config.checkpoint.save_interval)
         stops = {stop for interval in intervals if interval for stop in range(interval, steps, interval)}
@@ -154,7 +159,7 @@ class Trainer:
         return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
     def _note(self, attempt: Attempt, result: StepResult) -> None:
-        """Keep a step's result unread until the attempt is settled; compare the ranks' copies when that is due."""
+        """Keep a step's result unread until the attempt is settled. Compare the ranks' copies if that is due."""
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination
@@ -166,8 +171,7 @@ class Trainer:
         for samples in self.batches.micro_batches(global_batch.samples):
             with self.engine.clock.span("data"):
                 batch = self.batches.loader.load(samples)
-            # Prefetching earlier would let the reading thread hold Python's lock while this thread waits instead of
-            # computing.
+            # Not earlier: the reading thread would hold Python's lock while this thread should launch computations.
             self.batches.prefetch(self.batch_plan.next_new())
             yield MicroBatch(batch, self._seed_of_dropout(samples, global_batch.tries))
 
@@ -178,8 +182,8 @@ class Trainer:
         examination = self._examinations.pop(attempt.number, None)
         self._stop_reason = max(self._stop_reason, outcome.stop_requested)
         fate = self.batch_plan.settle(outcome.found_inf, outcome.loss_scale)
-        # Every overflow names its parameters, but only an examined one names ranks and micro-batches. The next attempt
-        # is examined; with requeue and redo it tries the same batch again.
+        # Every overflow names its parameters, but only an examined one names ranks and micro-batches. So the attempt
+        # launched next is examined; with requeue and redo it tries the same batch again.
         self._last_overflowed = outcome.found_inf
         if fate is Fate.APPLIED:
             self.report.add(outcome.loss)
@@ -191,7 +195,8 @@ class Trainer:
         self.overflows.spend(found_inf, loss, attempt.number + 1, self.batch_plan.applied)
         if fate is Fate.APPLIED and (searched := self.scale_search.end(outcome.loss_scale)):
             self.console.line(searched)
-        # The first update has a line, so that a newcomer sees a loss soon; then every log_interval-th and the last.
+        # Lines are logged for the first update, so that a newcomer sees a loss soon, for every log_interval-th update,
+        # and for the last one.
         always = self.batch_plan.applied in (1, self.config.training.steps)
         if fate is Fate.APPLIED and (always or self.batch_plan.applied % self.config.metrics.log_interval == 0):
             self._log(self.batch_plan.applied, outcome)
@@ -203,7 +208,7 @@ class Trainer:
                 self.writer.write_precision(self.batch_plan.applied, layers)
 
     def _note_overflow(self, attempt: Attempt, outcome: Outcome, fate: Fate, words: str) -> None:
-        """Record an overflow, and tell it unless it is one of the search for the first loss scale. Every rank must call
+        """Record an overflow. Log it, unless it belongs to the search for the first loss scale. Every rank must call
         it.
         """
         step, skipped, loss_scale = self.batch_plan.applied + 1, self.overflows.count, outcome.loss_scale
@@ -260,7 +265,7 @@ class Trainer:
         return loss
 
     def _leave_if_asked(self, leave: LeaveRequest) -> None:
-        """Leave if any rank was asked to, at a time when no step carries the request to the others.
+        """Leave if any rank was asked to leave. Outside steps the ranks exchange the request here.
 
         Raises: PreemptedError, on every rank alike.
         """
@@ -270,10 +275,10 @@ class Trainer:
             raise self._leaves()
 
     def _seed_of_dropout(self, samples: Samples, tries: int) -> int | None:
-        """Return a seed of dropout, or None without dropout.
+        """Return the seed of a micro-batch's dropout, or None without dropout.
 
-        With it the same units drop out on any number of data-parallel ranks and after any restart, and others at
-        another try.
+        With this seed the same units drop out on any number of data-parallel ranks and after any restart. In another
+        try of the same batch, other units drop out.
         """
         if not self.config.model.dropout:
             return None
@@ -285,5 +290,5 @@ class Trainer:
 
 
 def _is_due(attempt: int, interval: int) -> bool:
-    """Return whether an attempt is one of every `interval`; 0: never."""
+    """Return whether an attempt is the last of `interval` attempts. With interval 0, none is."""
     return interval > 0 and (attempt + 1) % interval == 0

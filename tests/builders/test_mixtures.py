@@ -122,7 +122,7 @@ def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files) -> N
     started = {"train": weights(3, 1), "stages": later}
     run(job(tmp_path, files, started), crash_at=5)  # after update 2, saved: cursor 24 or so
 
-    other_mixture = r"data.train: the \d+ samples that were read are another mixture .* from_sample = \d+ or more"
+    other_mixture = r"data.train: the \d+ samples that were read came from another mixture .* from_sample = \d+ or more"
     refused = [
         ({"train": weights(3, 2)}, other_mixture),
         ({"train": weights(3, 1, 1)}, other_mixture),

@@ -150,7 +150,7 @@ def test_all_ranks_learn_alike_that_a_save_is_refused(run_ranks, tmp_path: Path)
     for told in run_ranks(_told, 2, tmp_path / "run"):
         assert told == [
             "progress.seen: nan is no JSON number; write None",
-            "progress is not the same on every rank; give the same, a rank loads that of the first",
+            "progress is not the same on every rank; give every rank the same, for one copy is saved",
             "{'b': 2, 'a': 1}",
             " has a checkpoint of 2 updates, this engine has made 1; call load() first, or give another folder",
         ]

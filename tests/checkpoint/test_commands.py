@@ -100,7 +100,7 @@ def test_verify_reads_every_byte_of_all_or_of_one(run: Path, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[0] for line in lines] == [NEWER, OLDER]
     assert "good; 2 files" in lines[0]
-    assert "24 parameters, of each master, exp_avg, exp_avg_sq" in lines[0]
+    assert "24 parameters, each with master, exp_avg, exp_avg_sq" in lines[0]
     assert main(["checkpoint", "verify", str(run / "checkpoints" / OLDER)]) == 0
     assert capsys.readouterr().out == lines[1] + "\n"
 
@@ -126,7 +126,7 @@ def test_no_command_uses_what_is_damaged(run: Path, tmp_path: Path, capsys) -> N
         assert main(["checkpoint", *map(str, flags)]) == 1
         said = capsys.readouterr().err
         assert str(newer / FILES[2]) in said
-        assert f"{older} is good: name that one" in said
+        assert f"{older} is good: name this one" in said
     assert not output.exists()
 
 
@@ -139,7 +139,7 @@ def test_a_wrong_path_is_told_with_the_right_one(run: Path, tmp_path: Path, caps
             ["verify", str(empty)],
             f"{empty / 'checkpoints'} holds no checkpoint; give a run that has saved, or a checkpoint",
         ),
-        (["diff", newer, str(run)], f"B: {run} is no checkpoint but holds some; name one, such as {newer}"),
+        (["diff", newer, str(run)], f"B: {run} is no checkpoint but holds checkpoints; name one, such as {newer}"),
         (["export", newer, "--to", "dcp", str(run)], f"OUT: {run} is there already; give a new name"),
     ):
         assert main(["checkpoint", *flags]) == 2

@@ -129,7 +129,7 @@ def test_a_file_that_is_cut_once_its_header_is_read_is_found(ready: Path, tmp_pa
 
     assert _newest_loads_as(tmp_path / "copy", engine, cut) == OLDER
     assert differences(engine, 1) == []
-    assert f"{FILES[1]}: it has become shorter" in caplog.text
+    assert f"{FILES[1]}: it became shorter" in caplog.text
 
 
 @pytest.mark.parametrize("name", FILES)

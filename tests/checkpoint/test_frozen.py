@@ -41,8 +41,8 @@ def _names(folder: Path) -> list[str]:
 
 
 OTHER = (
-    r"was saved beside other frozen parameters than the model has: index, embedding.weight differ.* "
-    r"Give the model the same ones, .* Checkpoints\(\.\.\., frozen=True\)"
+    r"was saved beside other frozen parameters than the model has, .* They differ in index, embedding.weight.* "
+    r"Give the model the same frozen parameters, .* Checkpoints\(\.\.\., frozen=True\)"
 )
 
 
@@ -61,11 +61,11 @@ def test_other_frozen_values_are_refused_by_name_and_nothing_is_set_aside(tmp_pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model.register_parameter("more", nn.Parameter(torch.ones(2), False)), "has: more differ"),
-        (lambda model: delattr(model, "index"), "has: index differ"),
+        (lambda model: model.register_parameter("more", nn.Parameter(torch.ones(2), False)), "They differ in more"),
+        (lambda model: delattr(model, "index"), "They differ in index"),
         (
             lambda model: setattr(model.embedding, "weight", nn.Parameter(_flat(model), False)),
-            "embedding.weight differ",
+            "They differ in embedding.weight",
         ),
     ],
 )
@@ -157,7 +157,7 @@ def _of_one_rank(folder: Path) -> list[str]:
 def test_all_ranks_refuse_and_load_alike(run_ranks, tmp_path: Path) -> None:
     first, second = run_ranks(_of_one_rank, 2, tmp_path)
     assert first == second
-    assert "index, embedding.weight differ" in first[0]
+    assert "They differ in index, embedding.weight" in first[0]
     assert first[1:] == ["{}", str(float(_table(_engine()).double().sum()))]
 
 

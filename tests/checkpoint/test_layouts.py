@@ -317,7 +317,7 @@ def test_another_rule_of_the_loss_scale_begins_anew(tmp_path: Path, caplog) -> N
     load(checkpoint, target, all_or_none_of(target))
     assert int(target.applied_updates) == 3
     assert (float(target.loss_scale.loss_scale), target.loss_scale.peaks.count_nonzero()) == (2.0**7, 0)
-    assert "another rule (DynamicLossScale): it begins anew at 128" in caplog.text
+    assert "another rule (DynamicLossScale): the scale starts at 128" in caplog.text
 
 
 def _scaled(scale: StaticLossScale | None) -> ShardedEngine:
@@ -340,7 +340,12 @@ def _resumed_scale(folder: Path, saved: StaticLossScale, own: StaticLossScale | 
 RESUMED_SCALES = [
     (StaticLossScale(2.0**10), StaticLossScale(2.0**12), [2.0**12], "goes on at 4096, as the settings ask"),
     (StaticLossScale(2.0**10), None, [1.0], "goes on at 1, as the settings ask; the checkpoint has 1024"),
-    (TorchLossScale(), MegatronLossScale(2.0**20), [2.0**20, 0, 2], "another rule (TorchLossScale): it begins anew"),
+    (
+        TorchLossScale(),
+        MegatronLossScale(2.0**20),
+        [2.0**20, 0, 2],
+        "another rule (TorchLossScale): the scale starts at",
+    ),
     (DynamicLossScale(2.0**9), DynamicLossScale(16.0, max_scale=32.0), [32.0, 0, 1], "goes on at 32, as the"),
     (DynamicLossScale(2.0**4), DynamicLossScale(16.0, min_scale=8.0), [8.0, 0, 1], "the checkpoint has 2"),
     (DynamicLossScale(2.0**9), DynamicLossScale(2.0**20), [2.0**6, 0, 1], ""),

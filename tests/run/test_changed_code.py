@@ -102,12 +102,12 @@ def _told(run: Path, config: Config, capsys: pytest.CaptureFixture[str]) -> str:
 CHANGES = {
     "a state added": (
         STATES, 'return {"momentum": torch.float32, "energy": torch.float32}', 2.0,
-        "holds master, momentum, and the optimizer of now has master, momentum, energy",
+        "holds master, momentum, but the present optimizer has master, momentum, energy",
     ),
-    "a state removed": (STATES, "return {}", 2.0, "holds master, momentum, and the optimizer of now has master;"),
+    "a state removed": (STATES, "return {}", 2.0, "holds master, momentum, but the present optimizer has master;"),
     "another dtype": (
         STATES, 'return {"momentum": torch.bfloat16}', 2.0,
-        "holds master, momentum, and the optimizer of now has master, momentum (BF16)",
+        "holds master, momentum, but the present optimizer has master, momentum (BF16)",
     ),
     "a value refused by build": (
         BUILD, 'raise ValueError(f"rho must be at most 1, got {keys[\'rho\']}")', 2.0, "rho must be at most 1, got 2.0",

@@ -356,7 +356,7 @@ def test_what_no_rank_has_written_is_refused_in_a_line(tmp_path, data, monkeypat
         ranks = _Ranks(2, _limited(tmp_path, data, 30.0), store=_PlantedStore(kind, content))
         for error in ranks.ended.values():
             assert isinstance(error, NoAnswerError | ConfigError), (content[:20], error)
-            assert "is nothing that a rank of this job has written" in str(error)
+            assert "has a value that no rank of this job has written" in str(error)
             assert str(error).count("\n") <= 1
     assert not (tmp_path / "trap").exists()
 

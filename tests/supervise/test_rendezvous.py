@@ -140,7 +140,7 @@ def test_a_head_node_without_an_address_is_named_within_the_limit(monkeypatch, c
     assert launch([*MANY, "job.py"]) == 2
     assert asked[0] == "node0"
     (line,) = capsys.readouterr().err.splitlines()
-    told = "MASTER_ADDR: got node0, for port 4711, which has no address here within 0.01 s"
+    told = "MASTER_ADDR: got node0, for port 4711, which got no address here within 0.01 s"
     assert line.startswith(f"megamix: {told} (Name or service not known); write machine 0's name or address")
 
 

@@ -235,8 +235,8 @@ def test_a_save_for_which_the_launcher_does_not_wait_is_not_begun_on_any_rank(tm
     assert first == second
     assert _saved(tmp_path) == [SAVE_INTERVAL]
     assert first.endswith(
-        "; NOT saved, for the last save took 30.5 s and the launcher kills its ranks in 30.0 s; the newest checkpoint "
-        f"is {checkpoints(tmp_path / 'run/checkpoints')[0]}"
+        "; NOT saved, because the last save took 30.5 s and the launcher kills its ranks in 30.0 s; the newest "
+        f"checkpoint is {checkpoints(tmp_path / 'run/checkpoints')[0]}"
     )
     assert (_status(tmp_path)["state"], _status(tmp_path)["exit_status"]) == ("preempted", 75)
     run_ranks(_asked_with_a_slow_disk, 2, config, 29.5)

@@ -68,7 +68,7 @@ def test_a_run_that_is_stuck_says_so_and_stays_so_until_the_file_is_removed(tmp_
     status = _read(tmp_path)
     assert (status["state"], status["exit_status"], status["update"], status["restarts"]) == ("gave_up", 3, 40, 2)
     assert status["reason"] == (
-        "started 3 times from update 40 without progress (checkpoint.max_restarts 1); find out why, then remove "
+        "started 3 times from update 40 without progress (checkpoint.max_restarts 1); find out the reason, then remove "
         f"{tmp_path / STATUS}. The last start's end: failed planted"
     )
     assert _starts(tmp_path, [(40, "failed")], max_restarts=1) == 0
