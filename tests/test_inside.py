@@ -39,6 +39,7 @@ LACKS = {
 OTHERS = {
     "megamix/mixed_precision/engine.py": "itself",
     "megamix/tools/bench/ranks.py": "a side of a bench",
+    "megamix/tools/audit/start/sitecustomize.py": "the engine's module",
     "megamix/tools/plan/": "the bytes of one",
     "tests/tools/plan/test_command.py": "the bytes of one",
     "tests/test_studies.py": "a curve of a study",

@@ -60,7 +60,7 @@ def test_tensors_that_share_elements_are_refused_by_both_names(
 ) -> None:
     model = make_model(tied=False)
     tie(model)
-    with pytest.raises(ValueError, match=rf"{first} and {second} share .* one Parameter: module.weight = other.weight"):
+    with pytest.raises(ValueError, match=rf"{first} and {second} share .* one Parameter, module.weight = other.weight"):
         bf16_engine(model)
 
 

@@ -130,7 +130,7 @@ def test_what_limits_memory_and_whom_the_kernel_killed_is_read_of_every_group(
 
 @pytest.mark.uncounted
 def test_a_rank_without_memory_is_told_by_the_launcher_with_what_to_change(tmp_path: Path) -> None:
-    many = {"micro_batch_size": 2**15, "global_batch_size": 2**15, "eval_interval": 0}
+    many = {"micro_batch_size": 2**17, "global_batch_size": 2**17, "eval_interval": 0}
     job = _job(tmp_path, model={"num_layers": 1}, training=many, data={"valid": None})
     limit = 3_900_000 << 10  # torch maps half of it
     launch = [sys.executable, "-m", "megamix.supervise.launch", "--standalone", "-m", "megamix", "train", str(job)]
