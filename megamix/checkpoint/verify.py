@@ -70,7 +70,7 @@ def verify_named(path: Path, check: Check | None = None) -> Checkpoint:
 
 
 def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
-    """Check everything but the tensors' bytes; the code that reads those verifies them.
+    """Check everything but the tensors' bytes, which are verified by the code that reads them.
 
     Raises: DamagedCheckpoint; ConfigError for a checkpoint of another version.
     """
@@ -97,7 +97,7 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
                     stored[param, state].append(place)
         except (ValueError, OSError) as error:
             problems.append(str(error))
-    if not problems:  # else a bad file is reported already, and its boxes would be reported as missing, too
+    if not problems:  # if a file is bad, its boxes would also be reported as missing
         for (param, state), (shape, _) in wanted.items():
             if problem := tiling_problem([place.box for place in stored[param, state]], shape):
                 problems.append(f"{path}: {state} of {param}: {problem}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from megamix import tuned
 from megamix.comm.topology import Axis
 
-# torch 2.13 renames both and warns about the old names; earlier versions have only the old names.
+# torch 2.13 renames both functions and warns about the old names; earlier versions have only the old names.
 _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -170,7 +170,7 @@ class _ManyRanks(Collectives):
 
     def reduce_scatter(self, grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         scratch, earlier = self._exchanges[0]
-        earlier.wait()  # its parts are summed before new ones overwrite them
+        earlier.wait()  # sums the earlier parts before new parts overwrite them
         if scratch.nbytes() < grads.nbytes:
             scratch.resize_(0)  # without this, resizing would copy the old bytes
             scratch.resize_(grads.nbytes)
@@ -184,7 +184,7 @@ class _ManyRanks(Collectives):
         return exchange
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        # As bytes, because a module's buffers may have dtypes that the backends do not send.
+        # The tensor is sent as bytes, because a module's buffers may have dtypes that the backends do not send.
         plain = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
         dist.broadcast(plain, group=self.axis.group, group_src=source)
 

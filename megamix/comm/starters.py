@@ -20,7 +20,7 @@ class _Starter(NamedTuple):
     world_size: str
     local_rank: str
     local_world_size: str  # a number, or a number for each machine, as in 2(x3),1
-    job: tuple[str, ...] = ()  # variables that together name this job alone on its machines
+    job: tuple[str, ...] = ()  # variables whose values together tell this job from others on its machines
     hosts: str = "SLURM_JOB_NODELIST"  # lists the machines, rank 0's first
 
 

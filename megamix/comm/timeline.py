@@ -17,7 +17,7 @@ import torch
 
 from megamix.comm.collectives import Pending
 
-_MOST_THREADS = 256  # most transfers watched at once; further ones appear to arrive late
+_MOST_THREADS = 256  # most transfers watched at once; further transfers seem to arrive late
 
 Instant = Any  # host: seconds; GPU: an event
 

@@ -423,8 +423,8 @@ class Bucket:
 
     @property
     def updated_dtype(self) -> torch.dtype | None:
-        """Return the dtype in which an update writes parameters; None: it writes none, because their gather casts the
-        masters.
+        """Return the dtype in which an update writes half parameters. None: it writes none, because the gather of these
+        parameters casts the masters.
         """
         return None if self.storage.params_pass else self.params.dtype
 

@@ -243,7 +243,7 @@ class ShardedEngine:
                 self._moving_buffers.note()
                 self._forget_step()
                 if isinstance(error, RuntimeError):
-                    self._guard.check()  # a changed module may be the cause, and is the better message
+                    self._guard.check()  # if a changed module is the cause, this check names it
                 raise
             self._moving_buffers.note()
             ends = self.progress.add(micro_batches, last)
@@ -448,7 +448,7 @@ class ShardedEngine:
         self._require_between_steps("load_state_dict()", writes=True)
         refusals.require_own_state(state, self.plan.fingerprint, self.topology.world.rank)
         masters = [bucket.master for bucket in self.buckets]
-        torch._foreach_copy_([*masters, *self._states()], [*state["master"], *state["states"]])  # all, or none
+        torch._foreach_copy_([*masters, *self._states()], [*state["master"], *state["states"]])  # checks all first
         self.publish_masters()
         self.applied_updates.copy_(state["applied_updates"])
         self.skipped_steps.copy_(state["skipped_steps"])

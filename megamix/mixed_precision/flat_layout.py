@@ -178,7 +178,7 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
     Buckets stand in the order of their last parameters, which is the order in which backward fills them.
     Buckets with more owners than the data-parallel ranks (the first axis) come last. They hold tied tables and
     replicated norms. Their parameters come from all layers, so they are full only at the end of backward. Also, the two
-    ends of a pipeline have different backwards, but must sum their common table in the same place of the order.
+    ends of a pipeline have different backwards, but must sum their common table at the same place in the order.
     A bucket is closed at the end of a unit, or once it holds `bucket_size` elements, so size 1 gives a bucket per
     parameter.
     If an optimizer takes whole matrices, no shard border cuts a matrix, provided that this costs little padding and

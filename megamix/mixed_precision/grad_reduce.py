@@ -133,8 +133,8 @@ class GradReduce:
             log.warning("no gradient reached %s: counted as zeros (said once per parameter)", ", ".join(new))
 
     def _in_turn(self, *, all_are_full: bool = False) -> Iterator[Bucket]:
-        """Yield each bucket whose turn it is to start its sum: during backward only full ones, after it all that are
-        left. The caller launches the sum.
+        """Yield, in bucket order, the buckets whose sums are to start; the caller launches each sum. During backward
+        only full buckets are yielded, after it all remaining ones.
         """
         while self._queue and (all_are_full or (self._overlap and self._queue[0].missing == 0)):
             bucket = self._queue.popleft()

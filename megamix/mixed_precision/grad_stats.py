@@ -77,7 +77,7 @@ def agree(
     by_piece: Tensor, progress: StepProgress, stop_request: Tensor, lr: Tensor, unseen_write: Tensor,
     collectives: Collectives,
 ) -> GradStats:  # fmt: skip
-    """Return the model's statistics, from each rank's own.
+    """Return the statistics of the whole model, from those of each rank.
 
     Shapes: by_piece FP64 (2, pieces), stop_request FP64 (), lr FP32 (), unseen_write FP64 ().
     """

@@ -119,7 +119,7 @@ class BucketMatrices:
 
 def buckets_with_matrices(layout: FlatLayout) -> dict[int | None, list[int]]:
     """Return the numbers of the buckets with matrices, by the axis whose ranks share them. None: buckets with matrices
-    that blocks cut, which ranks of other axes hold, too.
+    that are cut by blocks, so that ranks of other axes hold parts of them, too.
     """
     found: dict[int | None, list[int]] = {}
     for number, bucket in enumerate(layout.buckets):

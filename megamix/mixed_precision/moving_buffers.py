@@ -32,7 +32,7 @@ class _Place:
 
 class MovingBuffers:
     """Copies the changing buffers when a step's first forward begins, and restores them if the step is skipped. The
-    device reads the flag.
+    device decides this, and the host does not wait.
 
     The first training forward shows which buffers change, by a comparison of values: torch's norms write without
     counting versions. The host waits for this comparison. A buffer that begins to change later is noticed by its

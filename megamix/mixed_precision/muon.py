@@ -104,8 +104,8 @@ class Muon(MuonSettings, AdamW):
 
     def doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
         yield from super(Muon, self).doubts(model, shapes)
-        # No doubt about the usual tables, about those of the model's family and about the names that `for_model` adds:
-        # a model need not have all of them.
+        # Patterns that a model need not match: the usual tables, its family's tables, and the names that `for_model`
+        # adds.
         usual = {*TABLES, *getattr(type(model), "tables", ())}
         usual |= {*map(glob.escape, by_plain_name(model.named_parameters(remove_duplicate=False)))}
         for key in ("tables", "matrix", "adamw", "fused"):
@@ -267,7 +267,7 @@ class MuonUpdate(BucketUpdate):
         values = yield from self._sent(exchange, bucket, values, exchange.of, exchange.to)
         with self._clock.span("update"):
             values = self._direction(exchange, bucket, values)
-            # A direction is neither clipped nor unscaled: its size does not depend on that of the gradient.
+            # A direction is not clipped or unscaled, because its size does not depend on the gradient's.
             step = step._replace(multiplier=torch.ones_like(step.multiplier))
             for span in self._cut(bucket, of_matrices):
                 part = bucket.part(span)

@@ -14,7 +14,7 @@ from megamix.settings.optimizers import NAGSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NAG(NAGSettings, Optimizer):
-    """SGD with Nesterov's momentum. Momentum 0 is plain SGD, without a state.
+    """SGD with Nesterov's momentum. With momentum 0 it is plain SGD, without a state.
 
     `momentum_form`: the terms that the momentum adds up. "gradient": gradients; their sum is multiplied by the learning
     rate of the present update, as in torch.optim.SGD(nesterov=True). "velocity": steps, each with the learning rate of

@@ -39,8 +39,8 @@ class Examination:
     param_names: tuple[str, ...]  # in registration order, the order of `local`
     layers: tuple[str, ...]  # in the order of their first parameters
     # FP64 (micro-batches, parameters, 3): this rank's own gradient of each micro-batch, before it is added to any
-    # other, loss scale included. Columns: number of inf elements, number of NaN elements, max abs (NaN if there is
-    # one).
+    # other, loss scale included. Columns: number of inf elements, number of NaN elements, max abs (NaN if an element
+    # is NaN).
     local: Tensor
     # INT64 (layers, 256): the gradient that the step reads (summed over ranks and micro-batches, loss scale included),
     # counted by biased exponent of FP32. Bin e: 2^(e - 127) <= |g| < 2^(e - 126); bin 0: zero and FP32's subnormals;
@@ -60,7 +60,7 @@ class Recorded(NamedTuple):
 
     names: tuple[tuple[str, Reduce], ...]
     table: Tensor  # FP32 (names, 2): sum, maximum or minimum of each name's values, and their number
-    num_values: Tensor  # FP64 (): over all names; in a `StepResult` over all ranks, too
+    num_values: Tensor  # FP64 (): number of values of all names; in a `StepResult` those of all ranks
 
     def values(self) -> dict[str, Tensor]:
         """Return this rank's own values, FP32 () each, without waiting for the device; NaN or 0 for a name without

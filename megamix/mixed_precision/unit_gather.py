@@ -306,7 +306,7 @@ class UnitGather:
             self._launched += 1
 
     def _go_to(self, place: int) -> None:
-        """Move the pass on to a place. Units skipped on the way are gathered, too, since other ranks gather them."""
+        """Move the pass on to the unit at `place`. Units skipped on the way are gathered, too, as on other ranks."""
         for at in range(min(self._at + 1, place), place + 1):
             self._leave([unit for unit in self._live if self._place.get(unit, at) < at])
             self._advance(at + 1 + self._overlap)

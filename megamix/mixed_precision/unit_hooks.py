@@ -124,7 +124,7 @@ def on_reads(gather: Gather, member_of: Mapping[nn.Parameter, Member], loss: Ten
         while todo:
             for node in readers.get(todo.pop(), ()):
                 _tell(gather, member_of[leaf.variable], math.inf, node)
-                if len(node.next_functions) == 1:  # its result may be a view, so its readers count, too
+                if len(node.next_functions) == 1:  # the result may be a view, so operations that read it count, too
                     todo.append(node)
 
 

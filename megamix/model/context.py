@@ -73,7 +73,7 @@ class BlockCache:
         self._keys = self._values = torch.empty(0)
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of the next T positions. Return those of all positions so far.
+        """Keep the keys and values of the next T positions. Return the keys and values of all positions so far.
 
         Shapes: (B, T, kv_heads, head_dim) -> views (B, length, kv_heads, head_dim).
         """

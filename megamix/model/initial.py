@@ -87,7 +87,7 @@ def _normals(bits: NDArray[np.uint64], std: float) -> NDArray[np.float32]:
     log *= np.float32(-(std**2))
     distance = np.sqrt(log, out=log).view(np.uint32)
     # The angle is made of 30 bits and lies in one quarter of the circle. The other 2 bits are the signs of the two
-    # numbers, for the other quarters.
+    # numbers, which lead to the other quarters.
     x = (low.view(np.int32) >> 2).astype(np.float32)
     x += np.float32(0.5)
     x *= np.float32(math.pi / 2**31)

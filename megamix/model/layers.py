@@ -108,7 +108,7 @@ class Embedding(nn.Embedding):
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm: x / rms(x) * weight, with the mean square in FP32 and the result in x's dtype. `within_heads`: each head
-    is normed by itself.
+    is normalised by itself.
     """
 
     def __init__(self, hidden_size: int, eps: float, ops: Ops, *, within_heads: bool = False) -> None:

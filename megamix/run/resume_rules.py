@@ -1,6 +1,7 @@
 """The rules of resuming: whether a run may go on from a checkpoint, and the changes since.
 
-`--check` and a start apply the same rules, because torch is imported only if model, optimizer or code have changed.
+`--check` and a start apply the same rules. torch is imported only if model, optimizer or code have changed, so that
+`--check` is fast.
 """
 
 import os

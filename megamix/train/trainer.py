@@ -109,8 +109,7 @@ class Trainer:
             self.engine.probe_loss_scale()
         for stop in self._stops():
             while True:
-                # No attempt may pass a stop: there all outcomes must be known, and the weights be those of update
-                # `stop`.
+                # No attempt may pass a stop: a validation or save needs all outcomes, and the weights of update `stop`.
                 while plan.must_settle(until=0 if self._stop_reason else stop):
                     self._settle()
                 if self._stop_reason and plan.applied < self.config.training.steps:
@@ -176,7 +175,7 @@ class Trainer:
             yield MicroBatch(batch, self._seed_of_dropout(samples, global_batch.tries))
 
     def _settle(self) -> None:
-        """Read the outcome of the oldest attempt in flight: the loop's only wait for the device."""
+        """Read the outcome of the oldest attempt in flight. This is the loop's only wait for the device."""
         attempt = self.batch_plan.oldest()
         outcome = self.readout.read(attempt.number)
         examination = self._examinations.pop(attempt.number, None)

@@ -159,7 +159,7 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
     assert len(changes) == 3  # changes of resume, folder and ranks
     goes_on = told(resume)  # a run that has saved goes on from its own
     assert "go on from step 7" in goes_on
-    assert f"checkpoint.resume: {begun} is not read, for {run} has checkpoints of its own" in goes_on
+    assert f"checkpoint.resume: {begun} is not read, because {run} has checkpoints of its own" in goes_on
     _save(folder, "run", 5)
     goes_on = f"go on from step 5 of {run} to step 12\n  damaged: {newest}: "
     for file, harmed in (("rank_00000.safetensors", b""), ("manifest.json", b"{")):
