@@ -132,9 +132,8 @@ def load(
         for part in owned_parts(engine):
             part.tensor.fill_(math.nan)
         raise
-    if (
-        anew and not manifest.weights_only and all_or_none.rank == 0
-    ):  # the line is about the whole model, so one rank's is enough
+    # The line is about the whole model, so one rank writes it.
+    if anew and not manifest.weights_only and all_or_none.rank == 0:
         _tell_of_new_states(manifest, engine)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
