@@ -104,7 +104,7 @@ def test_what_is_no_longer_kept_is_removed_while_training_goes_on(tmp_path: Path
 
 @pytest.mark.parametrize("keep", [1, 2.5, True])
 def test_fewer_than_two_are_never_kept_nor_a_part_of_one(keep: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"keep must be a whole number, at least 2, got {keep};"):
+    with pytest.raises(ValueError, match=f"keep must be a whole number, at least 2, got {keep}:"):
         Saver(tmp_path, keep, alone(), lambda path: None, _never)
 
 

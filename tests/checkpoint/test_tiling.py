@@ -219,5 +219,5 @@ def test_what_no_load_would_read_is_not_saved(tmp_path: Path, monkeypatch) -> No
     with pytest.raises(ValueError, match="100 tensors of a rank have a header of .* bytes, .* at most 5000; use more"):
         b"".join(chunks(parts))
     monkeypatch.setattr(manifest, "LARGEST", 5_000)
-    with pytest.raises(ValueError, match="a manifest of 100 parameters has .* bytes, the most is 5000 and"):
+    with pytest.raises(ValueError, match="a manifest of 100 parameters has .* bytes, but the most are 5000 bytes and"):
         manifest_text(written)
