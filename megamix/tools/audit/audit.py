@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -88,11 +87,10 @@ def torch_updates(
         for optimizer in optimizers:
             stack.enter_context(optimizer_updates(innermost(optimizer), partial(find_masters, optimizer, facts), watch))
         yield
-    if dist.is_available() and dist.is_initialized():
-        for param, one in facts.items():
-            total = float(local(param).detach().sum(dtype=torch.float64))
-            if one.counts.get("held") and local(param) is param and math.isfinite(total):
-                one.weight_sums = [total]
+    for param, one in facts.items():
+        if one.counts.get("held") and local(param) is param:
+            total = float(param.detach().sum(dtype=torch.float64))
+            one.weight_sums = [total] if math.isfinite(total) else []
 
 
 @contextmanager

@@ -102,7 +102,8 @@ class ScriptAudit:
         self._stack.enter_context(watched(model, self._facts, self._watch))
 
     def _end(self, watch: Watch) -> None:
-        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        met = dist.is_available() and dist.is_initialized()
+        world = dist.get_world_size() if met else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
         judged = [*self._judged()]
         held = {param for optimizer in self._stepped for group in optimizer.param_groups for param in group["params"]}
         unseen = len(held) - sum("held" in one.counts for one in judged)

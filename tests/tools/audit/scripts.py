@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from itertools import count
@@ -9,6 +10,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -206,6 +208,26 @@ def accumulating() -> None:
             optimizer.zero_grad()
 
 
+def from_an_edge() -> None:
+    """Begin each backward pass at an edge of the graph, and not at a tensor."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in count():
+        optimizer.zero_grad()
+        torch.autograd.backward(get_gradient_edge(loss_of(module, step)), torch.ones(()))
+        optimizer.step()
+
+
+def by_grad_forever() -> None:
+    """Move the weights by hand and without `backward`, until someone ends it."""
+    module = model()
+    for step in count():
+        grads = torch.autograd.grad(outputs=loss_of(module, step), inputs=[*module.parameters()])
+        with torch.no_grad():
+            for param, grad in zip(module.parameters(), grads, strict=True):
+                param -= grad
+
+
 def by_hand_forever() -> None:
     """Move the weights without an optimizer, until someone ends it."""
     while True:
@@ -253,6 +275,16 @@ def averaging() -> None:
     train_on_ranks(average=True)
 
 
+def never_met() -> None:
+    """Train on ranks that read their own data and have no process group."""
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for step in count():
+        optimizer.zero_grad()
+        loss_of(module, 2 * step + int(os.environ["RANK"])).backward()
+        optimizer.step()
+
+
 def train_on_ranks(average: bool) -> None:
     """Train a plain module on each rank. `average`: whether they average their gradients."""
     dist.init_process_group("gloo")
@@ -282,8 +314,8 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     for one in (
         half, overflowing, by_closure, in_turns, twice, once, by_epochs, by_many, inside_backward, flat,
         masters_by_hand, partly_held, evaluating, compiled_step, by_hand, by_hand_forever,
-        accumulating, half_without_masters, log_of_negative, root_of_zero,
-        each_alone, averaging, loose_tensor,
+        by_grad_forever, accumulating, from_an_edge, half_without_masters, log_of_negative, root_of_zero,
+        each_alone, averaging, never_met, loose_tensor,
     )
 }  # fmt: skip
 

@@ -66,12 +66,12 @@ def test_the_first_number_that_is_not_finite_is_wrong(name: str, updates: int, w
     assert not any(one.harms or "gradient" in one.what for one in others)
 
 
-@pytest.mark.parametrize("name", ["each_alone", "averaging"])
+@pytest.mark.parametrize("name", ["each_alone", "never_met", "averaging"])
 def test_ranks_that_train_models_of_their_own_are_told(name: str) -> None:
-    report = audit_script(on_two_ranks(name), 2).report
-    apart = [one.where for one in report.warnings if "differs between the 2 ranks" in one.what]
-    assert apart == (["0.weight, 1.weight, 1.bias"] if name == "each_alone" else [])
-    assert not report.harms
+    seen = audit_script(on_two_ranks(name), 2)
+    apart = [one.where for one in seen.report.warnings if "differs between the 2 ranks" in one.what]
+    assert apart == ([] if name == "averaging" else ["0.weight, 1.weight, 1.bias"])
+    assert (seen.ranks, seen.report.harms) == (2, False)
 
 
 def test_an_attempt_that_overflows_is_watched_anew_on_all_ranks() -> None:
@@ -134,6 +134,10 @@ def test_many_micro_batches_are_no_sign_of_updates_by_hand() -> None:
     assert audit_script(script("accumulating"), 3).report.warnings == []
 
 
+def test_a_backward_pass_from_an_edge_of_the_graph_is_let_through() -> None:
+    assert audit_script(script("from_an_edge"), 2).report.warnings == []
+
+
 def test_what_a_compiled_function_computes_with_is_unknown() -> None:
     report = audit_script(script("compiled_step"), 2).report
     assert {row.dtypes[column][0] for row in report.rows for column in ("compute", "gradient")} == {"?"}
@@ -149,6 +153,7 @@ def test_what_a_compiled_function_computes_with_is_unknown() -> None:
         (script("flat"), "the weights of FullyShardedDataParallel cannot be watched"),
         (script("by_hand"), "no torch.optim.Optimizer made an update"),
         (script("by_hand_forever"), "512 backward passes in a row made no update that can be seen.*verify --trainer"),
+        (script("by_grad_forever"), "512 backward passes in a row made no update that can be seen"),
         (script("loose_tensor"), "no nn.Module holds what the optimizer moves"),
         ([sys.executable, "-c", "pass"], "no Python of this command has imported torch"),
         ([sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3 before its update 3"),

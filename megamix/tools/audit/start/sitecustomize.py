@@ -45,25 +45,31 @@ class Updates:
         self.losses: list[Any] = []
         self.audit: Any = None
         self.torch = optimizer_module.torch
-        self.torch.autograd.backward = self.told(self.torch.autograd.backward)
+        autograd = self.torch.autograd
+        autograd.backward = self.told(autograd.backward, self.before_backward)
+        autograd.grad = self.told(autograd.grad, self.count_pass)
         optimizer_module.register_optimizer_step_post_hook(self.after_update)
         atexit.register(self.at_exit)
 
-    def told(self, backward: Callable[..., None]) -> Callable[..., None]:
-        """Return torch's function with a call of `before_backward` ahead."""
+    def told(self, function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
+        """Return torch's function with a call of `before` ahead."""
 
-        @functools.wraps(backward)
-        def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
             if self.torch._C._current_graph_task_id() == -1:  # else inside a backward pass, as a checkpoint's is
-                self.before_backward(tensors)
-            backward(tensors, *args, **kwargs)
+                before(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return run
 
-    def before_backward(self, tensors: Any) -> None:
-        """Keep the losses and count the pass, and end the process if too many of them made no update."""
-        kind = self.torch.Tensor
-        self.losses = [one.detach() for one in ([tensors] if isinstance(tensors, kind) else tensors)]
+    def before_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
+        """Keep the losses and count the pass."""
+        given = [tensors] if isinstance(tensors, self.torch.Tensor) else tensors
+        self.losses = [one.detach() for one in given if isinstance(one, self.torch.Tensor)]  # others are edges
+        self.count_pass()
+
+    def count_pass(self, *_: Any, **__: Any) -> None:
+        """Count a backward pass, and end the process if too many of them made no update."""
         self.passes += 1
         if self.passes > MOST_PASSES:
             refuse(
