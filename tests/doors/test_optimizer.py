@@ -235,7 +235,7 @@ def test_it_holds_its_own_bytes_saves_them_loads_in_any_layout_and_goes_on_bitwi
     assert sum(held for held, _, _ in ranks) == want_bytes
     assert sum(padded for _, padded, _ in ranks) < 1.1 * want_bytes  # rows of 64, buckets of 128
     (line,) = verify(path)
-    assert ("of each master, momentum (BF16)" in line) == (name == "by kind")
+    assert ("each with master, momentum (BF16)" in line) == (name == "by kind")
     assert [*diff(path, path)] == ["no difference"]
 
     went_on = _whole([after for _, _, after in ranks])
@@ -367,7 +367,7 @@ def test_a_job_by_its_name_has_its_keys_is_planned_goes_on_bitwise_and_is_export
     assert not all(torch.equal(one[name], other[name]) for name in one)
     capsys.readouterr()
     assert main(["checkpoint", "verify", str(tmp_path / "halves")]) == 0
-    assert "of each master, momentum" in capsys.readouterr().out
+    assert "each with master, momentum" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "whole"), "--to", "hf", str(tmp_path / "hf"), "--plugins", PLUGIN]) == 0
     exported = load_file(tmp_path / "hf/model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(exported, one["embedding.weight"])
