@@ -196,6 +196,8 @@ def _batch_problems(config: Config, dp_size: int | None) -> Iterator[str]:
             factors += f" * dp_size {dp_size}" * (dp_size is not None) + f" * {copies} replicas" * (copies > 1)
             factors += f" = {share}"
         fix = f"write global_batch_size = {_multiples(global_batch_size, share)}"
+        if dp_size is None:
+            fix += f" for one data-parallel rank, {_multiples(global_batch_size, 2 * share)} for two"
         if dp_size and global_batch_size % (micro_batch_size * copies) == 0:
             fewer = largest_divisor(global_batch_size // (micro_batch_size * copies), dp_size)
             ranks = fewer * math.prod(axis_sizes(config.parallelism).values())

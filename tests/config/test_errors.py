@@ -362,7 +362,7 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     (
         {"training": {"global_batch_size": 18}},
         "training.global_batch_size",
-        "multiple of micro_batch_size 4; write global_batch_size = 16 or 20",
+        "of micro_batch_size 4; write global_batch_size = 16 or 20 for one data-parallel rank, 16 or 24 for two",
         {"training": {"global_batch_size": 20}},
     ),
     ({"training": {"global_batch_size": 2}}, "training.global_batch_size", "= 4", {"training": {}}),

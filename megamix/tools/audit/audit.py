@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from megamix.comm.collectives import make_collectives
 from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.tools.audit.facts import NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, local
+from megamix.tools.audit.facts import NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, local, sum_of_bits
 from megamix.tools.audit.finite import first_not_finite
 from megamix.tools.audit.holders import find_masters, fully_sharded, innermost, is_compiled, wires_told
 from megamix.tools.audit.report import AuditReport
@@ -88,9 +87,9 @@ def torch_updates(
             stack.enter_context(optimizer_updates(innermost(optimizer), partial(find_masters, optimizer, facts), watch))
         yield
     for param, one in facts.items():
-        if one.counts.get("held") and local(param) is param:
-            total = float(param.detach().sum(dtype=torch.float64))
-            one.weight_sums = [total] if math.isfinite(total) else []
+        if one.counts.get("held") and local(param) is param and param.isfinite().all():
+            for sums in one.weight_sums.values():
+                sums.append(sum_of_bits(param))
 
 
 @contextmanager

@@ -59,7 +59,10 @@ def _of_script(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _page(arguments: argparse.Namespace, report: AuditReport, head: str) -> str:
-    page = report.to_json() if arguments.json else f"{head}\n{report}"
+    """Return the page of an audit, which ends with what it is about."""
+    updates = arguments.updates
+    looked = f"update {updates}" if updates == 1 else f"update {updates}, and NaN in updates 1 to {updates}"
+    page = report.to_json() if arguments.json else f"{head}\n{report}\njudged: {looked}; --updates N goes further"
     return Failed(page) if report.harms else page
 
 

@@ -16,11 +16,13 @@ from megamix.tools.verify.core.tape import plain_name
 # Columns in the order in which a step meets them. `sum`: over micro-batches and ranks. `master`: the tensor that the
 # optimizer updates.
 COLUMNS = ("storage", "compute", "gradient", "wire", "sum", "master", "moments", "checkpoint")
+ALL = ""  # ranks that no wrapper names
 NOWHERE, UNKNOWN = "-", "?"  # marks of no dtype and of an unknown one; the reason follows the second mark
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 HALVES = ("fp16", "bf16")
 EXACT, ESTIMATED = "zeroed", "perhaps_zeroed"  # counts of gradient elements among `looked_at` ones
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
@@ -33,6 +35,11 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor that several ranks hold together; else the tensor itself."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """Return the sum of the elements' bits as integers: the same in any order, so on any kind of machine."""
+    return int(tensor.detach().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64))
 
 
 @dataclass(slots=True)
@@ -53,7 +60,9 @@ class ParamFacts:
     direction: str = NOWHERE  # dtype in which our Muon multiplies matrices, and sends them between ranks
     counts: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
-    weight_sums: list[float] = field(default_factory=list)  # after the step, those that differ between ranks
+    # After the step: the different sums of the weight's bits, by the ranks whose copies a wrapper keeps equal (ALL if
+    # none does).
+    weight_sums: dict[str, list[int]] = field(default_factory=lambda: {ALL: []})
 
     @property
     def pattern(self) -> str:
@@ -137,7 +146,8 @@ def join_facts(by_rank: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, Para
             there.direction = joined(there.direction, one.direction)
             there.count(**one.counts)
             there.note_largest(**one.largest)
-            there.weight_sums = sorted({*there.weight_sums, *one.weight_sums})
+            for ranks, sums in one.weight_sums.items():
+                there.weight_sums[ranks] = sorted({*there.weight_sums.get(ranks, []), *sums})
     for one in whole.values():
         moments = [*one.moments.values()]
         one.dtypes["moments"] = "/".join({*moments} if len({*moments}) == 1 else moments) or NOWHERE

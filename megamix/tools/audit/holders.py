@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from megamix.tools.audit.facts import NOWHERE, UNKNOWN, ParamFacts, dtype_name, local
+from megamix.tools.audit.facts import ALL, NOWHERE, UNKNOWN, ParamFacts, dtype_name, local
 
 _INSIDE = ("optim", "optimizer", "_optimizer", "base_optimizer")
 _HOOKS = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16, "allreduce_hook": None}
@@ -88,14 +89,18 @@ def wires_told(
     """Note the dtypes in which DDP and FSDP2 say that they compute and send.
 
     After the step, if no wrapper has declared the dtype of the wire, it is the dtype that was seen, if only one was.
+    What DDP declares counts only if the ranks were seen to sum something.
     `reduced`: the dtypes that the ranks were seen to sum.
     """
     for ddp in model.modules():
         if isinstance(ddp, DistributedDataParallel):
             hook = getattr(ddp._comm_hooks[0][0], "__qualname__", "") if ddp._comm_hooks else "allreduce_hook"
-            for param in (one for one in ddp.module.parameters() if one in facts and one.requires_grad):
-                sent = (ddp.mixed_precision and ddp.mixed_precision.reduce_dtype) or _HOOKS.get(hook) or param.dtype
-                facts[param].dtypes["wire"] = dtype_name(sent) if hook in _HOOKS else UNKNOWN
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(ddp.process_group)))
+            for name, param in ddp.module.named_parameters():
+                if param in facts and param.requires_grad and name not in ddp.parameters_to_ignore:
+                    sent = (ddp.mixed_precision and ddp.mixed_precision.reduce_dtype) or _HOOKS.get(hook) or param.dtype
+                    facts[param].dtypes["wire"] = dtype_name(sent) if hook in _HOOKS else UNKNOWN
+                    facts[param].weight_sums = {ranks if hook in _HOOKS else ALL: []}
     for _, gathered in fully_sharded(model, facts):
         for one, param, policy in gathered:
             compute = policy.param_dtype or param.sharded_param.dtype
@@ -103,7 +108,8 @@ def wires_told(
     yield
     seen = " and ".join(sorted(map(dtype_name, reduced)))
     for one in facts.values():
-        wire = one.dtypes["wire"]
+        unsent = ALL not in one.weight_sums and not reduced  # a wrapper should have averaged them
+        wire = UNKNOWN if unsent else one.dtypes["wire"]
         if wire == UNKNOWN and len(reduced) == 1:
             wire = seen
         elif wire == UNKNOWN or (wire == NOWHERE and seen and one.trains):

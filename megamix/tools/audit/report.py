@@ -97,7 +97,8 @@ class AuditReport:
         unknown = Counter(cell for row in self.rows for cell in row.dtypes.items() if cell[1][0] == UNKNOWN)
         yield from (f"{name} {why} ({number} row(s))" for (name, why), number in unknown.items())
         yield from (f"{'WRONG' if one.harms else 'look'}: {one}" for one in self.warnings)
-        yield "numbers are lost: see WRONG" if self.harms else "no number is lost that should be kept"
+        wrong = sum(one.harms for one in self.warnings)
+        yield f"{wrong} WRONG: see above" if wrong else "no number is lost that should be kept"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megamix.tools.audit.facts import DTYPES, HALVES, NOWHERE, ParamFacts
+from megamix.tools.audit.facts import ALL, DTYPES, HALVES, NOWHERE, ParamFacts
 from megamix.tools.audit.finite import KINDS
 
 _TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("warnings.toml").read_text())
@@ -73,9 +73,12 @@ def warnings_of(
             found.append(_warning(rule, worst.name, more, row=worst, ranks=ranks))
     free = [one.name for one in trained if not one.counts.get("held")]
     silent = [one.name for one in held if not one.largest.get("gradient")]
-    parted = [one.name for one in held if len(one.weight_sums) > 1]
-    alone = not any(note["sent"] for note in notes) and all(one.dtypes["wire"] == NOWHERE for one in held)
-    for rule, names in (("not held", free), ("no gradient", silent), ("ranks apart", parted if alone else [])):
+    # Ranks that send one another something may each hold a part of the model.
+    sent = any(note["sent"] for note in notes)
+    alone = [] if sent else [one.name for one in held if len(one.weight_sums.get(ALL, [])) > 1]
+    unequal = [one.name for one in held if any(len(sums) > 1 for of, sums in one.weight_sums.items() if of != ALL)]
+    named = {"not held": free, "no gradient": silent, "ranks alone": alone, "replicas apart": unequal}
+    for rule, names in named.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         found += [_warning(rule, ", ".join(names[:4]) + more, ranks=ranks)] if names else []
     return sorted(found, key=lambda one: not one.harms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 
 import torch
@@ -300,6 +301,40 @@ def train_on_ranks(average: bool) -> None:
         optimizer.step()
 
 
+def never_synced() -> None:
+    """Train by DDP, each micro-batch without its averages."""
+    train_by_ddp(lambda wrapper, tokens: wrapper(tokens), DistributedDataParallel.no_sync)
+
+
+def inner_called() -> None:
+    """Train by DDP, and call the model inside the wrapper."""
+    train_by_ddp(lambda wrapper, tokens: wrapper.module(tokens), nullcontext)
+
+
+def last_synced() -> None:
+    """Train by DDP, and average with the last micro-batch alone, as it should be."""
+    train_by_ddp(lambda wrapper, tokens: wrapper(tokens), nullcontext)
+
+
+def train_by_ddp(
+    call: Callable[[DistributedDataParallel, Tensor], Tensor],
+    around_last: Callable[[DistributedDataParallel], AbstractContextManager[None]],
+) -> None:
+    """Train a wrapped model on ranks that read their own data, two micro-batches an update."""
+    dist.init_process_group("gloo")
+    wrapper = DistributedDataParallel(model())
+    optimizer = torch.optim.AdamW(wrapper.parameters(), lr=1e-3)
+    for step in count():
+        optimizer.zero_grad()
+        for around in (DistributedDataParallel.no_sync, around_last):
+            tokens = torch.randint(
+                NUM_TOKENS, (128,), generator=torch.Generator().manual_seed(2 * step + dist.get_rank())
+            )
+            with around(wrapper):
+                cross_entropy(call(wrapper, tokens), tokens).backward()
+        optimizer.step()
+
+
 def loose_tensor() -> None:
     """Move a tensor that is in no module."""
     weight = torch.zeros(3, requires_grad=True)
@@ -315,7 +350,7 @@ SCRIPTS: dict[str, Callable[[], None]] = {
         half, overflowing, by_closure, in_turns, twice, once, by_epochs, by_many, inside_backward, flat,
         masters_by_hand, partly_held, evaluating, compiled_step, by_hand, by_hand_forever,
         by_grad_forever, accumulating, from_an_edge, half_without_masters, log_of_negative, root_of_zero,
-        each_alone, averaging, never_met, loose_tensor,
+        each_alone, averaging, never_met, never_synced, inner_called, last_synced, loose_tensor,
     )
 }  # fmt: skip
 

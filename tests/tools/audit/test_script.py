@@ -44,7 +44,7 @@ def test_it_tells_what_an_audit_in_the_loop_tells(capfd: pytest.CaptureFixture[s
     assert main(["audit", "--", *script("half")]) == 1
     head, *page = capfd.readouterr().out.splitlines()
     assert head.startswith("update 3 of ")
-    assert page == str(report).splitlines()
+    assert page == [*str(report).splitlines(), "judged: update 3, and NaN in updates 1 to 3; --updates N goes further"]
 
 
 def on_two_ranks(name: str) -> list[str]:
@@ -71,7 +71,18 @@ def test_ranks_that_train_models_of_their_own_are_told(name: str) -> None:
     seen = audit_script(on_two_ranks(name), 2)
     apart = [one.where for one in seen.report.warnings if "differs between the 2 ranks" in one.what]
     assert apart == ([] if name == "averaging" else ["0.weight, 1.weight, 1.bias"])
-    assert (seen.ranks, seen.report.harms) == (2, False)
+    assert (seen.ranks, seen.report.harms) == (2, name != "averaging")
+
+
+@pytest.mark.parametrize("name", ["never_synced", "inner_called", "last_synced"])
+def test_replicas_that_ddp_does_not_average_are_wrong(name: str) -> None:
+    seen = audit_script(on_two_ranks(name), 2)
+    right = name == "last_synced"
+    apart = [str(one) for one in seen.report.warnings if "that DistributedDataParallel keeps equal" in one.what]
+    assert [one.partition(":")[0] for one in apart] == ([] if right else ["0.weight, 1.weight, 1.bias"])
+    assert seen.report.harms is not right
+    wires = {row.dtypes["wire"][0] for row in seen.report.rows}
+    assert wires == {"f" if right else "?"}
 
 
 def test_an_attempt_that_overflows_is_watched_anew_on_all_ranks() -> None:

@@ -209,6 +209,16 @@ class RightStep:
             for group in (range(size), range(0, ranks, ranks // size)):
                 mine = torch.stack([self._sum(name, rank) for rank in group]).sum(0)
                 yield f"that of ranks {[*group]} alone, not reduced over the others", mine * (ranks / size)
+        # Ahead of the next ones: of two micro-batches with 1 to 2 targets, the mean of means is, up to a factor, what
+        # the first one gives if it counts twice.
+        if len({share for mine in self.shares for share in mine}) > 1 or len({*map(len, self.parts)}) > 1:
+            means = [[part[name] / share for part, share in zip(*both, strict=True)]
+                     for both in zip(self.parts, self.shares, strict=True)]  # fmt: skip
+            text = "a mean of micro-batches' means, though their numbers of targets differ"
+            yield text, torch.stack([mean for mine in means for mean in mine]).mean(0)
+            text = "a mean of ranks' means, though their numbers of targets differ"
+            by_rank = [self._sum(name, rank) / sum(self.shares[rank]) for rank in range(ranks)]
+            yield text, torch.stack(by_rank).mean(0)
         for number in range(numbers if numbers > 1 else 0):
             part = self._sum(name, number=number)
             yield f"micro-batch {number} is missing", whole - part
@@ -222,14 +232,6 @@ class RightStep:
             if numbers > 2:
                 text = f"micro-batch {number} alone is reduced over the ranks"
                 yield text, rest + torch.stack(own).sum(0) - own[number]
-        if len({share for mine in self.shares for share in mine}) > 1 or len({*map(len, self.parts)}) > 1:
-            means = [[part[name] / share for part, share in zip(*both, strict=True)]
-                     for both in zip(self.parts, self.shares, strict=True)]  # fmt: skip
-            text = "a mean of micro-batches' means, though their numbers of targets differ"
-            yield text, torch.stack([mean for mine in means for mean in mine]).mean(0)
-            text = "a mean of ranks' means, though their numbers of targets differ"
-            by_rank = [self._sum(name, rank) / sum(self.shares[rank]) for rank in range(ranks)]
-            yield text, torch.stack(by_rank).mean(0)
 
     def _steps(self, name: str) -> Candidates:
         for text, grads in self._other_steps.items():

@@ -107,7 +107,10 @@ class ForeignTrainer:
         return None
 
     def targets(self, batch: Any) -> float:
-        """Return the weight of a micro-batch in the mean of a step: its number of targets, if they differ."""
+        """Return the weight of a micro-batch in the mean of a step: its number of targets.
+
+        It must be defined if the numbers differ.
+        """
         return 1.0
 
     def weights(self, module: nn.Module, optimizer: Optimizer) -> Tensors:
@@ -196,6 +199,15 @@ def check_trainer(trainer: ForeignTrainer) -> None:
     if not _alike(*batches):
         seeded = "draw them with torch.Generator().manual_seed(1000 * step + rank)"
         raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned other samples when called again; {seeded}")
+    if type(trainer).targets is ForeignTrainer.targets:
+        each = [batch for rank in range(ranks) for batch in trainer.batches(0, rank, ranks)]
+        numbers = {_targets_in(moved(batch, cpu)) for batch in each}
+        if len(numbers) > 1:
+            raise WrongTrainer(
+                f"{who}: micro-batches of step 0 have {min(numbers)} to {max(numbers)} targets, and {who}.targets is "
+                "not defined; write def targets(self, batch) that returns their number, or 1 for each if your loss is "
+                "meant to be the mean of the micro-batches' means"
+            )
     losses: list[Any] = [trainer.loss(model, batches[0][0]) for model in models]
     if not isinstance(losses[0], Tensor) or losses[0].numel() != 1:
         kind = f"a Tensor {tuple(losses[0].shape)}" if isinstance(losses[0], Tensor) else type(losses[0]).__name__
@@ -228,6 +240,19 @@ def options_of(group: Mapping[str, Any]) -> dict[str, float]:
         elif key not in IMPLEMENTATIONS and isinstance(value, int | float | Tensor):
             options[key] = float(value)
     return options
+
+
+def _targets_in(batch: Any) -> int:
+    """Return how many targets a micro-batch seems to have.
+
+    They are taken to be the last tensor of whole numbers, without the -100 that torch's losses ignore; without such a
+    tensor, each sample is one target.
+    """
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    whole_numbers = [one for one in tensors if not one.is_floating_point()]
+    if whole_numbers:
+        return int((whole_numbers[-1] != -100).sum())
+    return len(tensors[-1]) if tensors and tensors[-1].dim() else 1
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -196,6 +196,15 @@ def test_wrong_arguments_are_told_before_any_rank_is_started(
         ("def model(self): return super().model().append(nn.Dropout(0.1))", "set dropout to 0 in model()"),
         ("optimizer = setup = model = ForeignTrainer.model", "Mine lacks model(self): return the plain nn.Module"),
         ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
+        (
+            "def batches(self, *_): return [(torch.ones(16).long(), torch.tensor([1] * k + [-100] * (16 - k)))"
+            " for k in (8, 16)]",
+            "micro-batches of step 0 have 8 to 16 targets, and Mine.targets is not defined; write def targets(self, b",
+        ),
+        (
+            "def batches(self, *_): return [torch.ones(k, 3) for k in (2, 4)]",
+            "micro-batches of step 0 have 2 to 4 targ",
+        ),
         ("def model(:", "SyntaxError"),
         ("step = None", "Mine.step is None, must be a method; write def step(self, ...)"),
         ("def loss(self, *a): return 1 / 0", "Mine raised ZeroDivisionError: division by zero\n  File"),
