@@ -29,7 +29,7 @@ def check_draft(tree: Tree, bad: Collection[tuple[int | str, ...]]) -> list[str]
 
 
 def _draft(section: type[Section], table: Tree, bad: Collection[tuple[int | str, ...]]) -> SimpleNamespace:
-    """A table without its unusable keys."""
+    """Return a table without its unusable keys."""
     draft, within = SimpleNamespace(), defaultdict(list)
     for first, *rest in bad:  # one line for all, since there may be thousands
         within[first].append(tuple(rest))
@@ -78,7 +78,7 @@ def grad_accum_steps(config: Config, dp_size: int) -> int:
 
 
 def _multiples(value: int, factor: int) -> str:
-    """The multiples of `factor` next to `value`, as words."""
+    """Return the multiples of `factor` next to `value`, as words."""
     below = value // factor * factor
     return f"{below} or {below + factor}" if below else f"{factor}"
 

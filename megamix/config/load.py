@@ -133,7 +133,7 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
 
 
 def _sound(read: Tree, bad: Sequence[tuple[int | str, ...]]) -> Config | None:
-    """The sections [data] and [model] alone; None if one of them is unusable."""
+    """Return a Config with the sections [data] and [model] alone; None if one of them is unusable."""
     sections: dict[str, Any] = {}
     for name in ("data", "model"):
         section = section_at(Config, [name], read)
@@ -144,7 +144,7 @@ def _sound(read: Tree, bad: Sequence[tuple[int | str, ...]]) -> Config | None:
 
 
 def _without_saved_defaults(layer: Layer) -> Layer:
-    """A layer as it is, but a run's effective configuration without the defaults that it lists: nobody chose them."""
+    """Return a layer; of a run's effective configuration without the defaults that it lists, which nobody chose."""
     return layer._replace(tree=without_defaults(Config, layer.tree)) if layer.is_saved else layer
 
 
@@ -158,7 +158,7 @@ def _merged(layers: Sequence[Layer]) -> Tree:
 
 
 def _errors(tree: Tree) -> list[ErrorDetails]:
-    """The values that are unusable by themselves."""
+    """Return the values that are unusable by themselves."""
     try:
         Config.model_validate(drop_other_choices(tree)[0])
     except ValidationError as error:
@@ -167,7 +167,7 @@ def _errors(tree: Tree) -> list[ErrorDetails]:
 
 
 def _is_refused(item: Unread, origin: int, layers: Sequence[Layer]) -> bool:
-    """Whether a key that is not read stands beside what makes it so, or above it."""
+    """Return whether a key that is not read stands beside what makes it so, or above it."""
     return origin >= max(_origin(key, layers) for key in item.deciders)
 
 
@@ -187,19 +187,19 @@ def _import_plugins(layers: Sequence[Layer]) -> str:
 
 
 def _origin(key: str, layers: Sequence[Layer]) -> int:
-    """The last layer that sets a key, or a part of it; -1: none, its default holds."""
+    """Return the last layer that sets a key, or a part of it; -1: none, its default holds."""
     return max((number for number, layer in enumerate(layers) if is_set(layer.tree, key)), default=-1)
 
 
 def _over(below: Any, above: Any) -> Any:
-    """Both as one, table by table and key by key; `above` wins."""
+    """Merge two trees, table by table and key by key; `above` wins."""
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {key: _over(below.get(key), value) for key, value in above.items()}
     return above
 
 
 def _parse_overrides(overrides: Iterable[str]) -> tuple[list[Layer], list[str]]:
-    """A layer for each, and what is wrong with the others."""
+    """Return a layer for each, and what is wrong with the others."""
     layers, problems = [], []
     for text in overrides:
         name, equals, value = text.partition("=")
@@ -249,14 +249,14 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether a run has written it, or it is a link that leads, maybe over more links, past what a run has written."""
+    """Return whether a run has written this file, or it is a link that leads there, maybe over more links."""
     if path.name == "config.toml" and any((path.parent / name).exists() for name in _OF_A_RUN):
         return True
     return path.is_symlink() and _is_of_a_run(path.parent / path.readlink())
 
 
 def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, tuple[int, int]]:
-    """A file's text, and what the system calls the file."""
+    """Return a file's text, and its device and inode numbers, which are the same under every path."""
     try:
         found = path.stat()
         kind = stat.S_IFMT(found.st_mode)

@@ -128,7 +128,7 @@ def _context_parallel_divides(config: Config) -> Iterator[str]:
 
 
 def _largest_fit(config: Config, tp_size: int, world_size: int = 0) -> int:
-    """The largest tp_size up to this one that cuts the model evenly and divides the ranks. gcd(n, 0) is n."""
+    """Return the largest tp_size up to this one that cuts the model evenly and divides the ranks. gcd(n, 0) is n."""
     common = math.gcd(world_size, *(size for _, size, _ in _divided(config)))
     return largest_divisor(common, tp_size)
 

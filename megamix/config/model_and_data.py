@@ -53,7 +53,7 @@ class RopeScaling(Section):
 
 
 class FamilyConfig(Section):
-    """Holds the key of every model: its family."""
+    """Holds the one key that every model has: its family."""
 
     family: Annotated[str, OneOf(FAMILIES)] = "transformer"
     """The kind of model; it decides which other keys exist."""
@@ -171,7 +171,7 @@ def data_source(table: Mapping[str, Any]) -> DataSource:
 
 
 def _as_list(value: object) -> object:
-    """One prefix stands for the list with it alone."""
+    """Return a list of tables; one prefix stands for a list with it alone."""
     if value == "":
         raise ValueError("must not be empty")
     if not isinstance(value, str | list | tuple):

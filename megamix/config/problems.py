@@ -47,7 +47,9 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[str], source: str = "configuration", sound: Config | None = None):
         self.problems = tuple(problems)
         self.source = source
-        self.sound = sound  # the usable tables; [data] and [model] are among them if they can be used
+        # What can still be checked: the whole Config if each value is usable by itself, else [data] and [model] alone;
+        # None if one of these two is unusable.
+        self.sound = sound
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n  ".join([f"{source}: {count}", *self.problems]))
 
@@ -90,7 +92,7 @@ def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:
 
 
 def _decision(item: Unread, tree: Mapping[str, Any]) -> str:
-    """The settings that make a key unread."""
+    """Return the settings that make a key unread."""
     values = {key: setting(tree, key) for key in item.deciders}
     return " and ".join(f"{key} is not set" if v is None else f"{key} = {short(v)}" for key, v in values.items())
 
@@ -101,7 +103,7 @@ def _meant(loc: tuple[int | str, ...], tree: Mapping[str, Any]) -> tuple[int | s
 
 
 def _fields(table: Sequence[int | str], tree: Mapping[str, Any]) -> dict[str, FieldInfo]:
-    """The keys that a table may have, which is given by its path; none within what a plugin's key holds."""
+    """Return the keys that a table may have, which is given by its path; none within what a plugin's key holds."""
     section = section_at(Config, table, tree)
     return {} if section is None else section.model_fields
 
@@ -136,7 +138,7 @@ def _explain_unknown(loc: tuple[int | str, ...], value: object, tree: Mapping[st
 
 
 def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
-    """The tables of a configuration, as it chooses them."""
+    """Return the tables of a configuration, as it chooses them."""
     yield from SECTIONS
     for section in SECTIONS:
         for name, field in _fields([section], tree).items():
@@ -191,7 +193,7 @@ def _items(field: FieldInfo, text: str) -> str:
 
 
 def _fix(key: str, field: FieldInfo, text: str, value: object) -> str:
-    """A line to write instead, tried on the field's own check before it is proposed."""
+    """Return a line to write instead, tried on the field's own check before it is proposed."""
     annotation: Any = Annotated[field.annotation, field]
     adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
 

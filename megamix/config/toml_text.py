@@ -85,7 +85,7 @@ def tables_to_toml(tables: Mapping[str, Any]) -> str:
 
 
 def _lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
-    """The text of a table, then of those in it. The key that chooses the others is the first one."""
+    """Return the text of a table, then of those in it. The key that chooses the others is the first one."""
     items = sorted(table.items(), key=lambda item: item[0] not in CHOOSING)
     keys = "".join(_key_line(_key_text(key), value) for key, value in items if not isinstance(value, Mapping))
     if name or keys:

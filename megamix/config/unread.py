@@ -82,7 +82,7 @@ def drop_unread(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = 
 
 
 def _holds(tree: Mapping[str, Any], where: Where) -> bool:
-    """Whether the condition holds, or its key is unknown: a model of another family may have what it decides."""
+    """Return whether the condition holds, or its key is unknown: a model of another family may have what it decides."""
     value = setting(tree, where.key)
     return where.holds(value) or (value is None and where.key.startswith("model."))
 
@@ -162,7 +162,7 @@ def without_defaults(section: type[Section], table: Tree) -> Tree:
 
 
 def _is_bad(key: str, bad: Sequence[tuple[int | str, ...]]) -> bool:
-    """Whether an unusable value lies at a key, in it or around it."""
+    """Return whether an unusable value lies at a key, in it or around it."""
     path = tuple(key.split("."))
     return any(item[: len(path)] == path[: len(item)] for item in bad)
 

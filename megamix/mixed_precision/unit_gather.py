@@ -313,7 +313,9 @@ class UnitGather:
         self._at = max(self._at, place)
 
     def _leave(self, units: Iterable[Unit]) -> None:
-        """Free the units that are over."""
+        """Free those of `units` that this pass no longer needs; in backward, first complete the gradients of their
+        buckets, so that their sums can start.
+        """
         for unit in units:
             if self._is_over(unit):
                 if self._in_backward:

@@ -218,7 +218,9 @@ class Attributes:
         return [value for own, name in self._places if type(value := own.get(name)) not in _PLAIN]
 
     def tensors(self, output: object) -> list[Tensor]:
-        """Return the tensors in a forward's output and in the attributes of its modules after it."""
+        """Return the tensors in a member's `output` and in the attributes of the member's modules. Call it right after
+        the member's forward.
+        """
         if self._ids_now() != self._ids or [[*own] for own in self._own] != self._names:
             self._note()
         return tensors_in([output, self._values()], self._settings)

@@ -67,7 +67,9 @@ class Border:
         return self._cross(_Crossing, x, partial(self._gather, dim=-1), lambda grad: self._own(grad, -1))
 
     def own_positions(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a tensor whose `dim` has an entry for every position."""
+        """Return this rank's positions of `x`, whose `dim` has an entry for every position: its chunk with `sequence`,
+        else all of `x`.
+        """
         return self._own(x, dim) if self.sequence else x
 
     def _own(self, x: Tensor, dim: int) -> Tensor:

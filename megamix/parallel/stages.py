@@ -86,7 +86,7 @@ def describe_stages(plans: list[StagePlan]) -> str:
 
 def keep_layers(model: Decoder, held: Collection[int]) -> None:
     """Remove from a whole model all blocks but `held`. The embedding stays only if the first block does, norm and head
-    only if the last block does. A tied table stays, under both its names, with either of these two blocks. The
+    only if the last block does. A tied table stays, under both its names, if the first or the last block does. The
     remaining parameters keep their names.
     """
     num_layers = model.config.num_layers

@@ -146,7 +146,8 @@ class MetricsWriter:
         """Open the files.
 
         `applied`: updates that the run has behind it. Lines in the file stay, and one more says that the run goes on
-        from there. TensorBoard's events after `applied` are purged and written again from the lines that stayed.
+        from there. TensorBoard drops its events after `applied` when they are opened again, so they are written once
+        more from the lines that stayed.
         `config`: the effective configuration, for TensorBoard only; trackers have it. `tokens`: returns the tokens of
         all updates so far, which every row holds.
         Raises: ValueError if TensorBoard is asked for and not installed.

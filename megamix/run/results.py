@@ -77,9 +77,9 @@ def _write_sample(config: Config, model: nn.Module, console: Console, tell_text:
 
 
 def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    """Write FP32 weights, and buffers as they are, as safetensors, each tensor once under its first name.
+    """Write a safetensors file: the FP32 weights, and the buffers in their own dtypes.
 
-    The file is either whole or not there.
+    A tensor with several names is written once, under the first. The file is either whole or not there.
     """
     once: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():

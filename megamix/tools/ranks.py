@@ -230,7 +230,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
 
 
 def _request(pipe: Connection) -> Any:
-    """Return the next request; None at the end, or if the parent gave this rank up before it asked for anything."""
+    """Return the parent's next request; None if the parent tells this rank to end, or has closed the pipe."""
     try:
         return pipe.recv()
     except EOFError:

@@ -1,8 +1,7 @@
 """Processor time per step on the host beyond forward and backward, and how it grows with tensors, units, micro-batches
 and ranks.
 
-On a fast GPU the host's time is the step's, until the products
-take longer.
+On a fast GPU a step takes as long as the host needs to launch it, unless the products take longer.
 """
 
 from __future__ import annotations

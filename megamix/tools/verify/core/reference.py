@@ -121,7 +121,10 @@ class Reference:
     def native_step(
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
     ) -> Step:
-        """Take the step with these weights, in their dtypes, as any rank computes it."""
+        """Take the step with these weights as they are stored, as a rank would.
+
+        With mixed dtypes all parameters take the coarsest (see `coarse`).
+        """
         return _step(self.native, self.native_loss, self.coarse(weights), batches, shares, loss_scale)
 
     def coarse(self, weights: Mapping[str, Tensor]) -> Tensors:
