@@ -76,9 +76,8 @@ def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder
 
     It has the same global batch on all of the layouts, two epochs, and settings that only long runs would come to.
     """
-    micro = config.training.micro_batch_size
     batch = math.lcm(*(one.apply(config).training.global_batch_size for one in layouts))
-    here = layout.apply(config, batch // (micro * layout.size("dp")))
+    here = layout.apply(config)
     schedule, scale, metrics = here.lr_schedule, here.precision.loss_scale, here.metrics
     warmup = min(schedule.warmup_steps, 2)
     decay = None if schedule.decay_steps is None else min(schedule.decay_steps, STEPS - warmup)
@@ -90,7 +89,7 @@ def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder
         "data": sources | {"stages": (), "split": None, "tokenizer": None},
         "lr_schedule": {"warmup_steps": warmup, "decay_steps": decay},
         "precision": {"loss_scale": scale.model_copy(update=known), "max_retries": 3},
-        "training": {"steps": STEPS, "eval_interval": 4, "eval_batches": 2},
+        "training": {"steps": STEPS, "global_batch_size": batch, "eval_interval": 4, "eval_batches": 2},
         "checkpoint": {"folder": str(folder / name), "save_interval": BORDERS[0], "resume": "auto"},
         "metrics": silent | {"log_interval": 1, "tensorboard": False, "precision_interval": 0},
         "profiling": {"num_steps": 0},

@@ -70,7 +70,7 @@ def _drawn(seed: int) -> tuple[Config, str]:
     tree["data"]["packing"] = draw.choice(["none", "documents"])
     tree["model"]["num_layers"] = 2  # as many as a layout has stages
     tree["training"] |= {"seed": seed, "micro_batch_size": draw.choice([1, 2])}
-    layouts = draw.choice(["dp1,dp2", "dp2,dp1", "dp2,dp4,dp1", "tp2,dp1", "dp2,pp2", "dp1"])
+    layouts = draw.choice(["dp1,dp2", "dp2,dp1", "dp2,dp4,dp1", "tp2,dp1", "dp2,pp2", "replicas2,dp1", "dp1"])
     return Config.model_validate(tree), layouts
 
 
@@ -84,6 +84,12 @@ def test_a_job_that_is_right_passes(run_ranks, tmp_path: Path, seed: int) -> Non
     assert [problems for _, problems, _ in found] == [[], [], []]
     assert all(run.skipped >= 4 for run, *_ in found)  # those that are planted
     assert 0 < found[2][2] < 1
+
+
+def test_a_job_has_the_same_global_batch_on_every_layout(tmp_path: Path) -> None:
+    layouts = [parse_layout(name) for name in ("cp2", "replicas2", "dp2replicas2", "dp2tp2", "pp2")]
+    jobs = [run_config(make_config("dp1"), layouts, one, tmp_path, one.name) for one in layouts]
+    assert {job.training.global_batch_size for job in jobs} == {16}
 
 
 @dataclass
