@@ -124,7 +124,8 @@ class _Judged:
         self.before, self.after, self.by_rank, self.of = before, after, scalars, scalars[0]
         self.dtype = DTYPES[config.precision.dtype]
         self.found_inf = bool(self.of["found_inf"])
-        weight = sum(batch.weight for mine in by_rank for batch in mine)
+        # If no target counts, the engine divides by 1, too.
+        weight = sum(batch.weight for mine in by_rank for batch in mine) or 1.0
         self.divisor = self.of["loss_scale"] * weight
         # In the order of backward: a wrong gradient makes those behind it wrong.
         names, grads = [name for name, _ in reference.native.named_parameters()][::-1], after.of(GRADIENT)

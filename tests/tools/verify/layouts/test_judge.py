@@ -6,17 +6,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from megamix.config import Config
+from megamix.data.source import Numbers, Rows
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.core.verdict import EXPLAINED, Difference, Verdict
 from megamix.tools.verify.layouts.judge import judge
 from megamix.tools.verify.layouts.layout_lines import verify_layout
-from megamix.tools.verify.layouts.observe import MOST_SKIPPED
+from megamix.tools.verify.layouts.observe import MOST_SKIPPED, _Documents, observe
 from tests.conftest import FULL
 from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_bugs, observe_case
 
@@ -189,6 +192,20 @@ def test_packed_documents_pass_and_attention_that_crosses_them_is_caught(run_ran
     assert _judge(config, run_ranks(observe_case, 2, config), OVERFLOW_AT).differences == []
     first = _judge(config, run_ranks(observe_bug, 2, config, "documents_seen_across"), None).differences[0]
     assert (first.attempt, first.check) == (0, "gradient")
+
+
+def test_steps_without_any_target_pass() -> None:
+    config = make_config("dp1", packing="documents")
+    right = _Documents.read
+
+    def read(documents: _Documents, samples: Numbers) -> Rows:
+        rows = right(documents, samples)
+        return rows._replace(positions=np.zeros_like(rows.tokens))  # every document has one token
+
+    with mock.patch.object(_Documents, "read", read):
+        verdict = _judge(config, [observe(config, UPDATES, None)], None)
+    assert verdict.differences == []
+    assert verdict.attempts == UPDATES
 
 
 def test_a_schedule_that_is_late_is_named_with_the_update_whose_lr_it_is(run_ranks) -> None:
