@@ -95,6 +95,11 @@ class _ExchangedHeads:
 
     def _attend_divided(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks) -> Tensor:
         size = self._cp.axis.size
+        if key.shape[1] % size:  # a family of a plugin may name its heads otherwise: no check saw them
+            raise ValueError(
+                f'parallelism.cp_method: got "heads", with which {size} context-parallel ranks must divide the '
+                f'{key.shape[1]} heads of keys and values of a rank; write cp_method = "gather"'
+            )
         heads = [x.shape[1] // size for x in (query, key, value)]
         # The heads of query, key and value that each rank gets, for one call: (ranks, B, heads, T / ranks, D).
         own = torch.cat([torch.unflatten(x, 1, (size, -1)) for x in (query, key, value)], 2).movedim(1, 0)

@@ -582,6 +582,11 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert span.begin(None) is None
     with pytest.raises(ValueError, match="on a meta device needs FP16 or BF16"):
         _part(2, 0, torch.zeros(1, 8), dealt=False).see(None, 0, torch.empty(1, 1, device="meta"), by_borders=False)
+    exchanged = context_parallel._ExchangedHeads(Collectives(Axis((0, 1), 0)), lambda ops, *given: given[0])
+    query = torch.zeros(1, 6, 4, 8)
+    part = Span(2, 0, by_heads=True).begin(torch.zeros(1, 8))
+    with pytest.raises(ValueError, match=r"2 context-parallel ranks must divide the 3 heads of .* \"gather\""):
+        exchanged(Ops(), query, query[:, :3], query[:, :3], part)
     config = parse_layout("cp2").apply(make_config("dp1", family="gpt")).model
     with mock.patch.object(Transformer, "head_dim", lambda model: 0), pytest.raises(ValueError, match="its head_dim"):
         divide_positions(Transformer(config), Collectives(Axis((0, 1), 0)))
