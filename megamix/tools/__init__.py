@@ -1,6 +1,6 @@
 """Tools beside the product: they read, count, measure and judge it.
 
-Of the product only a room's `command.py` imports them, and passes their lines to a job as a function.
+In the product only a room's `command.py` imports them. A job gets their lines through a function that it passes on.
 
 plan    memory of a job, before it starts
 verify  steps and runs against FP64

@@ -69,8 +69,9 @@ class RankPool:
     actor: each rank holds one `actor()` as long as it lives, and every function gets it as its first argument: name
     methods of its class. A lone rank then has no process group. Without an actor, no call finds anything that an
     earlier call left behind.
-    environment: the ranks are new interpreters with these settings beside the parent's, for OpenMP and malloc read
-    theirs when a program starts. Without it they are forks of a process that has torch loaded, with one thread each.
+    environment: the ranks are new interpreters with these settings beside the parent's, because OpenMP and malloc read
+    their settings only when a program starts. Without it they are forks of a process that has torch loaded, with one
+    thread each.
     name: name of the pool in messages about a failure.
     """
 
@@ -178,7 +179,7 @@ class RankPool:
 
 
 def pool_for(world_size: int, **settings: Any) -> RankPool:
-    """Return a pool on GPUs if this machine has one for each rank, else on its CPU. `settings`: others of RankPool."""
+    """Return a pool on GPUs if this machine has one for each rank, else on its CPU. `settings`: as for RankPool."""
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
     return RankPool(world_size, on_gpus=on_gpus, **settings)
 
@@ -204,9 +205,9 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
     while (request := _request(pipe)) is not None:
         function, args, world, hold = request
         if world is not None:
-            # Groups that a call has made cannot be destroyed one by one: torch would reuse their names, and the next
-            # groups would meet in entries that the first have left in the store. If kept, each group costs threads that
-            # wake up 100 times a second.
+            # The groups that a call has made end with their world. If they were destroyed one by one, torch would reuse
+            # their names, and the next groups would find the first ones' entries in the store. If they were kept, each
+            # would cost threads that wake up 100 times a second.
             if dist.is_initialized():
                 dist.destroy_process_group()
             method, backend = f"file://{folder}/world_{world}", "nccl" if on_gpus else "gloo"

@@ -7,7 +7,7 @@ updates    changes by an update: of a torch optimizer, or of a `ShardedEngine`
 holders    tensors that the optimizer updates for each parameter, and the dtypes that DDP and FSDP2 declare
 report     rows by pattern, and the page
 warnings   facts that do harm, and their remedies; the texts of WRONG and look are in warnings.toml
-audit      the conductor: `megamix.audit`
+audit      `megamix.audit`, which puts these together
 script     audit of any command, from outside
 in_script  its part in each process of the script
 start      folder on the script's path, by which its Pythons tell of their updates

@@ -1,4 +1,4 @@
-"""`megamix.audit`, which watches one step and changes nothing of it."""
+"""Watch of one step, which changes nothing of it: `megamix.audit`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) ->
 
     `model`, `optimizer`: those that your loop calls, wrapped or not; or our engine as the second. The step computes the
     same, bit for bit. Afterwards the report has `rows`, `warnings` and `to_json()`, the same on every rank. Every rank
-    must do it. Copies of the weights are held until the step is over.
+    must enter the block. Copies of the weights are held until the step is over.
     Raises: TypeError for a model that is no module, or another kind of optimizer; RuntimeError if there was no step, or
     several of an engine.
     """
@@ -65,7 +65,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) ->
 
 
 def make_note(facts: Mapping[nn.Parameter, ParamFacts], judged: Iterable[ParamFacts], watch: Watch) -> dict[str, Any]:
-    """Return what this rank has found, for JSON. `judged`: those of the facts that are whole."""
+    """Return what this rank has found, for JSON. `judged`: the facts that are complete."""
     first, not_finite = watch.first, None
     if first is not None:
         other = "the loss" if first.held is None else "a copy of a weight"
@@ -80,7 +80,7 @@ def torch_updates(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], facts: Mapping[nn.Parameter, ParamFacts],
     watch: Watch,
 ) -> Iterator[None]:  # fmt: skip
-    """Count the changes that each optimizer's step makes in the block, and note what the model's wrappers tell."""
+    """Count the changes that each optimizer's step makes in the block, and note the dtypes that wrappers declare."""
     with ExitStack() as stack:
         stack.enter_context(wires_told(model, facts, watch.reduced))
         for optimizer in optimizers:

@@ -1,6 +1,6 @@
-"""The verb `audit`: the first updates of a job on synthetic text, or of any script, the last of them audited; the page.
+"""The verb `audit`: it runs the first updates of a job on synthetic text, or of any script, and audits the last one.
 
-Imports no torch before the configuration is read, so that a mistake in it shows at once.
+It imports no torch before the configuration is read, so that a mistake in it shows at once.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def _of_script(arguments: argparse.Namespace) -> Iterator[str]:
     yield _page(arguments, seen.report, f"update {updates} of {shlex.join(command)} on {seen.ranks} rank(s)")
     if seen.waiting:
         say(
-            f"megamix audit: the optimizer of {seen.waiting} parameter(s) made no step meanwhile: not judged; another "
-            "--updates may meet one", sys.stderr,
+            f"megamix audit: the optimizer of {seen.waiting} parameter(s) made no step meanwhile: not judged; "
+            "try another --updates", sys.stderr,
         )  # fmt: skip
     if seen.unseen:
         say(f"megamix audit: {seen.unseen} tensor(s) that an optimizer moves are in no module: not judged", sys.stderr)
 
 
 def _page(arguments: argparse.Namespace, report: AuditReport, head: str) -> str:
-    """Return the page of an audit, which ends with what it is about."""
+    """Return the page of an audit; its last line says which updates were judged."""
     updates = arguments.updates
     looked = f"update {updates}" if updates == 1 else f"update {updates}, and NaN in updates 1 to {updates}"
     page = report.to_json() if arguments.json else f"{head}\n{report}\njudged: {looked}; --updates N goes further"
@@ -69,7 +69,7 @@ def _page(arguments: argparse.Namespace, report: AuditReport, head: str) -> str:
 def _of_job(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the page of a job.
 
-    The ranks are those that torchrun started; without torchrun, as many as divide the model are started here.
+    It uses the ranks that torchrun started; without torchrun, it starts as many as divide the model.
     """
     config, updates = load_config(arguments.config, arguments.overrides), arguments.updates
     check_plugins(arguments, config)

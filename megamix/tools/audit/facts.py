@@ -17,7 +17,7 @@ from megamix.tools.verify.core.tape import plain_name
 # optimizer updates.
 COLUMNS = ("storage", "compute", "gradient", "wire", "sum", "master", "moments", "checkpoint")
 ALL = ""  # ranks that no wrapper names
-NOWHERE, UNKNOWN = "-", "?"  # marks of no dtype and of an unknown one; the reason follows the second mark
+NOWHERE, UNKNOWN = "-", "?"  # no dtype, and an unknown one: the reason follows that mark
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 HALVES = ("fp16", "bf16")
@@ -101,7 +101,7 @@ class ParamFacts:
 
     @property
     def headroom(self) -> float | None:
-        """Return how often the largest gradient element could double before its dtype, or the sum's, ends."""
+        """Return how often the largest gradient element can double before it overflows its dtype, or the sum's."""
         kinds = {part for column in ("gradient", "wire", "sum") for part in self.dtypes[column].split("/")}
         ends, largest = [torch.finfo(DTYPES[kind]).max for kind in kinds & {*DTYPES}], self.largest.get("gradient", 0.0)
         return math.log2(min(ends) / largest) if ends and 0 < largest < math.inf else None
@@ -136,7 +136,7 @@ def describe(model: nn.Module) -> dict[nn.Parameter, ParamFacts]:
 
 
 def join_facts(by_rank: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, ParamFacts]:
-    """Return the facts that each rank tells, as `asdict` gives them, put together by name."""
+    """Join the facts of all ranks by name. `by_rank`: each rank's facts, as `asdict` gives them."""
     whole: dict[str, ParamFacts] = {}
     for told in by_rank:
         for one in (ParamFacts(**entries) for entries in told):

@@ -16,7 +16,7 @@ KINDS = ("loss", "gradient", "state", "weight")  # in the order in which an upda
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """A number that is not finite: one of `KINDS`, of a tensor that the optimizer holds unless it is the loss."""
+    """A number that is not finite. `kind`: one of `KINDS`. `held`: the optimizer's parameter; None for the loss."""
 
     kind: str
     held: Tensor | None = None
@@ -27,9 +27,10 @@ class NotFinite:
 def first_not_finite(
     losses: Sequence[Tensor], optimizer: torch.optim.Optimizer | None = None, update: int = 0
 ) -> NotFinite | None:
-    """Return what is not finite in an update that is over, the earliest of `KINDS`; None if nothing is, or it skipped.
+    """Return the first of `KINDS` that is not finite after an update; None if all are finite.
 
-    `losses`: of the last backward pass. `update`: number of the update.
+    After a skipped update, or without an optimizer, only the loss is judged. `losses`: of the last backward pass.
+    `update`: number of the update.
     """
     # An FP16 loss may be infinite by its loss scale alone, and do no harm.
     if any(loss.isnan().any() or not (loss.dtype == torch.float16 or _finite(loss)) for loss in map(local, losses)):

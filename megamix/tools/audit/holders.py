@@ -88,8 +88,9 @@ def wires_told(
 ) -> Iterator[None]:
     """Note the dtypes in which DDP and FSDP2 say that they compute and send.
 
-    After the step, if no wrapper has declared the dtype of the wire, it is the dtype that was seen, if only one was.
-    What DDP declares counts only if the ranks were seen to sum something.
+    After the step, a wire whose dtype DDP's hook hides gets the dtype that the ranks were seen to sum, if it is only
+    one. DDP's own declaration counts only if the ranks were seen to sum something. A parameter without a wrapper has
+    an unknown wire if they were.
     `reduced`: the dtypes that the ranks were seen to sum.
     """
     for ddp in model.modules():

@@ -31,7 +31,7 @@ Kind = TypeVar("Kind")
 
 
 class ScriptAudit:
-    """Watches everything between two updates of the optimizer that steps first, and ends the process behind the second.
+    """Watches everything between two updates of the optimizer that steps first, and ends the process after the second.
 
     Optimizers that take turns are all watched. An attempt that overflows is watched anew, and so is the first update of
     an optimizer that is made anew for the same parameters.
@@ -54,10 +54,10 @@ class ScriptAudit:
 
         Raises: ValueError that says why the script cannot be audited.
         """
-        if innermost(optimizer) is not optimizer:  # a wrapper, whose inner one has told it already
+        if innermost(optimizer) is not optimizer:  # a wrapper, whose inner optimizer has reported this update
             return
         if torch._C._current_graph_task_id() != -1:
-            raise ValueError("its optimizers step inside backward, where no watch can begin; step them behind it")
+            raise ValueError("its optimizers step inside backward, where no watch can begin; step them after it")
         if self._watch is None:
             self._not_finite = self._not_finite or first_not_finite(losses, optimizer, self._made + 1)
         else:
@@ -93,8 +93,8 @@ class ScriptAudit:
         roots = trained_roots(self._optimizers)
         if not roots:
             raise ValueError(
-                "no nn.Module holds what the optimizer moves, so no name of it is known; put with megamix.audit(model, "
-                "optimizer) around a step of it: docs/verify.md"
+                "no nn.Module holds what the optimizer moves, so its names are unknown; write "
+                "with megamix.audit(model, optimizer): around a step of your loop, see docs/verify.md"
             )
         model = roots[0] if len(roots) == 1 else _together(roots)
         self._facts, self._watch, self._stepped = describe(model), Watch(), []
@@ -132,9 +132,10 @@ class ScriptAudit:
 
 
 def trained_roots(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Module]:
-    """Return the outermost modules that hold what these optimizers move; or what has a gradient, if they move copies.
+    """Return the outermost modules whose parameters these optimizers hold.
 
-    Of modules that hold the same, as one and its compiled form do, the first one is taken.
+    If they hold copies, parameters with a gradient count as held. If several modules hold the same parameters, as a
+    module and its compiled form do, only the first one is returned.
     """
     modules = [*_living(nn.Module)]
     held = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
@@ -154,7 +155,7 @@ def trained_roots(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Module
 
 
 def _living(kind: type[Kind]) -> Iterator[Kind]:
-    """Yield every living object of a class. By type: an object asked for its class may import what it stands for."""
+    """Yield every living object of a class. It asks for types: a lazy object asked for its class may import."""
     return (found for found in gc.get_objects() if issubclass(type(found), kind))
 
 

@@ -20,8 +20,8 @@ _LEGEND = (
     "underflow (~: an estimate, from zeros in rows and columns that have subnormal numbers); room: doublings of the\n"
     "largest gradient element until its dtype ends; upd/w: rms of the update over rms of the weight, the largest"
 )
-_MATRICES = "direct: in which matrices are multiplied and sent for their directions; what has none is moved by AdamW"
-_TOO_EARLY = "audit: nothing is known, no step is over; read the report behind the block of megamix.audit"
+_MATRICES = "direct: dtype in which Muon multiplies matrices and sends them; AdamW moves the parameters without one"
+_TOO_EARLY = "audit: nothing is known before the step is over; read the report after the block of megamix.audit"
 
 
 def make_rows(facts: Collection[ParamFacts]) -> list[ParamFacts]:
@@ -42,7 +42,7 @@ def make_rows(facts: Collection[ParamFacts]) -> list[ParamFacts]:
 
 
 def _cells(row: ParamFacts) -> list[str]:
-    """Return the cells of the table behind the name."""
+    """Return a row's cells, without its name."""
     about = "" if row.zeroed_is_exact or not row.zeroed else "~"
     numbers = row.lost, row.zeroed, row.headroom, row.update_to_weight
     forms = "{:.1%}", about + "{:.1%}", "{:.1f}", "{:.1e}"
@@ -60,7 +60,7 @@ class AuditReport:
 
     @property
     def harms(self) -> bool:
-        """Return whether any warning is about lost precision, and not only about settings that may be intended.
+        """Return whether any warning is of harm, not only of a setting that may be intended.
 
         Raises: RuntimeError within the block, where nothing is known yet.
         """

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megamix.tools.audit.report import AuditReport
 
 POLL_S = 0.1
-LEAVE_S = 10.0  # for the command, once its processes are over, and then for its answer to SIGTERM
+LEAVE_S = 10.0  # seconds that the command has to end after its audit, and again after SIGTERM
 _START = Path(__file__).with_name("start")
 
 Note = Mapping[str, Any]
@@ -35,7 +35,7 @@ class ScriptReport(NamedTuple):
 def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -> ScriptReport:
     """Return the report on update number `updates` of the script that a command starts.
 
-    The command is ended behind that update. `quiet`: its output goes to stderr. Raises: OSError if it does not start;
+    The command is ended after that update. `quiet`: its output goes to stderr. Raises: OSError if it does not start;
     ValueError that says why nothing was seen.
     """
     with TemporaryDirectory(prefix="megamix-audit-") as folder:
@@ -67,7 +67,7 @@ def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -
 def _wait(child: subprocess.Popen[bytes], folder: Path, updates: int) -> list[Note]:
     """Return the notes of all ranks. Raises: ValueError if they do not come, or one is a refusal."""
     while True:
-        status = child.poll()  # before the notes are read: what ends has written its own
+        status = child.poll()  # before the notes are read: a process writes its own before it ends
         if refusals := _notes(folder, "refusal"):
             raise ValueError(f"the script cannot be audited: {refusals[0]['text']}")
         told = _notes(folder, "facts")

@@ -19,7 +19,7 @@ from megamix.tools.verify.core.observed_step import UsedValues
 
 # States whose next value moves a weight even if the gradient is zero. Other states only divide.
 _MOVES = ("exp_avg", "momentum_buffer", "velocity", "momentum")
-_TRAINED = 3  # updates after which no master is as it was loaded, whatever the warm-up began with
+_TRAINED = 3  # updates after which every master has moved, even if the warm-up began at a learning rate of 0
 _FEWEST = 64  # elements; fewer may all be round by chance
 
 
@@ -96,14 +96,14 @@ def optimizer_updates(
 
     @torch.no_grad()
     def copy() -> None:
-        # A GradScaler leaves its scale and its finding to a fused update.
+        # A GradScaler hands its scale and its found_inf to a fused optimizer.
         scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         watch.loss_scale = watch.loss_scale if scale is None else float(scale)
         if found_inf is not None and bool(found_inf):
             watch.overflowed = True
             return
         watch.steps += 1
-        masters.update(find_masters())  # parameters get the values of their masters behind a step
+        masters.update(find_masters())  # a step copies its masters into the parameters, which shows whose they are
         for group in optimizer.param_groups:
             states = _states(optimizer, group)
             for param in (one for one in group["params"] if one in masters and one.grad is not None):
@@ -150,7 +150,7 @@ def _states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[
 def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch: Watch) -> Iterator[None]:
     """Count the changes that one `step()` of an engine makes to the elements that this rank owns.
 
-    Raises: RuntimeError if there were several steps, for the first one's sums are gone.
+    Raises: RuntimeError if there were several steps, because the first one's sums are gone.
     """
     applied, skipped = int(engine.applied_updates), int(engine.skipped_steps)
     watch.loss_scale = float(engine.loss_scale.loss_scale)

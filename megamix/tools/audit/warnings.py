@@ -51,9 +51,9 @@ def warnings_of(
     scaled: bool,
     skipped: bool,
 ) -> list[AuditWarning]:
-    """Return all warnings, harmful ones first. Of several rows with one warning, the worst is named.
+    """Return all warnings, harmful ones first. If several rows have one warning, it names the worst.
 
-    `notes`: of the ranks, which sum. `scaled`: whether the loss is.
+    `notes`: one from each rank. `scaled`: whether the loss has a scale. `skipped`: whether the step was skipped.
     """
     ranks = len(notes)
     rows = [row for row in rows if row.trains]
@@ -85,7 +85,7 @@ def warnings_of(
 
 
 def _not_finite(notes: Sequence[Mapping[str, Any]]) -> Iterator[AuditWarning]:
-    """Yield the first number of any rank that is not finite."""
+    """Yield a warning about the first number that was not finite on any rank, if there is one."""
     found = [note["not_finite"] for note in notes if note["not_finite"]]
     if found:
         first = min(found, key=lambda one: (one["update"], KINDS.index(one["kind"])))
@@ -125,7 +125,7 @@ def _rounding(dtype: str) -> float:
 
 
 def _odd_ones(facts: Sequence[ParamFacts]) -> Iterator[AuditWarning]:
-    """Yield parameters that are kept otherwise than most of their kind, unless all of their pattern are."""
+    """Yield a warning for each parameter kept otherwise than most of its kind, unless all of its pattern are."""
     columns = ("storage", "compute", "master", "moments")
     alike: defaultdict[tuple[str, str], list[tuple[str, tuple[str, ...]]]] = defaultdict(list)
     votes: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)

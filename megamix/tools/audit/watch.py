@@ -87,7 +87,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
                 self.follow(facts, param._unsharded_param)
 
     def _place(self, name: str, tensor: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # asks for the place of a tensor whose memory comes and goes
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter without memory refuses reads, but has a place
             storage, place = tensor.untyped_storage(), (_start(tensor), name)
         starts = _alive(self._places, storage._cdata)
         if starts is None:
@@ -113,7 +113,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
             storage = local(out).untyped_storage()
             self._sources[storage._cdata] = (_Weak(storage), (args[0].dtype, flushed(local(args[0]), out.dtype)))
         elif not func.is_view and name not in _NOT_COMPUTED and (self.inside_forward or torch.is_grad_enabled()):
-            for tensor in map(local, tensors_in(args)):  # computes with them; else it updates or averages
+            for tensor in map(local, tensors_in(args)):  # elsewhere an operation updates or averages parameters
                 param = self._name_of(tensor)
                 if param is not None and name in _COPIES:
                     self._place(param, local(out))
@@ -132,7 +132,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         grad = local(grad)
         if grad.layout != torch.strided or not grad.numel():
             return
-        # Values from before the cast with which autocast's backward ends.
+        # Autocast's backward ends with a cast: the dtype and the zeros count as they were before it.
         made, lost = _alive(self._sources, grad.untyped_storage()._cdata) or (grad.dtype, None)
         kept = DTYPES.get(facts.dtypes["wire"]) or DTYPES.get(facts.dtypes["sum"]) or grad.dtype
         lost = flushed(grad, kept) if lost is None else lost
@@ -161,7 +161,7 @@ def losses_told(watch: Watch) -> Iterator[None]:
 
 
 def flushed(values: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return how many elements become zero in that dtype, INT64 (); None if it reaches as far down as their own."""
+    """Return how many elements become zero in that dtype, INT64 (); None if it holds numbers as small as theirs."""
     if not (values.is_floating_point() and dtype.is_floating_point):
         return None
     narrower = torch.finfo(dtype).smallest_normal > torch.finfo(values.dtype).smallest_normal

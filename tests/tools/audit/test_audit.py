@@ -422,7 +422,7 @@ def test_within_the_block_nothing_is_called_right() -> None:
     loop = plain(seed=1)
     with megamix.audit(loop.model, loop.optimizer) as report:
         loop.step(0)
-        assert str(report).startswith("audit: nothing is known, no step is over; read the report behind the block")
+        assert str(report).startswith("audit: nothing is known before the step is over; read the report after the")
         with pytest.raises(RuntimeError, match="nothing is known"):
             assert report.harms
     assert str(report).endswith("no number is lost that should be kept")

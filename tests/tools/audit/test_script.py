@@ -185,7 +185,7 @@ def test_a_script_that_trains_by_the_engine_is_told_of_the_audit_for_it(tmp_path
             engine.step()
     """
     program.write_text(textwrap.dedent(text))
-    with pytest.raises(ValueError, match=r"put with megamix.audit\(model, engine\) around a step"):
+    with pytest.raises(ValueError, match=r"write with megamix.audit\(model, engine\): around a step"):
         audit_script([sys.executable, str(program)], 2)
 
 

@@ -1,5 +1,5 @@
-"""Start of every Python that `megamix audit -- COMMAND` starts: each update of a torch optimizer is told to the audit,
-and a script whose updates cannot be seen is ended.
+"""Start of every Python that `megamix audit -- COMMAND` starts. It reports each update of a torch optimizer to the
+audit, and ends a script whose updates cannot be seen.
 
 Python imports a module of this name by itself. This one imports nothing that a script may not want, and runs the
 `sitecustomize` that it hides.
@@ -52,7 +52,7 @@ class Updates:
         atexit.register(self.at_exit)
 
     def told(self, function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
-        """Return torch's function with a call of `before` ahead."""
+        """Return torch's function, with a call of `before` in front of it."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class Updates:
 def refuse_engine(engine: Any) -> None:
     """Have the first step of megamix's own engine end the process."""
     engine.ShardedEngine.step = lambda *_: refuse(
-        "it trains by megamix's own engine; put with megamix.audit(model, engine) around a step of it, or audit a job "
+        "it trains by megamix's own engine; write with megamix.audit(model, engine): around a step, or audit a job "
         "by its file: megamix audit job.toml"
     )
 
