@@ -59,7 +59,7 @@ class CheckpointRank(TrainRank):
     def save(self) -> float:
         """Save the state, and return the seconds.
 
-        Work that goes on beside training afterwards, the removal of an old checkpoint, is not timed; nor is it below.
+        The removal of an old checkpoint, which a run does beside training, is not timed.
         """
         self._free_pages()
         seconds = self._seconds_together(lambda: self._saver.save(self._ours.engine, RunRecord()))
@@ -103,7 +103,7 @@ class CheckpointRank(TrainRank):
         return sum(path.stat().st_size for path in self._newest().iterdir())
 
     def _seconds_together(self, work: Callable[[], object]) -> float:
-        """Return the seconds from when all ranks are ready: a save waits for a late rank, a plain write does not."""
+        """Return the seconds of `work`, begun when all ranks are ready: only a save would wait for a late rank."""
         self._all_or_none.every(lambda: None)
         return _seconds(work)
 

@@ -1,4 +1,4 @@
-"""The verb `bench`. torch loads inside."""
+"""The verb `bench`. It imports torch only once its flags are checked."""
 
 import argparse
 from pathlib import Path
@@ -29,7 +29,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
         problems.append(f"--output: got {arguments.output}, which cannot be written; name a file in a folder of yours")
     if arguments.layout is not None and arguments.what != "train":
         problems.append(
-            f"--layout: got {arguments.layout} with {arguments.what}, but whole steps alone have a layout; "
+            f"--layout: got {arguments.layout} with {arguments.what}, but only whole steps have a layout; "
             f"write megamix bench train --layout {arguments.layout}"
         )
     if problems:

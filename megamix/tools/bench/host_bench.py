@@ -101,7 +101,7 @@ class Unjoined(Ours):
 
 
 def sittings(settings: HostSettings) -> list[Sitting]:
-    """Return the sittings. Cases of a sitting differ in one thing each, so that a difference is its cost."""
+    """Return the sittings. Each case differs from another in one thing, so their difference is its cost."""
     layers, of = settings.layers, settings.of
     small = {
         ALONE: of(layers),
@@ -216,8 +216,8 @@ def _rows(case: str, measured: HostCase) -> Iterator[tuple[str, ...]]:
 def a_further(measured: Mapping[str, HostCase], side: str) -> dict[str, list[float]]:
     """Return the cost to a side of one more of each thing, in ms by round.
 
-    It is the difference of two cases that differ only in that thing, divided by how much they differ. Forward and
-    backward cost the same, however many units there are.
+    It is the difference of two cases that differ only in that thing, divided by how many of it they differ by. The
+    number of units does not change forward and backward, so for units whole steps are compared.
     """
     layers = measured[ALONE].settings.work.model.num_layers
     tensors = measured[JOINED].tensors - measured[SHALLOW].tensors

@@ -1,9 +1,8 @@
-"""Sides in which ranks divide the model, by tensors or in a pipeline of stages, or the positions of sequences: ours,
-and torch alone, or ours with data-parallel ranks.
+"""Sides in which ranks divide the model, by tensors or by stages, or the positions of sequences.
 
-torch's are `parallelize_module` and its pipelines' schedules on the same model. Each runs in mixed precision, once by
-autocast and once by `fully_shard` over a data-parallel axis of one rank, which holds weights in half as well and casts
-them once a step.
+Ours stands beside torch's own or, for positions, beside ours with data-parallel ranks. torch's are `parallelize_module`
+and its pipelines' schedules on the same model. Each runs in mixed precision, once by autocast and once by `fully_shard`
+over a data-parallel axis of one rank, which also holds weights in half and casts them once a step.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class OursContextParallel(Ours):
 
 
 class OursOfOwnSequences(Ours):
-    """megamix with data-parallel ranks, each with its own of the shared sequences."""
+    """megamix with data-parallel ranks, each with its part of the shared sequences."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
         _, self.engine = _make_part(work, dtype, Topology.connect())

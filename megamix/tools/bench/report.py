@@ -124,12 +124,12 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """Return the kind of a machine in words. On another kind, the sides of a comparison differ otherwise."""
+    """Return the kind of a machine in words. Ratios of one kind of machine do not hold on another."""
     units = [name for name, key in (("FP16", "fp16_units"), ("BF16", "bf16_units")) if machine[key]]
     return (
         f"on {machine['cpu']}, {machine['cores']} cores: {machine['vector_units']}, {' and '.join(units) or 'no half'} "
         f"units, BF16 products {machine['bf16_products']}; load {machine['load']:.1f}, torch {machine['torch']}. "
-        "Figures of another kind of machine differ in kind"
+        "Do not compare them with figures of another kind of machine"
     )
 
 
@@ -140,12 +140,12 @@ def append_line(file: Path, line: str) -> None:
 
 
 def progress(text: str) -> None:
-    """Print one line for whoever waits; the report itself goes to standard output."""
+    """Print one line to stderr; the report itself goes to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
 def rounds_told(count: int) -> Iterator[int]:
-    """Yield the numbers of the rounds, each with a line of how far it is and the time left, by the rounds so far."""
+    """Yield the numbers of the rounds. Print before each its number, and the time left by the rounds so far."""
     begun_s = time.monotonic()
     for number in range(count):
         done_s = time.monotonic() - begun_s

@@ -188,7 +188,7 @@ class Examined(Ours):
 
 
 class ForwardBackward(Engine):
-    """Our half model with its gradients dropped: no optimizer and no other rank. It is the ceiling of ours."""
+    """Our half model with its gradients dropped: no optimizer and no other rank. Its speed is the ceiling of ours."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
         self.micro_batches = work.micro_batches

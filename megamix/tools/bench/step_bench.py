@@ -41,8 +41,8 @@ SHARDS: tuple[Shard, ...] = ("states", "gradients", "parameters")
 class Stopwatch:
     """Stopwatch that gives each moment to one part.
 
-    Waits in an engine's clock go to the parts of waits, all other time to the lap's part. The processor time of this
-    thread is kept beside it; it puts waits and the rest of step() into the lap's part.
+    Waits that an engine's clock has measured go to the parts of waits, all other time to the lap's part. This thread's
+    processor time is kept, too, but not divided: the lap's part has all of it.
     """
 
     def __init__(self, clock: Clock | None = None):
@@ -78,8 +78,8 @@ class Stopwatch:
 class Timed(Engine, StepObserver):
     """Side with a stopwatch, put on from outside.
 
-    On our side, a hook before and one behind each parameter's own hook separate the collection of its gradient from the
-    products. The first sum that the update uses ends the statistics.
+    On our side, hooks before and after each parameter's own hook separate the collection of its gradient from the
+    products. The statistics end when the update uses its first sum.
     """
 
     def __init__(self, work: Work, build: Callable[[Work], Any]):

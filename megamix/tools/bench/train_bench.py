@@ -1,4 +1,4 @@
-"""Whole training steps, the sides in turns: torch's own ways beside ours, also with two ranks that divide the model.
+"""Whole training steps: ours and torch's own ways take turns, also with two ranks that divide the model.
 
 Further benches: FP16, overlap off, each way to sum gradients, examined steps.
 """
@@ -43,7 +43,7 @@ class LayoutBench:
     peers: Sequence[Side]
     others: Sequence[Side] = ()
     beside: str = "torch alone"
-    least: float = 0.97  # of the fastest peer's tokens/s
+    least: float = 0.97  # share of the fastest peer's tokens/s
 
 
 LAYOUTS = {
@@ -81,9 +81,9 @@ class Measured(NamedTuple):
 
 
 def train(settings: Settings) -> Result:
-    """Compare ours with torch's three ways, with less kept on each rank, and with forward and backward alone, in BF16.
+    """Compare ours in BF16 with torch's three ways, with the other settings of `shard`, and with forward and backward.
 
-    "resharded" is FSDP2 that keeps no part gathered between its forward and its backward.
+    "resharded" is FSDP2 that frees a part's weights between its forward and its backward.
     """
     peers = [Side("ddp", Ddp), Side("zero", Zero), Side("fsdp2", Fsdp)]
     shares = [Side(shard, partial(Ours, shard=shard)) for shard in ("gradients", "parameters")]

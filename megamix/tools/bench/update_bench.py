@@ -194,8 +194,8 @@ def update(
         raw[size] = both
     counted = ", ".join(f"{update_bytes(optimizer)} ({name})" for name, (_, optimizer) in KINDS.items())
     notes = [
-        f"GB/s of an update count in bytes a parameter {counted}, of statistics {STATS_BYTES}, "
-        "of the copy what it reads and writes"
+        f"bytes a parameter in GB/s: an update has {counted}, statistics {STATS_BYTES}; "
+        "the copy has those that it reads and writes"
     ]
     described = {
         "rounds": settings.rounds, "calls": calls, "threads": threads, "parameters": num_params,
