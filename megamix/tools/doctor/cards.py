@@ -87,7 +87,7 @@ def _number(text: str) -> float:
 def judge_driver(plugged: int, cards: Sequence[Card], problem: str) -> Finding:
     """Find cards that are plugged in but that the driver does not have.
 
-    They are all cards, or some, as in a scheduler's share of a machine. A machine without cards trains on its CPU.
+    The driver may have only some, as in a scheduler's share of a machine. A machine without cards trains on its CPU.
     """
     if not plugged and not cards:
         return not_here("driver", f"no NVIDIA card on the PCI bus, and {problem}")

@@ -1,4 +1,4 @@
-"""The verb `doctor`: every check in turn, and one page of their findings."""
+"""The verb `doctor`: it runs every check in turn, and prints one page of findings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megamix.tools.doctor.finding import HANGS, Finding, as_json, not_here, run_
 GPU_LIMIT_S, CPU_LIMIT_S = 600.0, 180.0  # seconds of all checks; a check that may take longer is left out
 _HOST_LIMIT_S = 60.0  # seconds of one check of the machine
 _NODES_LIMIT_S = 240.0
-_MOMENT_S = 15.0  # seconds in which ranks that are out of time are ended
+_MOMENT_S = 15.0  # seconds left for ending ranks that are out of time
 
 
 def doctor_arguments(parser: Parser) -> None:

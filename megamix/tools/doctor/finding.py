@@ -64,8 +64,8 @@ def not_here(check: str, reason: str) -> Finding:
 def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) -> Sequence[Finding]:
     """Return the findings of a check, within `limit_s`.
 
-    The check runs in a thread that is left behind if it hangs, as a lost file system lets it. Its name is printed while
-    somebody waits.
+    The check runs in a thread. If it hangs, as on a lost file system, the thread is left behind. A check that takes
+    longer than a moment is named on stderr.
     """
     answers: list[Sequence[Finding]] = []
 
@@ -90,8 +90,8 @@ def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) 
 def _unanswered(check: str, told: str, *, late: bool) -> Finding:
     """Return the finding of a check that failed or hung, which is broken.
 
-    A late check is not judged if others slow it, with a load beyond that of our ranks, which fill the cores. The load
-    is the whole machine's, also in a container that has few of its cores.
+    A late check is not judged if other programs slow it down: then the load is beyond that of our ranks, which fill the
+    cores. The load is the whole machine's, also in a container that has few of its cores.
     """
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if late and load > 1.5 * cores:

@@ -139,7 +139,9 @@ def judge_ports(loopback: str, taken: str, port: int) -> list[Finding]:
     """Judge the ports. Ranks of one machine meet on loopback at any port. Ranks of several machines meet at `port` of
     the first one; 0: this machine hosts no meeting.
     """
-    none = not_here("port", "one machine takes any free port, many (NNODES) MASTER_PORT of the first")
+    none = not_here(
+        "port", "ranks of one machine meet at any free port, those of several (NNODES) at MASTER_PORT of the first"
+    )
     at = found("port", f"{port}: {taken or 'free'}", bool(taken)) if port else none
     return [found("loopback", loopback or "connects", bool(loopback)), at]
 
@@ -163,7 +165,7 @@ def probe_compiler(compiler: str) -> str:
 
 
 def judge_compiler(problem: str) -> Finding:
-    """Judge the compiler. Without one torch's own kernels update, in more passes; on a GPU Triton needs one as well."""
+    """Judge the compiler. Without one torch's own kernels update, in more passes. On a GPU Triton needs one, too."""
     return found("compiler", problem or "works", bool(problem))
 
 

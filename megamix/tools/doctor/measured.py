@@ -23,7 +23,7 @@ from megamix.tools.verify.layouts.layout_lines import verify_layout
 
 _OF_PEAK, _OF_MEMORY = 0.65, 0.85  # shares of the peak that products and copies reach on a healthy card
 _PINNED, _BETWEEN_CARDS, _LOOPBACK = 20.0, 20.0, 0.1  # GB/s
-_OF_TORCH = 0.97  # tokens/s over the better of torch's own ways; less is not chance
+_OF_TORCH = 0.97  # tokens/s over the better of torch's own ways; chance alone does not make it less
 
 Case = Mapping[str, Any]  # a model to train beside torch's own ways, as expected.toml has it
 Check = Callable[[float], list[Finding]]  # takes a limit in seconds
@@ -82,7 +82,7 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
 def _work(case: Case) -> Work:
     """Return the work of a case, with a compiled update only on a GPU.
 
-    A compiled update takes seconds on every rank, which nobody waits for twice on a CPU.
+    On a CPU the check `update` has measured it by then, and compiling it takes seconds on every rank.
     """
     model, device = ModelConfig(**case["model"]), case["device"]
     size = case["micro_batch_size"]

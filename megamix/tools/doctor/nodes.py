@@ -59,7 +59,7 @@ def own_record() -> Record:
 
 
 def compare_ranks(store: Store, rank: int, size: int, own: Record, limit_s: float) -> list[Finding]:
-    """Return what differs between the ranks: code, settings, cards, time; and machine names that are no address.
+    """Return what differs between the ranks: code, settings, cards, time; and machine names without a usable address.
 
     Every rank must call it.
     Raises: RuntimeError naming ranks that do not answer within `limit_s`.
