@@ -35,7 +35,7 @@ def by_shard(config: Config, plan: MemoryPlan) -> Iterator[tuple[Shard, int | st
 def advise(config: Config, plan: MemoryPlan, memory: int) -> list[Advice]:
     """Return the smallest change of each kind that fits, or the largest if none fits.
 
-    `shard` comes first, for it changes no bit. The others follow, the smallest peak last.
+    `shard` comes first, because it changes no bit. The others follow, the smallest peak last.
     """
     config = config.with_keys(parallelism={"dp_size": plan.axes["dp"]})
     shards = _least(_shards(config), plan, memory)

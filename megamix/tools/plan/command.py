@@ -1,4 +1,4 @@
-"""The verb `plan`: its request is checked before torch is imported, and then reported on."""
+"""The verb `plan`: it checks its request before it imports torch, then prints the report."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ class EngineMemory:
     def building(self) -> int:
         """Return the maximum while the engine is built, beside the bytes that it holds by then.
 
-        It is that of a trial run of the compiled update, of the largest bucket's weights with the casts of a rank's own
-        masters, or of its gradients.
+        It is the largest of three: a trial run of the compiled update; a bucket's weights with the casts of a rank's
+        own masters; a bucket's gradients.
         """
         half = self._precision.dtype.itemsize
         grad = FP32 if self._owner_adds else self._sum_dtype.itemsize
@@ -125,7 +125,7 @@ class EngineMemory:
         return max(trial, weights + casts, *(bucket.grads for bucket in self.passing))
 
     def reduce(self) -> int:
-        """Return the bytes of an FP32 sum that is rounded."""
+        """Return the bytes of the chunk in which a sum is in FP32 before it is rounded."""
         is_rounded = self._scratch(self.buckets) and self._sum_dtype != torch.float32
         return FP32 * min(tuned.SUM_CHUNK, self.largest_shard) if is_rounded else 0
 

@@ -121,8 +121,8 @@ _DIVIDING = ("cp_size", "cp_method", "tp_size", "sequence_parallel")
 
 
 def _division(section: ParallelismConfig) -> ParallelismConfig:
-    """Return the section with the keys alone that decide how a micro-batch is divided, so that other keys do not trace
-    it again.
+    """Return the section with only the keys that decide how a micro-batch is divided, so that a change of another key
+    does not trace it again.
     """
     kept = {key: getattr(section, key) for key in (*_DIVIDING, *MORE_AXES.sections)}
     return type(section)(**kept)
@@ -215,7 +215,7 @@ def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
     for filling, own in zip(fillings, blocks, strict=True):
         grads = max(accumulated, filling.grads + filling.waiting + filling.sums)
         behind.append(_Pass(0, activations.end, filling.params, grads))
-        # Blocks behind the bucket's first block have freed their activations. A pipeline keeps those of other
+        # Blocks after the bucket's first block have freed their activations. A pipeline keeps those of other
         # micro-batches.
         gone = min(map(order.index, own)) / len(order) if own and part.pipeline is None else 0
         kept = int((1 - gone) * activations.blocks)

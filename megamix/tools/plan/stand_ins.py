@@ -40,7 +40,7 @@ def few_slices() -> Iterator[None]:
 def without_memory(*, on_gpu: bool) -> Iterator[torch.device]:
     """Yield a device whose tensors have only a shape and a dtype.
 
-    It is "meta" in place of a GPU. In place of a CPU the tensors claim to be on the CPU, for some operations ask.
+    It is "meta" in place of a GPU. In place of a CPU the tensors claim to be on the CPU, because some operations ask.
     """
     if on_gpu:
         yield torch.device("meta")
