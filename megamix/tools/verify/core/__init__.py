@@ -1,4 +1,4 @@
-"""The ground that every judge stands on: the right step, bounds, and the kinds of mistakes.
+"""The parts that every judge shares: the right step, bounds, and the kinds of mistakes.
 
 layout          a layout's name and the settings it means; the size at which it is verified
 verdict         a layout's result, and the bounds that every judge shares

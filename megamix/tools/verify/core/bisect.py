@@ -1,4 +1,4 @@
-"""Way from a wrong parameter to its module: the first whose output or input gradient leaves its bound."""
+"""Search for the module that makes a gradient wrong: the first whose tensors leave their bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megamix.tools.verify.core.verdict import NOISE, UNIT
 
 
 class RankTape(NamedTuple):
-    """The tape of one rank, the data-parallel rank whose data it had, and what divided their positions, if anything."""
+    """Tape of one rank. `dp_rank`: data-parallel rank whose data it had. `span`: division of positions, if any."""
 
     dp_rank: int
     tape: Tape

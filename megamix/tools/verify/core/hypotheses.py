@@ -37,8 +37,8 @@ def nearest(found: Tensor, want: Tensor, bound: float, candidates: Candidates) -
 
 
 def _targets_moved(batch: Any, by: int) -> Any:
-    """Return a micro-batch with its targets turned by some positions. In a user's batch they are the last tensor of
-    whole numbers.
+    """Return a micro-batch with its targets rolled by some positions. In a user's batch the targets are the last entry,
+    if that is a tensor of whole numbers; otherwise nothing is rolled.
     """
     if isinstance(batch, Batch):
         return batch._replace(targets=batch.targets.roll(by))
@@ -209,8 +209,8 @@ class RightStep:
             for group in (range(size), range(0, ranks, ranks // size)):
                 mine = torch.stack([self._sum(name, rank) for rank in group]).sum(0)
                 yield f"that of ranks {[*group]} alone, not reduced over the others", mine * (ranks / size)
-        # Ahead of the next ones: of two micro-batches with 1 to 2 targets, the mean of means is, up to a factor, what
-        # the first one gives if it counts twice.
+        # These kinds come before the next ones. If two micro-batches have targets in the ratio 1 to 2, the mean of
+        # means is, up to a factor, the gradient in which the first one counts twice.
         if len({share for mine in self.shares for share in mine}) > 1 or len({*map(len, self.parts)}) > 1:
             means = [[part[name] / share for part, share in zip(*both, strict=True)]
                      for both in zip(self.parts, self.shares, strict=True)]  # fmt: skip
@@ -322,7 +322,7 @@ class RightStep:
         return ""
 
     def _orthogonal(self, name: str, found: Tensor) -> str:
-        """Return a kind if each micro-batch's gradient was made orthogonal, as Muon does with its usual numbers.
+        """Return a kind if each micro-batch's gradient was made orthogonal, as Muon does with its default coefficients.
 
         A bound would prove nothing: the iteration amplifies a rounding up to 3.4445^5 times. A gradient of few
         directions is almost orthogonal by itself, so the plain gradient must fit worse.

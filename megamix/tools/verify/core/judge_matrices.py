@@ -1,6 +1,6 @@
-"""Judge of Muon's directions: the directions of a parameter's matrices, each compared twice.
+"""Judge of Muon's directions. Each matrix's direction is compared twice.
 
-Each is, bit for bit, the result of the one shared function for the matrix that the ranks had together, and within a
+It must equal, bit for bit, the engine's own function of the matrix that the ranks had together. And it must be within a
 derived bound of the same iteration in FP64.
 """
 

@@ -103,7 +103,7 @@ def _copies(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], whole:
 
 
 def _tables(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], right: Tensors) -> None:
-    """Check that every rank's buffers are one rank's, bit for bit. A job saves none, so no step may move them."""
+    """Check that every rank's buffers equal one rank's, bit for bit. A job saves none, so no step may move them."""
     for rank, seen in enumerate(ranks):
         for name in filter(right.__contains__, seen.buffers):
             got, want = seen.buffers[name], right[name]

@@ -16,7 +16,7 @@ from megamix.config import AXIS_KEYS, Config, ConfigError, check_world_size, rea
 from megamix.config.checks import check_config
 
 _SHARDS = ("states", "gradients", "parameters")
-ACCUMULATION = 2  # 2, so that micro-batches are summed and divided by as well
+ACCUMULATION = 2  # micro-batches of a step: with one alone, a wrong sum over them would not show
 # Longer sequences and larger batches prove nothing more. 2, 3, 4, 6, 8 and 12 ranks divide 24 positions evenly.
 SEQ_LEN, MICRO_BATCH_SIZE = 24, 2
 

@@ -45,7 +45,7 @@ class ObservedStep:
     buffers: dict[str, Tensor] = field(default_factory=dict)  # buffers of this rank's module
     tape: Tape = field(default_factory=dict)  # tensors through the modules of the first micro-batch, if recorded
     dp_rank: int = 0  # data-parallel rank whose micro-batches these were
-    span: Span | None = None  # divided their positions
+    span: Span | None = None  # division of their positions
 
 
 def observed(
@@ -57,7 +57,7 @@ def observed(
     owned = [*used.fragments(), *_states(engine)]
     span: Span | None = getattr(engine.module, "span", None)
     if span is not None:
-        span = Span(span.num_ranks, span.rank, by_heads=span.by_heads)  # one that no forward has entered can be sent
+        span = Span(span.num_ranks, span.rank, by_heads=span.by_heads)  # a span that no forward has entered can be sent
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     return ObservedStep(
         scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},

@@ -130,8 +130,8 @@ class Reference:
     def coarse(self, weights: Mapping[str, Tensor]) -> Tensors:
         """Return all parameters in the coarsest of their dtypes.
 
-        With mixed dtypes wrappers cast at their borders, which the plain model cannot. The coarsest dtype bounds them
-        all.
+        With mixed dtypes wrappers cast at their borders, which the plain model cannot do. The coarsest dtype has the
+        largest rounding.
         """
         names = [name for name, _ in self.native.named_parameters()]
         dtype = max((weights[name].dtype for name in names), key=UNIT.__getitem__)

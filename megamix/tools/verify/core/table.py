@@ -37,7 +37,7 @@ def result_lines(name: str, verdict: Verdict, bisect: bool = False) -> Iterator[
     if verdict.culprit:
         yield Failed(f"  first module: {verdict.culprit}")
     elif bisect and verdict.differences:
-        yield "  first module: none, up to a factor: look behind backward (hooks, reduction, clipping) or at the update"
+        yield "  first module: none, up to a factor: look after backward (hooks, reduction, clipping) or at the update"
 
 
 def row(*cells: str) -> str:

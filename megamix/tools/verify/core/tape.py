@@ -27,9 +27,9 @@ def plain_name(name: str) -> str:
 
 @contextmanager
 def recorded(model: nn.Module, *, wanted: bool = True, but: Container[str] = ()) -> Iterator[Tape]:
-    """Record the tensors through each module of the model `but` some, or nothing.
+    """Record the tensors that pass through each module, except the modules named in `but`.
 
-    Modules inside a compiled one are not seen.
+    Modules inside a compiled one are not seen. `wanted`: False records nothing.
     """
     tape: Tape = {}
     # A wrapper and the module that it wraps have one name; the latter is kept.

@@ -39,7 +39,7 @@ class RightUpdate:
     coefficient: float = 1.0  # clip coefficient in the gradient
     loss_scale: float = 1.0
     of_rows: bool = False  # True: the rule may be asked for some rows alone
-    lacking: str = ""  # states with which the rule goes on, but which this optimizer lacks
+    lacking: str = ""  # states that the rule needs and this optimizer lacks
 
     def updated(self, grad: Tensor, before: Tensors | None = None, **other: Any) -> Tensors:
         at = {"lr": self.lr, "weight_decay": self.weight_decay, "update": self.update} | other
@@ -57,7 +57,7 @@ class RightUpdate:
         once more, in its dtype. In an equation that jumps, as a sign does, 64 roundings of the gradient may decide. A
         master that comes of halves, as Muon's, may be off by NOISE times the effect of their rounding in the gradient.
         `unseen`: how far the gradient may be from the one that the update used. The update may be off by the effect of
-        that, computed in four places.
+        that, which is computed at four points.
         Shapes: each of `after` as in `before`.
         """
         grad = self.grad
@@ -163,7 +163,7 @@ class RightUpdate:
 
 
 class Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Watch that notes the rounding of the coarsest half dtype in which an operation gives anything."""
+    """Watch that notes the largest rounding of a half dtype in which any operation returns a tensor."""
 
     unit = 0.0
 

@@ -16,8 +16,8 @@ U32 = 2.0**-24
 # Ranks add the same products in another order, and each order rounds as one rank does. The largest error of one order
 # may be twice that of another. A result that is wrong by a factor of two is wrong by hundreds of these errors.
 NOISE = 8.0
-# The largest share of the largest gradient that rounding may take on one rank, by the coarsest rounding. A mistake as
-# large as that would pass. Right runs came to 0.18 of it.
+# Rounding on one rank may be at most this share of the largest gradient, by the coarsest rounding of the step. A
+# mistake as large as that would pass. Right runs came to 0.18 of it.
 NOISIEST = {UNIT[torch.bfloat16]: 0.1, UNIT[torch.float16]: 0.03, U32: 1e-3}
 EXPLAINED = 8  # differences of one run that are explained; the first ones name the cause
 
@@ -91,7 +91,7 @@ def note_noise(verdict: Verdict, attempt: int, native: Tensors, exact: Tensors, 
     largest = max(float(grad.abs().max()) for grad in exact.values())
     noises = {name: float((native[name] - grad).abs().max()) for name, grad in exact.items()}
     name = max(noises, key=noises.__getitem__)
-    text = "a model or a loss that is not the same in FP64: one process, right by itself, is so far from it"
+    text = "a model or a loss that is not the same in FP64: even one process, without ranks, is this far from FP64"
     verdict.note(attempt, "noise", name, noises[name], NOISIEST[unit] * largest, text)
 
 
@@ -104,7 +104,7 @@ def gradient_bound(noise: float, magnitude: float, roundings: int, unit: float, 
     """Return how far a gradient may be from FP64's at the same weights.
 
     It is NOISE times the rounding error on one rank, the largest over the parameter. One rank does not round the sums
-    over micro-batches and ranks. For these come one rounding each, in the sums' dtype, of a partial sum that is at most
+    over micro-batches and ranks. Each of these adds one rounding, in the sums' dtype, of a partial sum that is at most
     the sum of magnitudes. Scaled gradients below FP16's normal numbers round to multiples of 2^-24.
     `divisor`: the factor in a scaled FP16 gradient, else None.
     """

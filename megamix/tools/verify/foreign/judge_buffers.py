@@ -75,7 +75,7 @@ def _other_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> It
 
 
 def _real(buffer: Tensor) -> Tensor:
-    """Return a buffer as FP64: complex numbers as pairs, whole numbers and truths as numbers."""
+    """Return a buffer as FP64: complex numbers as pairs, whole numbers and booleans as numbers."""
     return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).double()
 
 
@@ -129,7 +129,7 @@ def check_buffers(verdict: Verdict, number: int, right: RightStep, before: SeenS
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Return the distance of elements, which is 0 if both are NaN or the same infinity, as before a first look."""
+    """Return the distance of elements, which is 0 if both are NaN or the same infinity, as a new observer's are."""
     return (one - other).abs().masked_fill(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True), 0.0)
 
 

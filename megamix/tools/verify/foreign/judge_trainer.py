@@ -1,6 +1,6 @@
 """Every comparison of somebody's own training with one process in FP64, each step from the trainer's own weights.
 
-The update's is in `plain_optimizer.py`, by the bound in `core/update_kinds.py`.
+Updates are compared in `plain_optimizer.py`, by the bound in `core/update_kinds.py`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Judge:
         return first
 
     def _names(self, verdict: Verdict, weights: Tensors) -> None:
-        """Check that the training has the plain model's parameters, and set which."""
+        """Check that the training has the plain model's parameters, and set `known` to those that it has."""
         for name in (name for name in weights if name not in self.initial):
             verdict.note(-1, "name", name, math.inf, 0.0, "a parameter that only your training has")
         for name, plain in self.initial.items():
@@ -206,7 +206,7 @@ class _Judge:
         if after.loss_scale == 1.0:
             text += "; if a GradScaler skipped it, set self.scaler to it in setup"
         if number and not any(before.updates):
-            text += "; or gradients, not set to zero behind the last one, which was skipped, keep its overflow"
+            text += "; or the step before it was skipped, too, and its gradients, not set to zero, keep the overflow"
         wrong = float(finite(native.grads))
         verdict.note(number, "skipped step", "one process, which has no overflow", wrong, 0.0, text)
         for name, weight in before.weights.items():
@@ -224,7 +224,7 @@ class _Judge:
     ) -> dict[str, float]:  # fmt: skip
         """Check the gradients that the update used. Return how far they may be from FP64's, if the trainer shows none.
 
-        noise: relative error of the native precision over all gradients. slack: relative error of the norm by which
+        `noise`: relative error of the native precision over all gradients. `slack`: relative error of the norm by which
         they are clipped.
         """
         coefficient, clip = right.coefficient, self.trainer.clip_grad

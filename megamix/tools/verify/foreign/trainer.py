@@ -37,7 +37,7 @@ class WrongTrainer(ToldError, ValueError):
 
 @contextmanager
 def in_own_code(trainer: ForeignTrainer) -> Iterator[None]:
-    """Show of an error in the trainer's methods the author's lines alone, not those of megamix and torch around them.
+    """Show only the author's own lines of an error in the trainer's methods, not those of megamix and torch.
 
     Raises: WrongTrainer instead of that error. An error without any line of the author stays as it is.
     """

@@ -270,7 +270,7 @@ def test_a_difference_without_a_distance_is_told_as_what_it_is() -> None:
 def test_a_bisection_that_finds_no_module_says_so() -> None:
     wrong = Verdict()
     wrong.note(0, "gradient", "up.weight", 3.0, 1e-5)
-    assert [*result_lines("2", wrong, bisect=True)][-1].startswith("  first module: none, up to a factor: look behind")
+    assert [*result_lines("2", wrong, bisect=True)][-1].startswith("  first module: none, up to a factor: look after")
     assert not any(
         "first module" in line for line in (*result_lines("2", wrong), *result_lines("2", Verdict(), bisect=True))
     )
