@@ -39,6 +39,7 @@ from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.mixed_precision.weights import Fill
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
+from megamix.model.language_model import LanguageModel
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.parallel.stages import V_SHAPED, StagePlan, plan_stages
@@ -100,11 +101,12 @@ def plan_pipeline(config: Config) -> list[StagePlan]:
 
 
 def build_runner(
-    config: Config, engine: ShardedEngine, model: Decoder, stages: Sequence[StagePlan]
+    config: Config, engine: ShardedEngine, model: LanguageModel, stages: Sequence[StagePlan]
 ) -> MicroBatchRunner:
     """Return the object that sends a step's micro-batches through this rank's part of the model."""
     if not stages:
         return MicroBatchRunner(engine)
+    assert isinstance(model, Decoder)  # the configuration's check refuses others
     # torch's pipelines import the compiler, which takes 2 s. Jobs without a pipeline do not wait for that.
     from megamix.parallel.pipeline_parallel import Handover, Pipeline
 

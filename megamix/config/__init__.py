@@ -3,6 +3,7 @@
 load            from files and overrides to a `Config`: bases, dotted overrides, all problems in one exception
 sections        the typed sections: a class for each table, a documented field for each key
 model_and_data  the sections [model] and [data]
+architecture    the section [model] of a model of transformers
 optimizers      the sections of the update: keys of every optimizer, and of each
 loss_scales     the section [precision.loss_scale]: keys of each rule
 choices         tables whose keys depend on what is chosen or registered
@@ -15,6 +16,8 @@ toml_text       a whole configuration as TOML
 command         the verb
 """
 
+from megamix.config.architecture import TransformersConfig as TransformersConfig
+from megamix.config.architecture import architecture as architecture
 from megamix.config.checks import check_world_size as check_world_size
 from megamix.config.checks import grad_accum_steps as grad_accum_steps
 from megamix.config.checks import model_problems as model_problems

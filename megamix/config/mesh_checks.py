@@ -71,6 +71,17 @@ def _with_dp(sizes: Mapping[str, int], dp_size: int) -> dict[str, int]:
     return {name: sizes.get(name, dp_size) for name in AXES}
 
 
+def _modules_are_not_divided(config: Config) -> Iterator[str]:
+    """Yield the axes that divide the modules of a model, for a family whose modules are not ours."""
+    for axis, size in axis_sizes(config.parallelism).items() if config.model.family == "transformers" else ():
+        if size > 1 and not AXES[axis].reads:
+            key = AXIS_KEYS.get(axis, f"{axis}.size")
+            yield (
+                f'parallelism.{key}: got {size}, but family = "transformers" computes by modules that ranks do not '
+                f'divide; write {key} = 1, and for memory shard = "parameters"'
+            )
+
+
 def _tensor_parallel_divides(config: Config) -> Iterator[str]:
     """Every layer is cut in tp_size equal parts: whole heads, columns of the feed-forward part, rows of the table."""
     tp_size = config.parallelism.tp_size
@@ -223,6 +234,7 @@ def _stages_hand_over_known_shapes(config: Config) -> Iterator[str]:
 
 
 MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _modules_are_not_divided,
     _tensor_parallel_divides,
     _context_parallel_divides,
     _stages_suit_schedule,

@@ -28,8 +28,8 @@ from megamix.hub.links import Link, format_of, links_of, their_shapes
 from megamix.hub.place import CONFIG
 from megamix.hub.source import Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
-from megamix.model.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megamix.model.family import family_of
+from megamix.model.transformers_model import TransformersModel
 from megamix.progress import ProgressLine
 
 T = TypeVar("T")
@@ -70,12 +70,12 @@ def _write_checkpoint(
     """Write a checkpoint of the weights, and commit it as a run's save is. Return its name."""
     shapes = family_of(model).shapes(model)
     progress.begin("writing the weights", total=sum(map(math.prod, shapes.values())))
-    tied = (HEAD_WEIGHT,) if model.tie_embeddings else ()
+    aliases = family_of(model).aliases(model)
     manifest = Manifest(
         applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=config),
         layout=LayoutRecord(axes={"dp": 1}, buckets=()), states=(UNTRAINED,),
         params=tuple(
-            ParamRecord(name=name, shape=shape, aliases=tied if name == EMBEDDING_WEIGHT else ())
+            ParamRecord(name=name, shape=shape, aliases=tuple(sorted(aliases.get(name, ()))))
             for name, shape in shapes.items()
         ),
     )  # fmt: skip
@@ -130,10 +130,12 @@ def export_model(
         tokenizer = tokenizer or source.tokenizer
         if tokenizer is not None and not tokenizer.is_file():
             raise ValueError(f"{tokenizer} is missing; start in the folder that the run was started in, or name it")
+        copy_tokenizer(tokenizer or source.home, aside)
+        if family_of(source.config) is TransformersModel:
+            return _save_theirs(source, aside, DTYPES[dtype], shard_size)
         form = format_of(source.config)
         links = links_of(form, source.config)
         size = _write_shards(aside, source.weights, links, dtype, shard_size, progress or ProgressLine())
-        copy_tokenizer(tokenizer or source.home, aside)
         ids = copy_generation(source.home, aside, tokenizer)
         config = {
             "architectures": [form.architecture], "model_type": form.model_type,
@@ -143,6 +145,16 @@ def export_model(
         }  # fmt: skip
         _write_json(aside / CONFIG, config)
     return size
+
+
+def _save_theirs(source: Source, folder: Path, dtype: torch.dtype, shard_size: int) -> int:
+    """Write a model of transformers by its own function. Memory holds the whole model."""
+    model = source.load(torch.float32, torch.device("cpu"))
+    assert isinstance(model, TransformersModel)
+    for name, param in model.named_parameters():
+        _check_range(name, param, dtype)
+    model.to(dtype).save(folder, shard_size)
+    return sum(param.nbytes for param in model.parameters())
 
 
 def _write_shards(
@@ -176,19 +188,22 @@ def _chunks(
     for name, shape in shapes.items():
         for sub_box in sub_boxes(Box.whole(shape)):  # in order: their bytes one after the other are the tensor's
             part = _read(weights, links[name], sub_box)
-            largest = float(torch.stack(part.aminmax()).abs().max())  # copies nothing; NaN if any element is
-            if not math.isfinite(largest):
-                raise ValueError(
-                    f"{name} has a weight of {largest}: the model is damaged; export an earlier checkpoint"
-                )
-            if largest > torch.finfo(dtype).max:
-                wider = "bf16 or fp32" if dtype == torch.float16 else "fp32"
-                raise ValueError(
-                    f"{name} has a weight of {largest:.6g}, {dtype} ends at {torch.finfo(dtype).max:g}; export with "
-                    f"--dtype {wider}"
-                )
+            _check_range(name, part, dtype)
             yield from tensor_chunks(part.to(dtype).view(-1))
             progress.advance(sub_box.numel)
+
+
+def _check_range(name: str, part: Tensor, dtype: torch.dtype) -> None:
+    """Refuse elements that are not finite, or beyond the end of `dtype`. Raises: ValueError."""
+    largest = float(torch.stack(part.aminmax()).abs().max())  # copies nothing; NaN if any element is
+    if not math.isfinite(largest):
+        raise ValueError(f"{name} has a weight of {largest}: the model is damaged; export an earlier checkpoint")
+    if largest > torch.finfo(dtype).max:
+        wider = "bf16 or fp32" if dtype == torch.float16 else "fp32"
+        raise ValueError(
+            f"{name} has a weight of {largest:.6g}, {dtype} ends at {torch.finfo(dtype).max:g}; export with "
+            f"--dtype {wider}"
+        )
 
 
 def _read(weights: Weights, links: list[Link], sub_box: Box) -> Tensor:

@@ -19,7 +19,7 @@ from megamix.comm.topology import local_device
 from megamix.data.loader import IGNORE
 from megamix.data.steady_file import FileArray
 from megamix.data.token_file import TokenFile, id_outside
-from megamix.model.decoder import Decoder
+from megamix.model.language_model import LanguageModel
 from megamix.progress import ProgressLine
 
 MANIFEST = "manifest.json"  # name of the file that `megamix prepare` writes beside its token files
@@ -49,7 +49,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: Decoder, prefix: Path, stride: int, seq_len: int, max_tokens: int | None = None,
+    model: LanguageModel, prefix: Path, stride: int, seq_len: int, max_tokens: int | None = None,
     progress: ProgressLine | None = None,
 ) -> Evaluation:  # fmt: skip
     """Evaluate a token file as one stream, in windows of up to seq_len tokens that begin `stride` tokens apart. A
@@ -72,7 +72,7 @@ def evaluate(
         raise ValueError(
             f"{prefix} holds token id {outside}, the model's vocabulary has {vocab_size}; give its own data"
         )
-    device = model.embedding.weight.device
+    device = model.device
     nats, targets = 0.0, 0
     progress.begin(f"{stop - 1:,} tokens of {prefix}", total=stop - 1)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from megamix.config import DecoderConfig
 from megamix.hub.links import Link, formats, links_of, their_shapes
 from megamix.hub.place import CONFIG, read_json
 from megamix.model.family import family_of
-from megamix.model.formats import LIBRARY, Format, shown
+from megamix.model.formats import OTHERS, Format, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")
@@ -113,7 +113,7 @@ def _format(content: dict[str, Any], folder: Path) -> Format:
     known = formats()
     if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(
-            f"{folder / CONFIG}: model_type is {shown(model_type)}; known are: {', '.join(known)}; {LIBRARY}"
+            f"{folder / CONFIG}: model_type is {shown(model_type)}; known are: {', '.join(known)}; {OTHERS}"
         )
     return known[model_type]
 

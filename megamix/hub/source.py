@@ -22,9 +22,9 @@ from megamix.config import DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights, tables_problem
 from megamix.hub.place import find_model, is_hugging_face
 from megamix.hub.tokenizer_files import tokenizer_in
-from megamix.model.decoder import Decoder
 from megamix.model.family import family_of, section_of
 from megamix.model.formats import first_problem, shown
+from megamix.model.language_model import LanguageModel
 from megamix.run.run_record import check_if_run, check_params
 
 log = logging.getLogger("megamix")
@@ -94,7 +94,7 @@ class Source:
             return self.tokenizer.parent
         return self.path if is_hugging_face(self.path) else self.path.parent.parent
 
-    def load(self, dtype: torch.dtype, device: torch.device, *, allow_non_finite: bool = False) -> Decoder:
+    def load(self, dtype: torch.dtype, device: torch.device, *, allow_non_finite: bool = False) -> LanguageModel:
         """Return the model with its weights, for inference. Raises: ValueError if one is not finite, unless allowed."""
         watched = WatchedWeights(self.weights)
         model = family_of(self.config).on_meta(self.config).to(dtype).to_empty(device=device)

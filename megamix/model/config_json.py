@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megamix.config import ModelConfig, RopeScaling, model_problems
-from megamix.model.formats import LIBRARY, Factor, Format, Json, Location, first_problem, shown
+from megamix.model.formats import OTHERS, Factor, Format, Json, Location, first_problem, shown
 from megamix.model.sizes import effective, mlp_bias
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -235,7 +235,7 @@ def _refuse(json: Json, problems: list[str]) -> None:
     if json.get("quantization_config"):
         problems = [*problems, "quantization_config: the weights are quantised, give a folder of plain weights"]
     if problems:
-        raise ValueError(f"config.json: not supported by megamix.model.transformer:  {'; '.join(problems)}; {LIBRARY}")
+        raise ValueError(f"config.json: not supported by megamix.model.transformer:  {'; '.join(problems)}; {OTHERS}")
 
 
 def _first_set(*values: Any) -> Any:

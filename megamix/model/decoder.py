@@ -1,9 +1,8 @@
-"""The base class of every family of models, a plain module: tokens in, logits or loss out."""
+"""The base class of the families that are built of our own layers, a plain module: tokens in, logits or loss out."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megamix.config import DecoderConfig
 from megamix.model.context import Documents, KeyValueCache, find_borders, find_documents, most_borders
 from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
-from megamix.model.formats import Format
+from megamix.model.language_model import Cost, Costs, Draw, LanguageModel
 from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, param_rules
 from megamix.model.ops import Ops, has_values, takes_borders
 from megamix.model.span import Span
@@ -29,50 +28,14 @@ class Branch(nn.Module):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The cost of one undivided part of a model."""
-
-    params: int
-    flops: int  # operations of a token in a full sequence, forward and backward; recompute's repeats do not count
-
-    @staticmethod
-    def of(*parts: nn.Module) -> Cost:
-        """Count parameters, and add up the operations that the modules give in `flops`."""
-        modules = [module for part in parts for module in part.modules()]
-        params = [param for module in modules for param in module.parameters(recurse=False)]
-        return Cost(sum(map(Tensor.numel, params)), sum(getattr(module, "flops", 0) for module in modules))
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The costs of all parts of a model. A tied table counts in the first and in the last part."""
-
-    first: Cost  # embeddings of tokens and positions
-    blocks: Sequence[Cost]
-    last: Cost  # norm and head
-    tied_params: int  # parameters that first and last share
-
-    @property
-    def total(self) -> Cost:
-        """Return the cost of the whole model; shared parameters count once."""
-        parts = (self.first, *self.blocks, self.last)
-        return Cost(sum(part.params for part in parts) - self.tied_params, sum(part.flops for part in parts))
-
-
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """Token embedding, `blocks`, final norm and head. A family is a subclass, which builds its blocks. The blocks'
     layers say how they are drawn, how ranks divide them and what they cost (megamix/model/layers.py).
 
     Parameters may be cast, or pointed at other storage, after construction: the model caches nothing of them.
     """
 
-    name: ClassVar[str]  # `family` in the section [model]
-    section: ClassVar[type[DecoderConfig]]  # form of the other keys in [model]
-    formats: ClassVar[Sequence[Format]] = ()  # Hugging Face formats of the family
-    # Patterns of parameters of two dims that do not map hidden states to hidden states.
     tables: ClassVar[Sequence[str]] = (EMBEDDING_WEIGHT, "position_embedding.weight", HEAD_WEIGHT)
-    config: Any  # a `section`; typed Any wherever a family overrides
     span: Span | None = None  # divides the positions of sequences with targets among ranks; None: all are here
 
     def __init__(self, config: DecoderConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
@@ -111,13 +74,6 @@ class Decoder(nn.Module):
         """
         raise NotImplementedError
 
-    @classmethod
-    def kind(cls, config: Any, layer: int) -> Hashable:
-        """Return a layer's kind, the same for blocks that are alike. One block of each kind is built to know the cost
-        of all.
-        """
-        return 0
-
     def positions(self) -> tuple[Embedding | None, RotaryTable | None]:
         """Build the tables of positions: an embedding that is added to the tokens', or rotary tables for the blocks."""
         return None, None
@@ -131,33 +87,6 @@ class Decoder(nn.Module):
     def last_norm(self) -> nn.Module:
         """Build the norm before the head."""
         return RMSNorm(self.config.hidden_size, 1e-5, self.ops)
-
-    @classmethod
-    def fused(cls, config: Any) -> dict[str, Sequence[int]]:
-        """Return the parameters that hold several matrices one below the other: by pattern, the rows of each matrix."""
-        return {}
-
-    @classmethod
-    def effective(cls, config: Any) -> dict[str, Any]:
-        """Return the section's values, with unset ones replaced by the values in effect."""
-        return dict(config)
-
-    @classmethod
-    def table_bytes(cls, config: Any) -> int:
-        """Return the bytes of tables for seq_len positions that are no parameters: no file's tensors confirm them."""
-        return 0
-
-    @classmethod
-    def alike(cls, config: DecoderConfig) -> list[int]:
-        """Return for each layer the first layer with a block of the same kind."""
-        first: dict[Hashable, int] = {}
-        return [first.setdefault(cls.kind(config, layer), layer) for layer in range(config.num_layers)]
-
-    @classmethod
-    def on_meta(cls, config: DecoderConfig, like: Sequence[int] | None = None) -> Self:
-        """Return the modules on the meta device, not compiled, in torch's default dtype. `like`: see `__init__`."""
-        with torch.device("meta"):
-            return cls(config.model_copy(update={"compile": False}), like=like)
 
     @classmethod
     def sketch(cls, config: DecoderConfig) -> Self:
@@ -200,13 +129,38 @@ class Decoder(nn.Module):
 
     @classmethod
     def shapes(cls, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter of the model that `config` describes, by its first name.
-
-        Raises: as `sketch`.
-        """
         params = cls.sketch(config).named_parameters(remove_duplicate=False)
         shapes = {name: tuple(param.shape) for name, param in params}
         return {name: shape for name, shape in shapes.items() if name != HEAD_WEIGHT or not config.tie_embeddings}
+
+    @classmethod
+    def aliases(cls, config: DecoderConfig) -> dict[str, set[str]]:
+        return {EMBEDDING_WEIGHT: {HEAD_WEIGHT}} if config.tie_embeddings else {}
+
+    def new_cache(self, room: int) -> KeyValueCache:
+        return KeyValueCache(self.config.num_layers, room)
+
+    def place_buffers(self, device: torch.device) -> None:
+        for name, module in self.named_modules():
+            if module._buffers:
+                if type(module)._apply is nn.Module._apply:
+                    raise ValueError(
+                        f"module {name} has buffers, and nothing says how they are filled: give it an `_apply` that "
+                        "fills them, as megamix.model.layers.RotaryTable does"
+                    )
+                if kept := module._buffers.keys() - module._non_persistent_buffers_set:
+                    raise ValueError(
+                        f"module {name} has persistent buffers {', '.join(sorted(kept))}, which no weights of a family "
+                        "hold: register them with persistent=False, and let its `_apply` fill them"
+                    )
+                # not to_empty(): for a tensor on meta it would import the compiler, which takes 0.6 s
+                module._apply(lambda table: torch.empty(table.shape, dtype=table.dtype, device=device), recurse=False)
+
+    def draws(self, seed: int, *, packed: bool) -> Draw:
+        def draw(values: Tensor, *, name: str, **place: Any) -> None:
+            self.rules[name].fill(values, seed=seed, name=name, **place)
+
+        return draw
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -4,17 +4,18 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from megamix.config import FAMILY, DecoderConfig
-from megamix.model.decoder import Decoder
+from megamix.model.language_model import LanguageModel
 from megamix.model.transformer import Transformer
+from megamix.model.transformers_model import TransformersModel
 from megamix.plugins import FAMILIES
 
 
-def families() -> list[type[Decoder]]:
-    """Return all families: the built-in family, and those of plugins."""
-    return [Transformer, *FAMILIES.registered.values()]
+def families() -> list[type[LanguageModel]]:
+    """Return all families: the built-in ones, and those of plugins."""
+    return [Transformer, TransformersModel, *FAMILIES.registered.values()]
 
 
-def family_of(config: DecoderConfig) -> type[Decoder]:
+def family_of(config: DecoderConfig) -> type[LanguageModel]:
     """Return the family that a section belongs to: a class, which builds the model when called with the section."""
     found = [family for family in families() if isinstance(config, family.section)]
     # A section may derive from another family's section, so the section with the longest MRO is the right one. If

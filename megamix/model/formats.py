@@ -10,7 +10,7 @@ from megamix.config import DecoderConfig
 
 Json = Mapping[str, Any]
 _SHOWN = 80  # most characters of a file's value in a message
-LIBRARY = "any other model trains through the library, see docs/library.md"
+OTHERS = 'train any other text model by family = "transformers", see docs/models.md'
 
 
 class Location(NamedTuple):

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megamix.model.context import KeyValueCache
-from megamix.model.decoder import Decoder
+from megamix.model.language_model import LanguageModel
 
 LEAST_TEMPERATURE = 1e-6  # logits divided by a smaller temperature could leave FP32's range
 
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: LanguageModel,
     tokens: Tensor,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -39,7 +38,7 @@ def generate(
     check_sampling(max_new_tokens, temperature, top_p)
     seq_len = model.config.seq_len
     room = min(tokens.shape[1] + max_new_tokens, seq_len)
-    cache = KeyValueCache(model.config.num_layers, room)
+    cache = model.new_cache(room)
     ends = tokens.new_tensor(end_tokens)
     ended = torch.zeros(tokens.shape[0], 1, dtype=torch.bool, device=tokens.device)
     # The model runs without the compiler, which would compile for every length of the window, up to its limit of 8.

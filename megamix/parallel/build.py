@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
@@ -14,6 +14,7 @@ from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.weights import Fill, without_values
 from megamix.model.decoder import EMBEDDING_WEIGHT, Decoder
 from megamix.model.family import family_of
+from megamix.model.language_model import LanguageModel
 from megamix.parallel.borders import Border
 from megamix.parallel.context_parallel import divide_positions
 from megamix.parallel.stages import StagePlan, keep_layers
@@ -24,7 +25,7 @@ from megamix.plugins import MORE_AXES
 def build_model(
     config: DecoderConfig, parallelism: ParallelismConfig, topology: Topology, device: torch.device,
     stages: Sequence[StagePlan] = (),
-) -> tuple[Decoder, dict[str, Placement]]:  # fmt: skip
+) -> tuple[LanguageModel, dict[str, Placement]]:  # fmt: skip
     """Build this rank's part of the model, with weights that have no values yet. Return this part, and by name the
     placement of each parameter in the whole model. Every rank must call it. `stages`: all stages of the pipeline, if
     there is one.
@@ -32,29 +33,18 @@ def build_model(
     model, placements = outline(config, parallelism, topology, stages)
     divide_work(model, parallelism, topology, lambda axis: make_collectives(axis, device))
     without_values(model, device)
-    for name, module in model.named_modules():
-        if module._buffers:
-            if type(module)._apply is nn.Module._apply:
-                raise ValueError(
-                    f"module {name} has buffers, and nothing says how they are filled: give it an `_apply` that fills "
-                    "them, as megamix.model.layers.RotaryTable does"
-                )
-            if kept := module._buffers.keys() - module._non_persistent_buffers_set:
-                raise ValueError(
-                    f"module {name} has persistent buffers {', '.join(sorted(kept))}, which no weights of a family "
-                    "hold: register them with persistent=False, and let its `_apply` fill them"
-                )
-            # not to_empty(): for a tensor on meta it would import the compiler, which takes 0.6 s
-            module._apply(lambda table: torch.empty(table.shape, dtype=table.dtype, device=device), recurse=False)
+    model.place_buffers(device)
     return model, placements
 
 
 def divide_work(
-    model: Decoder, parallelism: ParallelismConfig, topology: Topology, connect: Callable[[Axis], Collectives]
+    model: LanguageModel, parallelism: ParallelismConfig, topology: Topology, connect: Callable[[Axis], Collectives]
 ) -> None:
     """Make a model whose parameters are this rank's blocks compute this rank's part of the work. From then on all ranks
     must call the model together. `connect`: returns the collectives of an axis.
     """
+    if not isinstance(model, Decoder):
+        return  # the configuration's check has refused such axes
     if topology.cp.size > 1:
         divide_positions(model, connect(topology.cp), by_heads=parallelism.cp_method == "heads")
     if topology.tp.size > 1:
@@ -66,7 +56,7 @@ def divide_work(
 
 def outline(
     config: DecoderConfig, parallelism: ParallelismConfig, topology: Topology, stages: Sequence[StagePlan] = ()
-) -> tuple[Decoder, dict[str, Placement]]:
+) -> tuple[LanguageModel, dict[str, Placement]]:
     """Build a rank's part of the model on the meta device, without memory and without divided operations. Return this
     part and the placements. `topology`: that of any rank, connected or not.
     """
@@ -74,7 +64,7 @@ def outline(
     with torch.device("meta"):
         model = family_of(config).part(config, layers or range(config.num_layers))
     placements = place_params(model, topology, sequence_parallel=parallelism.sequence_parallel)
-    if stages:
+    if stages and isinstance(model, Decoder):
         keep_layers(model, layers)
         if config.tie_embeddings and stages[0].rank != stages[-1].rank:
             placements[EMBEDDING_WEIGHT] = replace(placements[EMBEDDING_WEIGHT], owners=topology.ends)
@@ -82,14 +72,14 @@ def outline(
     return model, placements
 
 
-def drawn(model: Decoder, seed: int) -> Fill:
-    """Return the function that draws the weights. Each owner draws its own share; the values are the same on any
-    mesh.
+def drawn(model: LanguageModel, seed: int, *, packed: bool = False) -> Fill:
+    """Return the function that writes the first weights. Each owner writes its own share; the values are the same on
+    any mesh. `packed`: see `LanguageModel.draws`.
     """
+    draw = model.draws(seed, packed=packed)
 
     def fill(spec: ParamSpec, start: int, values: Tensor) -> None:
-        rule = model.rules[spec.name]
-        rule.fill(values, seed=seed, name=spec.name, full_shape=spec.full_shape, block=spec.block, first=start)
+        draw(values, name=spec.name, full_shape=spec.full_shape, block=spec.block, first=start)
 
     return fill
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megamix.config import DecoderConfig
-from megamix.model.decoder import Costs, Decoder
+from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
+from megamix.model.language_model import Costs, LanguageModel
 
 V_SHAPED = ("zbv_zero_bubble",)  # schedules whose stages go from the first rank to the last and back
 
@@ -104,11 +105,12 @@ def keep_layers(model: Decoder, held: Collection[int]) -> None:
 class Stage(nn.Module):
     """One stage of a rank's model, as torch's schedules call it. It has only the parameters that the stage uses."""
 
-    def __init__(self, model: Decoder, layers: range):
+    def __init__(self, model: LanguageModel, layers: range):
         super().__init__()
         self.layers = layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.config.num_layers
-        self.parts = nn.ModuleList(_modules(model, self.is_first, layers, self.is_last))
+        parts = _modules(model, self.is_first, layers, self.is_last) if isinstance(model, Decoder) else [model]
+        self.parts = nn.ModuleList(parts)
         self._run = model.__call__  # a function; a submodule would add the other stages' parameters
 
     def forward(

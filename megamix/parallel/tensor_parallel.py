@@ -23,18 +23,19 @@ from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.weights import put_parameter
 from megamix.model.cross_entropy import SLOPE_SCALE
 from megamix.model.decoder import Branch, Decoder
+from megamix.model.language_model import LanguageModel
 from megamix.model.layers import Embedding, Linear, ParamRule
 from megamix.model.ops import Keep, LookUp, Ops, Product
 from megamix.parallel.borders import Border
 
 
-def place_params(model: Decoder, topology: Topology, *, sequence_parallel: bool) -> dict[str, Placement]:
+def place_params(model: LanguageModel, topology: Topology, *, sequence_parallel: bool) -> dict[str, Placement]:
     """Return the placement of this rank's block of each parameter, by name. `model`: a whole one, as on the meta
     device.
 
     Raises: ValueError naming a parameter that does not divide evenly, or a module that ranks would compute wrong.
     """
-    if topology.tp.size > 1:
+    if topology.tp.size > 1 and isinstance(model, Decoder):
         _check_branches(model, topology.tp.size)
     placements = {}
     for name, param in model.named_parameters():
@@ -124,7 +125,7 @@ class _OwnPositions:
         return self._border.own_positions(self._keep(ops, whole, share), 1)
 
 
-def take_blocks(model: Decoder, topology: Topology) -> None:
+def take_blocks(model: LanguageModel, topology: Topology) -> None:
     """Put an empty block in place of each parameter that is divided, under all its names. The values are lost, so call
     it before they are drawn, as on the meta device.
     """

@@ -16,9 +16,9 @@ from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import write_text, written_aside
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
 from megamix.model.generation import check_sampling, generate
+from megamix.model.language_model import LanguageModel
 from megamix.run import run_folder
 from megamix.supervise.console import Console
 
@@ -63,7 +63,7 @@ def write_results(
 
 
 def _write_sample(config: Config, model: nn.Module, console: Console, tell_text: TellText | None) -> None:
-    assert isinstance(model, Decoder)
+    assert isinstance(model, LanguageModel)
     assert config.data.tokenizer is not None
     model.eval()  # without dropout
     sampling = Sampling(SAMPLE_TOKENS, config.training.seed, SAMPLE_TEMPERATURE, SAMPLE_TOP_P)
@@ -113,7 +113,7 @@ class Sampling:
 
 
 def sample_text(
-    model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling, end_tokens: Sequence[int] = (),
+    model: LanguageModel, tokenizer: TextTokenizer, prompt: str, sampling: Sampling, end_tokens: Sequence[int] = (),
     on_token: Callable[[], None] = lambda: None,
 ) -> str:  # fmt: skip
     """Return `prompt` and its continuation, without the token that ends it.

@@ -27,7 +27,6 @@ from megamix.config import Config, ConfigError, DecoderConfig
 from megamix.config.problems import short
 from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale
-from megamix.model.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megamix.model.family import family_of, section_of
 from megamix.plugins import OPTIMIZERS, PluginError, Section, require_plugins
 from megamix.run.batch_plan import LARGEST_COUNT, PlanState, check_state
@@ -151,7 +150,7 @@ def check_params(manifest: Manifest, model: DecoderConfig) -> None:
         shapes = family_of(model).shapes(model)
     except ValueError as error:
         raise ValueError(f"{unlike}: {error}") from None
-    aliases = {EMBEDDING_WEIGHT: {HEAD_WEIGHT}} if model.tie_embeddings else {}
+    aliases = family_of(model).aliases(model)
     for saved in manifest.params:
         if BUFFER in manifest.states[saved.state_set]:
             continue  # loading compares a buffer with the model's

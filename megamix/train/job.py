@@ -44,8 +44,9 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             stages = plan_pipeline(config)
             with phase(f"building the model{_COMPILES if config.optimizer.compile else ''}"):
                 model, placements = build_model(config.model, config.parallelism, job.topology, job.device, stages)
+                packed = config.data.packing == "documents"
                 begins_anew = job.start.checkpoint is None
-                fill = job.counted(drawn(model, config.training.seed) if begins_anew else undrawn)
+                fill = job.counted(drawn(model, config.training.seed, packed=packed) if begins_anew else undrawn)
                 accumulation = grad_accum_steps(config, job.topology.dp.size)
                 engine = build_engine(config, model, model.units, accumulation, job.topology, placements, fill)
             job.engine = engine  # the watchdog reads this rank's progress from the engine and the trainer

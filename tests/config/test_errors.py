@@ -128,7 +128,7 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("precision.loss_scale", "rule", "of", "'deepspeed', 'static' or 'off'; write rule = \"off\""),
     ("precision.loss_scale", "rule", True, "'deepspeed', 'static' or 'off'; write for example rule = \"auto\""),
     ("optimizer", "name", "AdamW", "must be 'adamw', 'nag' or 'muon'; write name = \"adamw\""),
-    ("model", "family", 3, "must be 'transformer'; write for example family = \"transformer\""),
+    ("model", "family", 3, "must be 'transformer' or 'transformers'; write for example family = \"transformer\""),
     ("training", "steps", 0, "must be greater than 0; write for example steps = 1000"),
     ("training", "seed", -1, "must be at least 0; write for example seed = 1234"),
     ("training", "seed", 2**63, "must be less than 9.22337e+18; write"),

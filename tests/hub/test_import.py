@@ -101,7 +101,7 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
         (
             LLAMA,
             {"model_type": "mixtral"},
-            "model_type is 'mixtral'; known are: gpt2, llama, mistral, qwen2, qwen3; any",
+            "model_type is 'mixtral'; known are: gpt2, llama, mistral, qwen2, qwen3; train any other",
         ),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu', megamix has 'silu' or 'swish'"),
         (LLAMA, {"attention_bias": "x"}, "attention_bias is 'x', megamix has False or True"),
@@ -144,7 +144,9 @@ def test_what_our_transformer_does_not_do_is_refused(
 def test_what_cannot_be_imported_is_told_with_the_next_step(keys: dict[str, Any], tmp_path: Path) -> None:
     write_hugging_face(LLAMA, tmp_path / "hf")
     _change(tmp_path / "hf", **keys)
-    with pytest.raises(ValueError, match=r"; any other model trains through the library, see docs/library\.md$"):
+    with pytest.raises(
+        ValueError, match=r"; train any other text model by family = .transformers., see docs/models\.md$"
+    ):
         import_model(tmp_path / "hf", tmp_path / "in")
 
 

@@ -21,6 +21,7 @@ from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.model.decoder import Decoder
+from megamix.model.language_model import LanguageModel
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES, Handover, Pipeline
@@ -37,7 +38,7 @@ def _make_part(
     stages: Sequence[StagePlan] = (),
     *,
     sequence_parallel: bool = False,
-) -> tuple[Decoder, ShardedEngine]:
+) -> tuple[LanguageModel, ShardedEngine]:
     """Return this rank's part of the model, with the weights that make_model has, and its engine."""
     cpu = torch.device("cpu")
     model, placements = build_model(
@@ -63,6 +64,7 @@ class OursPipeline(Ours):
         stages = plan_stages(work.model, topology.pp.size, 1)
         model, self.engine = _make_part(work, dtype, topology, stages)
         own = {topology.pp.rank: stages[topology.pp.rank].layers}
+        assert isinstance(model, Decoder)
         border = Handover(topology.pp, len(stages), (work.micro_batch_size, work.model.seq_len))
         self._pipeline = Pipeline(self.engine, model, own, SCHEDULE, border)
         self._micro_batches = work.micro_batches

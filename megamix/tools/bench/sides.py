@@ -24,7 +24,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.settings import Precision, ReduceDtype, Shard, Sharding
 from megamix.mixed_precision.weights import Fill
-from megamix.model.decoder import Decoder
+from megamix.model.language_model import LanguageModel
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from megamix.report.interval_report import gather_precision
@@ -120,7 +120,7 @@ def how_multiplied(device: str) -> list[str]:
 
 
 def make_engine(
-    work: Work, model: Decoder, precision: Precision, sharding: Sharding, fill: Fill | None = None,
+    work: Work, model: LanguageModel, precision: Precision, sharding: Sharding, fill: Fill | None = None,
     optimizer: Callable[..., AdamW] = AdamW,
 ) -> ShardedEngine:  # fmt: skip
     """Return an engine by the rules of `work`, with a running clock. Every rank must call it."""

@@ -22,8 +22,8 @@ from megamix.comm.collectives import ShapesAlone
 from megamix.comm.topology import Topology
 from megamix.config import DecoderConfig, ParallelismConfig, axis_sizes
 from megamix.live_storage import LiveStorage
-from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
+from megamix.model.language_model import LanguageModel
 from megamix.model.ops import Ops
 from megamix.parallel.build import divide_work
 from megamix.parallel.stages import Stage
@@ -68,7 +68,7 @@ class TracedWork:
         """Return the bytes of a micro-batch: tokens, targets and positions."""
         return (2 + self.packed) * torch.int64.itemsize * math.prod(self.batch)
 
-    def build(self, like: Sequence[int]) -> Decoder:
+    def build(self, like: Sequence[int]) -> LanguageModel:
         """Build a rank's part of a model with blocks like these layers' and with both ends, on the meta device.
 
         It needs no connection to other ranks.
@@ -129,7 +129,8 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
 @cache  # tracing takes most of a plan's time, and advice plans the same work for many ranks
 def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: bool) -> StageMemory:
     found = StageMemory()
-    with without_memory(on_gpu=work.machine == "gpu") as device, few_slices():
+    on_meta = work.machine == "gpu" and family_of(work.model).runs_on_meta
+    with without_memory(on_gpu=on_meta) as device, few_slices():
         model = work.build((*like[: not is_first], *like, *like[: not is_last]))  # missing ends get blocks of their own
         place(model, work.dtype, device)
         for module in model.modules() if work.machine == "gpu" else ():

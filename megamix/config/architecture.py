@@ -1,0 +1,146 @@
+"""The section [model] of `family = "transformers"`: a config.json decides the model, and its sizes fill the keys.
+
+No code that comes with a model is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from megamix.config.model_and_data import FamilyConfig, Text
+from megamix.plugins import FAMILIES
+
+_MOST_BYTES = 1 << 20
+INSTALL = "install transformers 5: pip install 'megamix[transformers]'"
+
+
+@cache
+def architecture(text: str) -> Any:
+    """Return transformers' configuration of a model, from the text of its config.json, without dropout.
+
+    Raises: ValueError saying what is wrong.
+    """
+    try:
+        from transformers import AutoConfig  # takes 2 s
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        raise ValueError(f"this family needs transformers; {INSTALL}") from None
+    try:
+        keys = json.loads(text)
+        kind = keys.pop("model_type")
+        found = AutoConfig.for_model(kind, **keys)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"config.json: transformers does not take it: {type(error).__name__}: {error}") from None
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or found.get_text_config() is not found:
+        raise ValueError(
+            f"config.json: model_type {kind!r} is no text model of its own; save its text model alone "
+            "(model.language_model.save_pretrained) and give that folder"
+        )
+    for key, value in found.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(found, key, 0.0)
+    return found
+
+
+def _text_in(folder: str) -> str:
+    """Return the text of a folder's config.json on one line. Raises: OSError; ValueError for another content."""
+    with Path(folder, "config.json").open(encoding="utf-8") as file:
+        return json.dumps(json.loads(file.read(_MOST_BYTES)), separators=(",", ":"))
+
+
+def _known(text: str) -> str:
+    architecture(text)
+    return text
+
+
+def _readable(folder: str, info: ValidationInfo) -> str:
+    if info.data.get("config_json") == "":  # nothing has been read
+        try:
+            _text_in(folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"its config.json cannot be read: {error}; name a folder of a model") from None
+    return folder
+
+
+def _within_positions(seq_len: int, info: ValidationInfo) -> int:
+    text = info.data.get("config_json")
+    most = getattr(architecture(text), "max_position_embeddings", None) if text else None
+    if isinstance(most, int) and seq_len > most:
+        raise ValueError(f"config.json has max_position_embeddings {most}; take at most that, or change that file")
+    return seq_len
+
+
+class TransformersConfig(FamilyConfig):
+    """Any text model of transformers, computed by its own modules, on data-parallel ranks. Its config.json decides the
+    sizes; dropout is left out.
+    """
+
+    family: Literal["transformers"] = "transformers"
+    """Name of the family."""
+    config_json: Annotated[str, AfterValidator(_known)] = ""
+    """The text of the folder's config.json, which a run keeps. Not set: it is read."""
+    folder: Annotated[Text, AfterValidator(_readable), Field(examples=["models/gemma-3-270m"])]
+    """Folder of the model: its config.json, and safetensors if training starts from weights. Read at a run's start."""
+    seq_len: Annotated[PositiveInt, AfterValidator(_within_positions), Field(examples=[1024])]
+    """Tokens in one training sequence."""
+    init: Literal["auto", "random", "folder"] = "auto"
+    """The first weights: drawn by transformers' rules and training.seed, or the folder's; auto: the folder's if it has
+    any."""
+    recompute: Literal["none", "full"] = "none"
+    """Values that backward recomputes instead of keeping them: none, or whole blocks. The gradients are the same."""
+    compile: bool = False
+    """Whether each block runs through torch.compile."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, keys: Any) -> Any:
+        if isinstance(keys, Mapping) and isinstance(folder := keys.get("folder"), str) and not keys.get("config_json"):
+            with suppress(OSError, ValueError):  # `_readable` tells
+                return {**keys, "config_json": _text_in(folder)}
+        return keys
+
+    # The sizes under the names that every family has.
+    dropout: ClassVar[float] = 0.0
+
+    @property
+    def theirs(self) -> Any:
+        """Return transformers' configuration, shared by all who ask."""
+        return architecture(self.config_json)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.theirs.vocab_size)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.theirs.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.theirs.num_hidden_layers)
+
+    @property
+    def tie_embeddings(self) -> bool:
+        return bool(getattr(self.theirs, "tie_word_embeddings", False))
+
+    @property
+    def init_std(self) -> float:
+        return float(getattr(self.theirs, "initializer_range", 0.02))
+
+    def with_layers(self, like: Sequence[int]) -> Self:
+        """Return the section of a model that has these layers' blocks, in this order."""
+        keys = json.loads(self.config_json) | {"num_hidden_layers": len(like)}
+        if kinds := getattr(self.theirs, "layer_types", None):
+            keys["layer_types"] = [kinds[layer] for layer in like]
+        return self.model_copy(update={"config_json": json.dumps(keys)})
+
+
+FAMILIES.sections |= {"transformers": TransformersConfig}

@@ -1,0 +1,369 @@
+"""The family of transformers' own modules: any text model that transformers has, on data-parallel ranks.
+
+transformers is imported where it is used: that takes two seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from megamix.config import DecoderConfig, TransformersConfig, architecture
+from megamix.data.loader import IGNORE
+from megamix.model.cross_entropy import Slopes, compiled_slopes, linear_cross_entropy, slopes
+from megamix.model.language_model import Cache, Cost, Costs, Draw, LanguageModel
+from megamix.model.layers import ParamRule
+from megamix.model.ops import Ops, has_values
+
+_PREFIX = "hf."
+# A document's logits behind another one may differ from those alone by this share of the largest; experts sum in
+# another order then.
+_ALIKE = 1e-4
+
+
+class LossHead(nn.Linear):
+    """The output embedding. Within `giving_losses` it returns a loss in place of logits, which it never holds."""
+
+    targets: Tensor | None = None
+    loss: Tensor | None = None  # the last one that it returned
+
+    def __init__(self, weight: nn.Parameter, slopes: Slopes = slopes) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight, self.slopes = weight, slopes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.targets is None:
+            return super().forward(x)
+        self.loss = linear_cross_entropy(x, self.weight, self.targets, self.slopes)
+        return self.loss
+
+    @contextmanager
+    def giving_losses(self, targets: Tensor) -> Iterator[None]:
+        self.targets = targets
+        try:
+            yield
+        finally:
+            self.targets = self.loss = None
+
+
+class TheirCache:
+    """A cache of transformers. `length`: the positions that it has seen; it stays 0 for a model that takes none."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept, self.length = kept, 0
+
+
+class TransformersModel(LanguageModel):
+    """A causal language model of transformers. Its parameters have transformers' names behind `hf.`."""
+
+    name, section = "transformers", cast(type[DecoderConfig], TransformersConfig)  # it has the same sizes
+    tables: ClassVar[Sequence[str]] = ("*embed*.weight", "*wte.weight", "*wpe.weight", "*lm_head.weight")
+    runs_on_meta = False
+    config: TransformersConfig
+
+    def __init__(self, config: TransformersConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
+        """Build the modules, and give them their first weights unless they are on meta or fake. `like`: as in Decoder.
+        `ops`: not used, the modules compute as transformers does.
+        """
+        super().__init__()
+        like = range(config.num_layers) if like is None else like
+        self.config, self.is_compiled = config.with_layers(like), config.compile
+        empty = torch.empty(0)
+        self.hf = _first_weights(config, torch.initial_seed()) if has_values(empty) else _built(config)
+        if empty.is_meta:
+            _fill_buffers(self.hf)
+        if [*like] != [*range(config.num_layers)]:
+            _take_blocks(self.hf, like)
+        self.head = _put_loss_head(self.hf, config.compile) if _ends_with_head(config.config_json) else None
+        if config.recompute == "full":
+            theirs = self.hf  # the second name is that of transformers before 5.23
+            enable = getattr(theirs, "activation_checkpointing_enable", None) or theirs.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        for block in self.blocks if config.compile else ():
+            block.compile(dynamic=False)
+        self.rules = dict.fromkeys((name for name, _ in self.named_parameters(remove_duplicate=False)), _WHOLE)
+
+    @property
+    def blocks(self) -> nn.ModuleList:  # type: ignore[override]  # an attribute in the base class
+        holder, name = _place_of_blocks(self.hf)
+        return cast(nn.ModuleList, getattr(holder, name))
+
+    @property
+    def units(self) -> list[nn.Module]:
+        head = self.hf.get_output_embeddings()
+        return [self.hf.get_input_embeddings(), *self.blocks, *([] if head is None else [head])]
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, num_documents: int = 0,
+        deal: Tensor | None = None, *, cache: Any = None, layers: range | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return logits or the loss, as a Decoder does. Positions that begin anew keep documents apart, if `draws` has
+        found that they do. `num_documents`, `deal`, `layers`: not used.
+        """
+        num_positions = tokens.shape[1] + (0 if cache is None else cache.length)
+        if num_positions > self.config.seq_len:
+            raise ValueError(
+                f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
+                f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
+            )
+        given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if positions is not None:
+            given["position_ids"] = positions.expand(tokens.shape)
+        if cache is not None and cache.kept is not None:
+            given |= {"past_key_values": cache.kept, "use_cache": True}
+            cache.length = num_positions
+        if targets is None:
+            logits: Tensor = self.hf(**given).logits
+            return logits if cache is None else logits[:, -1:]
+        if self.head is None:
+            wide = self.hf(**given).logits.float().flatten(0, -2)
+            return cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum") / targets.numel()
+        with self.head.giving_losses(targets):
+            loss: Tensor = self.hf(**given).logits
+        return loss
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # half() would round the tables, and to_empty() would leave them without values: they follow the device alone.
+        kept = [(module._buffers, name, table) for module in self.modules() for name, table in module._buffers.items()
+                if table is not None and has_values(table)]  # fmt: skip
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
+        for buffers, name, table in kept:
+            moved = buffers[name]
+            buffers[name] = table if moved is None else table.to(moved.device)
+        if next(self.parameters()).dtype == torch.float64 and getattr(self.hf.config, "_experts_implementation", None):
+            self.hf.set_experts_implementation("eager")  # torch's grouped products have no FP64
+        return self
+
+    def place_buffers(self, device: torch.device) -> None:
+        for path, module in self.named_modules():
+            if (
+                kept := {name for name, table in module._buffers.items() if table is not None}
+                - module._non_persistent_buffers_set
+            ):
+                raise ValueError(
+                    f"module {path} has persistent buffers {', '.join(sorted(kept))}, which a job does not train; "
+                    "train it through the library (docs/library.md)"
+                )
+            for name, table in module._buffers.items():
+                module._buffers[name] = None if table is None else table.to(device)
+
+    def new_cache(self, room: int) -> Cache:
+        from transformers import DynamicCache
+
+        takes = "past_key_values" in inspect.signature(self.hf.forward).parameters
+        return TheirCache(DynamicCache(config=self.hf.config) if takes else None)
+
+    def draws(self, seed: int, *, packed: bool) -> Draw:
+        whole = _first_weights(self.config, seed)
+        if packed and not _keeps_documents_apart(whole):
+            raise ValueError(
+                f'data.packing: got "documents", but the positions of a {self.hf.config.model_type} model do not keep '
+                'documents apart: a token sees the documents before its own; write packing = "none"'
+            )
+        values = {_PREFIX + name: param.detach().view(-1) for name, param in whole.named_parameters()}
+
+        def draw(out: Tensor, *, name: str, first: int = 0, **_: Any) -> None:
+            out.copy_(values[name][first : first + out.numel()])
+
+        return draw
+
+    def tie(self) -> None:
+        self.hf.tie_weights()
+
+    def save(self, folder: Path, shard_size: int) -> None:
+        """Write a folder that transformers loads. `shard_size`: most bytes of a file, where a tensor is not larger."""
+        if self.head is not None:  # transformers writes no class that it does not know
+            output = nn.Linear(self.head.in_features, self.head.out_features, bias=False, device="meta")
+            output.weight = self.head.weight
+            self.hf.set_output_embeddings(output)
+        self.hf.save_pretrained(folder, max_shard_size=shard_size)
+
+    @classmethod
+    def kind(cls, config: TransformersConfig, layer: int) -> int:
+        return _kinds(config.config_json)[layer]
+
+    @classmethod
+    def on_meta(cls, config: TransformersConfig, like: Sequence[int] | None = None) -> Self:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily  # takes a second
+
+        with unset_fake_temporarily():  # their constants would be tensors of the device meta that are not fake
+            return super().on_meta(config, like)
+
+    @classmethod
+    def part(cls, config: TransformersConfig, layers: Sequence[int]) -> Self:
+        return cls(config)
+
+    @classmethod
+    def sketch(cls, config: TransformersConfig) -> Self:
+        try:
+            return cls.on_meta(config)
+        except (RuntimeError, OverflowError, TypeError) as error:
+            raise ValueError(f"no memory holds a model of these sizes: {str(error).splitlines()[0]}") from None
+
+    @classmethod
+    def shapes(cls, config: TransformersConfig) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(param.shape) for name, param in cls.sketch(config).named_parameters()}
+
+    @classmethod
+    def aliases(cls, config: TransformersConfig) -> dict[str, set[str]]:
+        first: dict[nn.Parameter, str] = {}
+        found: dict[str, set[str]] = {}
+        for name, param in cls.sketch(config).named_parameters(remove_duplicate=False):
+            if first.setdefault(param, name) != name:
+                found.setdefault(first[param], set()).add(name)
+        return found
+
+    @classmethod
+    def costs(cls, config: TransformersConfig) -> Costs:
+        """Count 6 operations for each weight of a linear layer, and of a stack of experts for the share that a token
+        uses; for attention as `flops_per_token` does, where the configuration names heads.
+        """
+        model = cls.sketch(config)
+        theirs, head = model.hf.config, model.hf.get_output_embeddings()
+        heads = getattr(theirs, "num_attention_heads", 0)
+        head_dim = getattr(theirs, "head_dim", None) or config.hidden_size // max(heads, 1)
+        experts = next((n for key in _EXPERTS if (n := getattr(theirs, key, None))), 1)
+        used = (getattr(theirs, "num_experts_per_tok", None) or 1) / experts
+
+        def flops(part: nn.Module) -> int:
+            shares = {2: 1.0, 3: used}
+            return int(sum(6 * shares.get(param.dim(), 0.0) * param.numel() for param in part.parameters()))
+
+        attention = 12 * heads * head_dim * config.seq_len
+        blocks = [Cost(Cost.of(block).params, flops(block) + attention) for block in model.blocks]
+        last = Cost(0, 0) if head is None else Cost(head.weight.numel(), 6 * head.weight.numel())
+        tied = last.params if config.tie_embeddings else 0
+        whole = sum(param.numel() for param in model.parameters())
+        first = Cost(whole - sum(block.params for block in blocks) - last.params + tied, 0)
+        return Costs(first, blocks, last, tied)
+
+
+_WHOLE = ParamRule("zeros")  # not divided; `draws` knows the values
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _quiet() -> Any:
+    """Return transformers, without its progress bars and advice."""
+    import transformers
+
+    logging: Any = transformers.utils.logging  # its functions have no types
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return transformers
+
+
+def _built(config: TransformersConfig) -> Any:
+    """Return the model with weights of its own rules, FP32, on torch's default device."""
+    theirs = copy.deepcopy(config.theirs)
+    return _quiet().AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
+
+
+def _first_weights(config: TransformersConfig, seed: int) -> Any:
+    """Return the model with the weights from which training starts, FP32, on the CPU.
+
+    Raises: ValueError if the folder's weights are not those of its config.json; OSError.
+    """
+    folder = Path(config.folder)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        if config.init == "random" or (config.init == "auto" and not any(folder.glob("*.safetensors"))):
+            return _built(config)
+        model, told = _quiet().AutoModelForCausalLM.from_pretrained(
+            folder, config=copy.deepcopy(config.theirs), dtype=torch.float32,
+            local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+        )  # fmt: skip
+    if wrong := [f"{kind.removesuffix('_keys')} {sorted(map(str, keys))[:4]}" for kind, keys in told.items() if keys]:
+        raise ValueError(f"model.folder: the weights in {folder} are not those of its config.json: {'; '.join(wrong)}")
+    return model
+
+
+@torch.no_grad()
+def _fill_buffers(hf: Any) -> None:
+    """Give the buffers of a model on meta their values, on the CPU."""
+    with torch.device("cpu"):
+        for module in hf.modules():
+            if module._buffers:
+                module._buffers |= {
+                    name: None if table is None else torch.empty_like(table, device="cpu")
+                    for name, table in module._buffers.items()
+                }
+                hf._init_weights(module)
+
+
+def _place_of_blocks(hf: Any) -> tuple[nn.Module, str]:
+    """Return the module that holds the blocks, and their name in it."""
+    return next(
+        (module, name) for module in hf.modules() for name, inner in module.named_children()
+        if isinstance(inner, nn.ModuleList) and len(inner) == hf.config.num_hidden_layers
+    )  # fmt: skip
+
+
+def _take_blocks(hf: Any, like: Sequence[int]) -> None:
+    """Give a model copies of these blocks alone, in this order."""
+    holder, name = _place_of_blocks(hf)
+    blocks = getattr(holder, name)
+    setattr(holder, name, nn.ModuleList(copy.deepcopy(blocks[layer]) for layer in like))
+    kinds = getattr(hf.config, "layer_types", None)
+    hf.config.num_hidden_layers = len(like)
+    if kinds is not None:
+        hf.config.layer_types = [kinds[layer] for layer in like]
+
+
+def _put_loss_head(hf: Any, compiles: bool) -> LossHead:
+    head = LossHead(hf.get_output_embeddings().weight, compiled_slopes() if compiles else slopes)
+    hf.set_output_embeddings(head)
+    return head
+
+
+@cache
+def _ends_with_head(config_json: str) -> bool:
+    """Return whether the logits are what a linear output embedding returns, without a bias and anything behind it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # takes a second
+
+    with unset_fake_temporarily(), FakeTensorMode(), torch.device("cpu"), torch.no_grad():
+        theirs = copy.deepcopy(architecture(config_json))
+        hf = _quiet().AutoModelForCausalLM.from_config(theirs, dtype=torch.bfloat16)
+        output = hf.get_output_embeddings()
+        if type(output) is not nn.Linear or output.bias is not None:
+            return False
+        head = _put_loss_head(hf, compiles=False)
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        with head.giving_losses(tokens):
+            return hf(input_ids=tokens, use_cache=False).logits is head.loss
+
+
+@cache
+def _kinds(config_json: str) -> list[int]:
+    """Return for each layer the first layer whose block has the same parameters and the same type of attention."""
+    theirs = copy.deepcopy(architecture(config_json))
+    with torch.device("meta"):
+        hf = _quiet().AutoModelForCausalLM.from_config(theirs)
+    holder, name = _place_of_blocks(hf)
+    types = getattr(theirs, "layer_types", None) or [""] * theirs.num_hidden_layers
+    first: dict[Any, int] = {}
+    return [
+        first.setdefault((kind, *((name, param.shape) for name, param in block.named_parameters())), layer)
+        for layer, (kind, block) in enumerate(zip(types, getattr(holder, name), strict=True))
+    ]
+
+
+@torch.no_grad()
+def _keeps_documents_apart(hf: Any) -> bool:
+    """Return whether a document's logits are the same behind another document and alone."""
+    if "position_ids" not in inspect.signature(hf.forward).parameters:
+        return False
+    tokens = torch.arange(1, 17)[None] % hf.config.vocab_size
+    positions = torch.cat((torch.arange(7), torch.arange(9)))[None]
+    hf.eval()
+    packed = hf(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 7:]
+    alone = hf(input_ids=tokens[:, 7:], use_cache=False).logits
+    return bool((packed - alone).abs().max() <= _ALIKE * alone.abs().max())

@@ -1,0 +1,194 @@
+"""`family = "transformers"`: ten kinds of models train as jobs on two ranks, from their own first weights or the
+folder's, begin with transformers' own loss, and go on bit for bit after a stop; they are exported for transformers,
+evaluated, planned and verified. What does not go together is refused before a job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from megamix.builders.data import training_source
+from megamix.cli import main
+from megamix.config import Config, ConfigError
+from megamix.live_storage import LiveStorage
+from megamix.model.family import family_of
+from megamix.tools.plan.activations import TracedWork, trace_stage
+from megamix.tools.ranks import RankPool
+from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.layouts.layout_lines import verify_layout
+from tests.conftest import FULL
+from tests.model.their_models import KINDS, SEQ_LEN, write_config
+from tests.train.jobs import run_on_ranks, tiny_job, write_data
+
+STEPS, STOP = 4, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("theirs")
+    write_data(path / "data")
+    for kind in KINDS:
+        write_config(path, kind)
+    return path
+
+
+def job(folder: Path, kind: str, run: str, dtype: str = "fp32", **over: dict[str, Any]) -> Config:
+    """Return a job of the model in folder/kind."""
+    sections: dict[str, Any] = {
+        "model": {"family": "transformers", "folder": str(folder / kind), "seq_len": SEQ_LEN},
+        "precision": {"dtype": dtype, "loss_scale": {"rule": "auto"}},
+        "training": {"steps": STEPS, "eval_interval": 0},
+        "lr_schedule": {"decay_style": "constant", "warmup_steps": 0},
+        "checkpoint": {"folder": str(folder / run), "save_interval": STOP},
+        "metrics": {"log_interval": 1, "tensorboard": False},
+    }
+    for name, keys in over.items():
+        sections[name] = sections.get(name, {}) | keys
+    return tiny_job(folder, **sections)
+
+
+def train_all(folder: Path, kinds: list[str], dtype: str) -> None:
+    """Train each kind on these ranks to the end, and by two runs that follow one another."""
+    for kind in kinds:
+        run = f"{kind}-{dtype}"
+        run_on_ranks(job(folder, kind, run, dtype))
+        for steps in (STOP, STEPS):
+            run_on_ranks(job(folder, kind, f"{run}-stopped", dtype, training={"steps": steps}))
+
+
+def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / run / "weights.safetensors")
+
+
+def their_loss(model: Any, tokens: torch.Tensor) -> float:
+    """Return transformers' own loss of sequences, FP32."""
+    logits = model.eval()(input_ids=tokens[:, :-1], use_cache=False).logits.float()
+    return float(cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).detach())
+
+
+def first_tokens(folder: Path) -> torch.Tensor:
+    """Return the samples of a job's first batch."""
+    config = job(folder, "olmo2", "none")
+    return torch.from_numpy(training_source(config).read(range(config.training.global_batch_size)).tokens).long()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_ten_kinds_train_on_two_ranks_and_go_on_bit_for_bit(run_ranks, folder: Path, dtype: str) -> None:
+    kinds = [*KINDS] if FULL else [*KINDS][dtype == "fp16" :: 2]
+    run_ranks(train_all, 2, folder, kinds, dtype)
+    for kind in kinds:
+        whole, stopped = (weights(folder, f"{kind}-{dtype}{end}") for end in ("", "-stopped"))
+        assert whole.keys() == stopped.keys(), kind
+        assert all(torch.equal(whole[name], stopped[name]) for name in whole), kind
+
+
+def test_a_job_begins_with_the_folders_weights_and_transformers_own_loss(folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for kind in KINDS:
+        torch.manual_seed(1)
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / kind), dtype=torch.float32)
+        theirs.save_pretrained(folder / "saved" / kind)
+        want = their_loss(theirs, first_tokens(folder))
+        saved = {"folder": str(folder / "saved" / kind)}
+        run_on_ranks(job(folder, kind, f"{kind}-begun", model=saved, training={"steps": 1}))
+        rows = (folder / f"{kind}-begun" / "metrics.jsonl").read_text().splitlines()
+        (got,) = (row["train/loss"] for row in map(json.loads, rows) if "train/loss" in row)
+        assert got == pytest.approx(want, rel=1e-5), kind
+
+
+def test_an_export_is_what_transformers_loads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for kind in KINDS:
+        run_on_ranks(job(folder, kind, f"{kind}-out", training={"steps": 1}))
+        assert main(["export", str(folder / f"{kind}-out"), "--to", "hf", str(folder / f"{kind}-hf")]) == 0
+        theirs, told = AutoModelForCausalLM.from_pretrained(folder / f"{kind}-hf", output_loading_info=True)
+        assert not any(told.values()), (kind, told)
+        ours = weights(folder, f"{kind}-out")
+        for name, param in theirs.named_parameters():
+            assert torch.equal(param, ours[f"hf.{name}"]), (kind, name)
+    capsys.readouterr()
+    valid = ["--data", str(folder / "data/valid"), "--max-tokens", "129"]
+    assert main(["evaluate", str(folder / "olmo2-out"), *valid]) == 0
+    assert "128 tokens in windows of 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "opt", "olmo2"])
+def test_packed_documents_need_positions_that_keep_them_apart(folder: Path, kind: str) -> None:
+    packed = job(folder, kind, f"{kind}-packed", data={"packing": "documents"}, training={"steps": 1})
+    if kind == "olmo2":
+        run_on_ranks(packed)
+    else:
+        with pytest.raises(ValueError, match=f"the positions of a {kind} model do not keep documents apart"):
+            run_on_ranks(packed)
+
+
+def test_the_plan_counts_what_a_model_keeps(folder: Path) -> None:
+    kept = {}
+    for recompute in ("none", "full"):
+        config = job(folder, "gemma3_text", "planned", model={"recompute": recompute}).model
+        work = TracedWork(model=config, batch=(2, SEQ_LEN), dtype=torch.float32, machine="cpu")
+        kept[recompute] = trace_stage(work, range(2)).kept
+        with LiveStorage() as tracker:
+            model = family_of(config)(config)
+            tokens = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
+            model(tokens, tokens)
+            before = tracker.live_bytes
+            loss = model(tokens, tokens)
+            # On tensors without memory transformers makes a mask, which a whole causal sequence does not need.
+            assert 1 <= kept[recompute] / (tracker.live_bytes - before) < 1.1
+            del loss
+    assert kept["full"] < 0.5 * kept["none"]
+
+
+def test_verify_passes_dense_and_mixed_models(folder: Path) -> None:
+    kinds = [*KINDS] if FULL else ["gemma3_text", "qwen3_moe"]
+    dtypes = ["fp32", "bf16", "fp16"] if FULL else ["bf16"]
+    with RankPool(2) as pool:
+        for kind, dtype in itertools.product(kinds, dtypes):
+            verdict = verify_layout(job(folder, kind, "verified", dtype), parse_layout("dp2-parameters"), pool)
+            assert not verdict.differences, (kind, dtype, verdict.differences[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {"parallelism": {"tp_size": 2}},
+            'parallelism.tp_size: got 2, but family = "transformers" computes by',
+        ),
+        (
+            {"parallelism": {"cp_size": 2}},
+            'parallelism.cp_size: got 2, but family = "transformers" computes by',
+        ),
+        ({"model": {"seq_len": 64}}, "model.seq_len: got 64, config.json has max_position_embeddings 32"),
+        ({"model": {"folder": "nowhere"}}, 'model.folder: got "nowhere", its config.json cannot be read'),
+        ({"model": {"recompute": "selective"}}, "model.recompute: got \"selective\", must be 'none' or 'full'"),
+        ({"model": {"config_json": '{"model_type": "nothing"}'}}, "transformers does not take it"),
+        ({"model": {"config_json": '{"model_type": "t5"}'}}, "model_type 't5' is no text model of its own"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_a_line(folder: Path, keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        job(folder, "olmo2", "refused", **keys)
+    (problem,) = refused.value.problems
+    assert told in problem
+
+
+def test_weights_that_are_not_those_of_the_config_are_refused(folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    other = write_config(folder / "other", "olmo2", num_hidden_layers=3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "olmo2")).save_pretrained(folder / "two")
+    (folder / "two" / "model.safetensors").rename(other / "model.safetensors")
+    with pytest.raises(ValueError, match="are not those of its config.json: missing"):
+        run_on_ranks(job(folder / "other", "olmo2", "x", data={"train": str(folder / "data/train"), "valid": None}))
