@@ -79,8 +79,10 @@ def _verify(run_ranks, name: str, ranks: int = 1) -> Verdict:
 def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
     run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, script = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)  # tests/tools/audit runs the other one
-    (tmp_path / "my_trainer.py").write_text(script)
+    _, script, targets = re.findall(
+        r"^```python\n(.*?)^```$", PAGE, re.M | re.S
+    )  # tests/tools/audit runs the first one
+    (tmp_path / "my_trainer.py").write_text(f"{script}\n{targets}")  # another method of the script's class
     (tmp_path / "configs").symlink_to(Path(CONFIG).parent)
     monkeypatch.chdir(tmp_path)
 
