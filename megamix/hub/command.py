@@ -1,4 +1,4 @@
-"""The verbs import, export, generate and evaluate: their arguments and output. They load heavy modules when called."""
+"""The verbs import, export, generate and evaluate: arguments and output. Heavy modules are loaded when a verb runs."""
 
 from __future__ import annotations
 

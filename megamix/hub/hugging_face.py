@@ -192,5 +192,5 @@ def tables_problem(config: DecoderConfig, key: str, shapes: Shapes, usual: int =
         return []
     return [
         f"{key} is {shown(config.seq_len)}: tables of rotary positions of {shown(tables)} bytes, the weights take "
-        f"{weights}; write as many as the model reads"
+        f"{weights}; write the number of positions that the model reads"
     ]
