@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def flag_meant(self, word: str) -> str | None:
-        """Return the question whether another flag was meant, of this parser or one below it; None if none is near."""
+        """Return a question that names the nearest flag of this parser or of one below it; None if none is near."""
         flag = word.partition("=")[0]
         near = nearest(flag, self._flags()) if flag.startswith("--") else None
         return f"did you mean {near}? write for example {self.example}" if near else None
@@ -77,7 +77,7 @@ class Failed(str):
 def print_lines(lines: Iterator[str], progress: ProgressLine | None = None) -> bool:
     """Print each line as it comes. Return whether all were printed, and none is `Failed`.
 
-    A reader may have seen enough and close the pipe, as `head` does. `progress` speaks between the lines.
+    A reader may close the pipe when it has seen enough, as `head` does. `progress`: keeps its line clear meanwhile.
     """
     progress = progress or ProgressLine()
     passed = True

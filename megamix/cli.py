@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
 
 def _say_interrupted(argv: Sequence[str]) -> int:
     verb = next(verb for verb in VERBS if verb.name in argv)
-    line_of_its_own = "\n" if sys.stderr.isatty() else ""  # behind the ^C that the terminal shows
+    line_of_its_own = "\n" if sys.stderr.isatty() else ""  # after the ^C that the terminal shows
     say_on_first_rank(f"{line_of_its_own}megamix {verb.name}: interrupted: {verb.left}", sys.stderr)
     return INTERRUPTED
 
@@ -105,7 +105,7 @@ def _say_error(arguments: argparse.Namespace, error: ConfigError | EndedEarlyErr
     # All ranks end early alike. Wrong input may be one rank's own, or be the RANK itself.
     tell = say_on_first_rank if isinstance(error, EndedEarlyError) else say_unless_first_did
     tell = say if getattr(error, "source", "") == "environment" else tell
-    if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # name the file instead
+    if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # name the configuration file instead
         error = ConfigError(error.problems, str(arguments.config))
     tell(f"megamix {arguments.verb}: {error}", sys.stderr)
     return error.exit_status if isinstance(error, EndedEarlyError) else 2
@@ -114,8 +114,8 @@ def _say_error(arguments: argparse.Namespace, error: ConfigError | EndedEarlyErr
 def _parse(argv: list[str]) -> argparse.Namespace:
     """Return the parsed arguments.
 
-    Overrides may stand behind a flag as well, where argparse takes no positional arguments. What follows `--` is
-    another program's command.
+    Overrides may stand behind a flag as well, where argparse takes no positional arguments. Everything after
+    `--` is another program's command.
     """
     end = argv.index("--") if "--" in argv else len(argv)
     argv, command = argv[:end], argv[end + 1 :]
