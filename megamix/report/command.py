@@ -1,4 +1,4 @@
-"""The verb `plot`. matplotlib loads inside."""
+"""The verb `plot`. It imports matplotlib only when it runs."""
 
 import argparse
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from megamix.data import import_extra
 
 def plot_arguments(parser: Parser) -> None:
     parser.example = "megamix plot runs/mine"
-    help = "a run's checkpoint.folder, finished or not; of several the curves are drawn in one picture, in the first"
+    help = "a run's checkpoint.folder, finished or not; several share one picture of curves, in the first folder"
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help=help)
 
 

@@ -173,7 +173,8 @@ class RecordedRows:
     def row(self, outcome: Outcome) -> dict[str, float]:
         """Return an attempt's recorded values by tag.
 
-        One small gather on the host, if any rank has recorded a value; it waits for the ranks, not for a device.
+        If any rank has recorded a value, this takes one small gather on the host. It waits for the ranks, not for a
+        device.
         Raises: ValueError on every rank alike.
         """
         if not outcome.recorded.num_values:

@@ -137,7 +137,7 @@ class LogFile:
 def cut_log(path: Path, size: int, is_later: Callable[[bytes], bool]) -> None:
     """Drop the rows of a log that came after a checkpoint.
 
-    These are all bytes behind `size`, a row that a crash left unfinished, and rows at the end for which `is_later` is
+    These are all bytes after `size`, a row that a crash left unfinished, and rows at the end for which `is_later` is
     true: if rows were lost or a file was made anew, `size` is too large.
     Raises: OSError.
     """
@@ -154,7 +154,7 @@ def cut_log(path: Path, size: int, is_later: Callable[[bytes], bool]) -> None:
 
 
 class EventFile:
-    """New event file of TensorBoard's in `folder`: each scalar, histogram and text is one record.
+    """New TensorBoard event file in `folder`: each scalar, histogram and text is one record.
 
     TensorBoard's own code frames the records. torch's SummaryWriter would write them in a thread, which ends at the
     first error of a full disk, and would open its file by name again for each record.

@@ -150,7 +150,7 @@ def _falling_at_once(scale: Series, overflows: Series) -> Series:
 
 
 def _communication(name: str, rows: Sequence[dict[str, Any]]) -> Figure:
-    """Return a figure with two bars per transfer: from launch to landing, and the wait for it within or behind that."""
+    """Return a figure with two bars per transfer: from launch to landing, and the wait for it within or after that."""
     figure = Figure(figsize=(11, min(14.0, 2 + 0.4 * len(rows))), layout="constrained")
     axes = figure.subplots()
     for kind, colour, place in (("reduce_scatter", "C0", -0.2), ("all_gather", "C1", 0.2)):
