@@ -27,7 +27,7 @@ class _Seeds(NamedTuple):
     made_up: int  # seed of a Markov chain's samples, and of a plugin's source
 
     def of(self, number: int) -> _Seeds:
-        """Return the seeds of a mixture's source of that number.
+        """Return the seeds of source `number` of a mixture.
 
         One seed for all sources would read files of equal length in the same order.
         """

@@ -66,7 +66,8 @@ def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
 def build_optimizer(section: OptimizerConfig, lr: Sequence[float], model: DecoderConfig) -> Optimizer:
     """Return the optimizer of a run.
 
-    `lr`: one learning rate per update. `model`: its section; the family says by it which parameters are no matrices.
+    `lr`: one learning rate per update. `model`: the section [model], by which the family knows which parameters are no
+    matrices.
     """
     groups = tuple(ParamGroup(**_given(group)) for group in section.groups)
     own = _given(getattr(section, section.name))

@@ -1,5 +1,6 @@
-"""Causes of an overflow: which parameters, from the statistics of every step; which ranks and micro-batches, from an
-examined step. For the host, between steps.
+"""Causes of an overflow, which the host asks for between steps.
+
+The statistics of every step show the parameters. An examined step also shows the ranks and micro-batches.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def cause(loss: float, peaks: Sequence[ParamPeak]) -> str:
     if "NaN" in faults:
         return (
             "the loss is finite, but a gradient is NaN: inf - inf or 0 * inf in backward; where a lower loss scale "
-            "does not help, look at the operations behind the first parameter named"
+            "does not help, look at the operations after the first parameter named"
         )
     if "inf" in faults:
         return (

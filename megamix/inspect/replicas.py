@@ -129,7 +129,7 @@ def _describe(engine: ShardedEngine, ranks: list[int]) -> str:
     """Describe which parameters differ, on the ranks whose hashes differ. Every rank must call it."""
     dtype = engine.plan.precision.dtype
     found = [line for shared in _buckets_by_owners(engine) for line in _differences(dtype, *shared)]
-    # A rank only knows differences in buckets that it owns a share of. Duplicates are dropped.
+    # A rank knows differences only in buckets that it owns a share of. Duplicates are dropped.
     by_rank = gather_json(engine.world, found[:_SHOWN], engine.device)
     lines = list(dict.fromkeys(line for told in by_rank for line in told))
     shown = "; ".join(lines[:_SHOWN]) or "no element differs at a second look"

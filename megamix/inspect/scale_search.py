@@ -1,4 +1,4 @@
-"""The search for the first loss scale, in one line: it overflows by design, and an alarm for each try would hide it."""
+"""Search for the first loss scale, reported in one line: it overflows by design, so its overflows are no warnings."""
 
 import math
 
