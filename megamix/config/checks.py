@@ -104,6 +104,15 @@ def _heads_share_keys(config: Config) -> Iterator[str]:
         yield (f"model.num_kv_heads: got {num_kv_heads}, must divide num_heads {num_heads}; write num_kv_heads = {fix}")
 
 
+def _unrotated_layers_are_there(config: Config) -> Iterator[str]:
+    num_layers = config.model.num_layers
+    if beyond := [layer for layer in config.model.unrotated_layers if layer >= num_layers]:
+        yield (
+            f"model.unrotated_layers: got {beyond[0]}, num_layers is {num_layers}; write layers from 0 to "
+            f"{num_layers - 1}"
+        )
+
+
 def _lr_falls(config: Config) -> Iterator[str]:
     lr, min_lr = config.optimizer.lr, config.optimizer.min_lr
     if min_lr > lr:
@@ -234,7 +243,7 @@ def _profile_ends_in_time(config: Config) -> Iterator[str]:
         )
 
 
-_MODEL_CHECKS = (_heads_share_width, _heads_share_keys)
+_MODEL_CHECKS = (_heads_share_width, _heads_share_keys, _unrotated_layers_are_there)
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     *_MODEL_CHECKS,
     _lr_falls,

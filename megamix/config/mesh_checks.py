@@ -93,6 +93,14 @@ def _tensor_parallel_divides(config: Config) -> Iterator[str]:
             )
 
 
+def _norms_are_whole(config: Config) -> Iterator[str]:
+    if config.parallelism.tp_size > 1 and config.model.qk_norm and config.model.qk_norm_over == "all":
+        yield (
+            f'parallelism.tp_size: got {config.parallelism.tp_size}, but model.qk_norm_over = "all" needs all heads '
+            "on one rank; write tp_size = 1"
+        )
+
+
 def _divided(config: Config) -> Iterator[tuple[str, int, str]]:
     """(key, size, what a rank gets a share of) of everything that tensor parallelism cuts."""
     model = config.model
@@ -236,6 +244,7 @@ def _stages_hand_over_known_shapes(config: Config) -> Iterator[str]:
 MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _modules_are_not_divided,
     _tensor_parallel_divides,
+    _norms_are_whole,
     _context_parallel_divides,
     _stages_suit_schedule,
     _stages_have_layers,

@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from pydantic_core.core_schema import ValidationInfo
 
 from megamix.config.choices import ChosenTable, ExtendedTable, OneOf
@@ -40,8 +48,8 @@ class RopeScaling(Section):
         validate_default=True
     )  # the default of high_freq_factor may be too small for a low_freq_factor
 
-    rule: Annotated[Literal["linear", "llama3"], Field(examples=["llama3"])]
-    """linear stretches every wavelength by factor; llama3 only the long ones, as Llama 3.1 does."""
+    rule: Annotated[Literal["linear", "llama3", "yarn"], Field(examples=["llama3"])]
+    """linear stretches every wavelength by factor; llama3 and yarn only the long ones, as Llama 3.1 and YaRN do."""
     factor: Annotated[float, Field(ge=1, examples=[8.0])]
     """The number that multiplies a wavelength."""
     low_freq_factor: PositiveFloat = 1.0
@@ -49,7 +57,13 @@ class RopeScaling(Section):
     high_freq_factor: Annotated[PositiveFloat, AfterValidator(_above_low)] = 4.0
     """llama3: wavelengths below original_seq_len / high_freq_factor stay. Must be greater than low_freq_factor."""
     original_seq_len: PositiveInt = 8192
-    """llama3: the sequence length of the earlier training."""
+    """llama3, yarn: the sequence length of the earlier training."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: wavelengths that turn more often in original_seq_len stay."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: wavelengths that turn less often in original_seq_len are stretched in full."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: factor of rotated queries and keys. Not set: 1 + ln(factor) / 10."""
 
 
 class FamilyConfig(Section):
@@ -115,7 +129,21 @@ class ModelConfig(DecoderConfig):
     mlp_bias: bool | None = None
     """Whether the feed-forward part's linear layers have a bias. Not set: as bias."""
     qk_norm: bool = False
-    """Whether each head's query and key pass an RMSNorm before rotation."""
+    """Whether queries and keys pass an RMSNorm before rotation."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """What that RMSNorm spans: each head, or all heads together."""
+    norm_place: Literal["before", "after", "both"] = "before"
+    """Norms of attention and feed-forward part: of their inputs, of their outputs, or of both."""
+    unrotated_layers: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, examples=[[3, 7]])] = ()
+    """Layers whose attention has no rotary positions, counted from 0."""
+    attention_scale: PositiveFloat | None = None
+    """Factor of the products of queries and keys. Not set: 1 / sqrt(head_dim)."""
+    embedding_scale: PositiveFloat = 1.0
+    """Factor of the tokens' embeddings."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor of each attention and feed-forward part before it is added to the residual stream."""
+    logit_divisor: PositiveFloat = 1.0
+    """The number by which logits are divided."""
     scaled_init: bool = True
     """Whether the weights that end a branch start smaller by sqrt(2 * num_layers), as in GPT-2."""
 

@@ -1,5 +1,5 @@
-"""The formats of GPT-2, Llama, Mistral, Qwen 2 and Qwen 3 in the library transformers, with the tensor names of its
-modeling_*.py and the defaults and rules of its configuration_*.py.
+"""The formats of GPT-2, Llama, Mistral, Qwen 2 and 3, OLMo 2, Granite, SmolLM3 and Seed-OSS in the library
+transformers, with the tensor names of its modeling_*.py and the defaults and rules of its configuration_*.py.
 
 A model that megamix's transformer cannot compute is refused. Keys that change neither weights nor logits, such as
 `use_cache`, are not read. Dropout is not read: it belongs to a training, not to a model.
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from megamix.config import ModelConfig, RopeScaling, model_problems
 from megamix.model.formats import OTHERS, Factor, Format, Json, Location, first_problem, shown
-from megamix.model.sizes import effective, mlp_bias
+from megamix.model.sizes import effective, mlp_bias, qkv_bias
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNSET_OR_ONE = (None, 1, 1.0)
@@ -32,7 +32,32 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8},
     "qwen2": {"max_position_embeddings": 32768},
     "qwen3": {"max_position_embeddings": 32768, "head_dim": 128},
+    "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    "granite": {"max_position_embeddings": 2048},
+    "smollm3": {
+        "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
+        "rope_theta": 2000000.0, "no_rope_layer_interval": 4,
+    },
+    "seed_oss": {
+        "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True
+    },
+}  # fmt: skip
+# Settings of a block that distinguish families: those of a Llama, and what another family has in their place.
+_BLOCK: dict[str, Any] = {
+    "norm_place": "before", "qk_norm": False, "qk_norm_over": "head", "unrotated_layers": (), "attention_scale": None,
+    "embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0,
+}  # fmt: skip
+_BLOCK_OF: dict[str, dict[str, Any]] = {
+    "qwen3": {"qk_norm": True},
+    "olmo2": {"norm_place": "after", "qk_norm": True, "qk_norm_over": "all"},
 }
+# Settings that a family's config.json names, each with its key there. Unset, they are 1.
+_NAMED_BLOCK: dict[str, dict[str, str]] = {
+    "granite": {
+        "attention_scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier", "logit_divisor": "logits_scaling",
+    },
+}  # fmt: skip
 _GPT2 = {
     "embedding": Location("transformer.wte"),
     "position_embedding": Location("transformer.wpe"),
@@ -63,6 +88,14 @@ _LLAMA = {
     "norm": Location("model.norm"),
     "head": Location("lm_head"),
 }
+_OLMO2 = {
+    name: place
+    for name, place in _LLAMA.items()
+    if not name.endswith("attention_norm") and name != "blocks.feed_forward_norm"
+} | {
+    "blocks.attention_end_norm": Location("model.layers.{}.post_attention_layernorm"),
+    "blocks.feed_forward_end_norm": Location("model.layers.{}.post_feedforward_layernorm"),
+}
 # Only sizes of weights: they determine those of the biases.
 _FACTORS: tuple[Factor, ...] = (
     ("embedding", 0, ("vocab_size",)),
@@ -73,6 +106,22 @@ _FACTORS: tuple[Factor, ...] = (
     ("blocks.attention.key", 0, ("num_kv_heads", "head_dim")),
     ("blocks.feed_forward.up", 0, ("ffn_hidden_size",)),
 )
+
+
+_OLMO2_FACTORS = tuple(one for one in _FACTORS if one[0] != "blocks.attention.query_norm")  # it spans all heads
+_SLIDING = ("mistral", "qwen2", "qwen3", "smollm3")  # families with windows
+# Keys of a scaling of rotary positions beside its factor, each with our key.
+_ROPE_KEYS: dict[str, dict[str, str]] = {
+    "linear": {},
+    "llama3": {
+        "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_seq_len",
+    },
+    "yarn": {
+        "beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attention_factor",
+        "original_max_position_embeddings": "original_seq_len",
+    },
+}  # fmt: skip
 
 
 class GPT2Format(Format):
@@ -105,24 +154,32 @@ class GPT2Format(Format):
 
 
 class RotaryFormat(Format):
-    """The format of Llama, Mistral and Qwen. A Mistral without a window is a Llama, and is exported as one. Qwen has
-    other biases and norms.
+    """The format of Llama and of families that differ from it in biases, norms and factors. A Mistral without a window
+    is a Llama, and is exported as one.
     """
 
     def read(self, json: Json) -> ModelConfig:
-        attention_bias, given = json.get("attention_bias", False), dict[str, Any]()
-        match self.model_type:
-            case "llama":
-                given = {"bias": attention_bias, "mlp_bias": json.get("mlp_bias", False)}
-            case "qwen2":
-                given = {"qkv_bias": True}
-            case "qwen3":
-                given = {"bias": attention_bias, "mlp_bias": False, "qk_norm": True}
         json = {"num_key_value_heads": None, "head_dim": None, **_DEFAULTS[self.model_type], **json}
+        attention_bias, feed_forward_bias = json.get("attention_bias", False), json.get("mlp_bias", False)
+        given = _BLOCK | _BLOCK_OF.get(self.model_type, {})
+        match self.model_type:
+            case "llama" | "granite" | "smollm3":
+                given |= {"bias": attention_bias, "mlp_bias": feed_forward_bias}
+            case "qwen2":
+                given |= {"qkv_bias": True}
+            case "qwen3" | "olmo2":
+                given |= {"bias": attention_bias, "mlp_bias": False}
+            case "seed_oss":
+                out_bias = json.get("attention_out_bias", False)
+                given |= {"bias": out_bias, "qkv_bias": attention_bias, "mlp_bias": feed_forward_bias}
+        given |= {ours: json.get(key, 1.0) for ours, key in _NAMED_BLOCK.get(self.model_type, {}).items()}
         problems = _unlike(json, "hidden_act", "silu", ("silu", "swish"))
-        problems += _unlike(json, "attention_bias", False, (False, True))
-        problems += _unlike(json, "mlp_bias", False, (False, True))
-        problems += [] if self.model_type == "llama" else _windows(self.model_type, json)
+        for key in ("attention_bias", "attention_out_bias", "mlp_bias"):
+            problems += _unlike(json, key, False, (False, True))
+        problems += _windows(self.model_type, json) if self.model_type in _SLIDING else []
+        if self.model_type == "smollm3":
+            given["unrotated_layers"], more = _unrotated(json)
+            problems += more
         theta, scaling, rope_problems = _read_rope(json)
         _refuse(json, problems + rope_problems)
         return _possible(self.config_of(
@@ -135,28 +192,46 @@ class RotaryFormat(Format):
         scaling: dict[str, Any] | None = None
         if config.rope_scaling is not None:
             scaling = {"rope_type": config.rope_scaling.rule, "factor": config.rope_scaling.factor}
-            if config.rope_scaling.rule == "llama3":
-                scaling["low_freq_factor"] = config.rope_scaling.low_freq_factor
-                scaling["high_freq_factor"] = config.rope_scaling.high_freq_factor
-                scaling["original_max_position_embeddings"] = config.rope_scaling.original_seq_len
+            keys = _ROPE_KEYS[config.rope_scaling.rule]
+            values = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in keys.items()}
+            scaling |= {key: value for key, value in values.items() if value is not None}
+        named = _NAMED_BLOCK.get(self.model_type, {})
+        more: dict[str, Any] = {key: getattr(config, ours) for ours, key in named.items()}
+        match self.model_type:
+            case "llama" | "granite":
+                more["mlp_bias"] = mlp_bias(config)
+            case "smollm3":
+                rotated = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
+                more |= {"mlp_bias": mlp_bias(config), "no_rope_layers": rotated, "use_sliding_window": False}
+                more["pad_token_id"] = None  # transformers' default is beyond a small vocabulary
+            case "seed_oss":
+                more |= {"mlp_bias": mlp_bias(config), "attention_out_bias": config.bias}
+            case "qwen2" | "qwen3":
+                more["use_sliding_window"] = False
         return {
             **self.sizes_of(effective(config)), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
             # transformers 4 and 5 both read these two keys; 4 does not know 5's `rope_parameters`.
             "rope_theta": config.rope_theta, "rope_scaling": scaling, "attention_dropout": 0.0,
-            "attention_bias": config.bias,
-            **({"mlp_bias": mlp_bias(config)} if self.model_type == "llama" else {"use_sliding_window": False}),
+            "attention_bias": qkv_bias(config) if self.model_type == "seed_oss" else config.bias, **more,
         }  # fmt: skip
 
     def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-        bias, qkv_bias, feed_forward_bias, qk_norm = {
-            "llama": (config.bias, config.bias, mlp_bias(config), False),
-            "mistral": (False, False, False, False),
-            "qwen2": (False, True, False, False),
-            "qwen3": (config.bias, config.bias, False, True),
-        }[self.model_type]
+        alike = config.bias, config.bias, mlp_bias(config)
+        bias, of_projections, of_feed_forward = {
+            "mistral": (False, False, False),
+            "qwen2": (False, True, False),
+            "qwen3": (config.bias, config.bias, False),
+            "olmo2": (config.bias, config.bias, False),
+            "seed_oss": (config.bias, qkv_bias(config), mlp_bias(config)),
+        }.get(self.model_type, alike)
+        block = _BLOCK | _BLOCK_OF.get(self.model_type, {})
+        named = {*_NAMED_BLOCK.get(self.model_type, {})} | (
+            {"unrotated_layers"} if self.model_type == "smollm3" else set()
+        )
         return {
             "norm": ("rmsnorm",), "position": ("rotary",), "activation": ("swiglu",),
-            "bias": (bias,), "qkv_bias": (qkv_bias,), "mlp_bias": (feed_forward_bias,), "qk_norm": (qk_norm,),
+            "bias": (bias,), "qkv_bias": (of_projections,), "mlp_bias": (of_feed_forward,),
+            **{key: (value,) for key, value in block.items() if key not in named},
         }  # fmt: skip
 
 
@@ -185,11 +260,16 @@ def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
         problems.append("rope_parameters differ by layer, megamix has one table for all layers")
     if kind == "default" or problems:
         return theta, None, problems
-    if kind not in ("linear", "llama3"):
-        return theta, None, [*problems, f"rope_type is {shown(kind)}, megamix has 'default', 'linear' and 'llama3'"]
-    given = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor") if key in rope}
-    if kind == "llama3":
-        given["original_seq_len"] = rope.get("original_max_position_embeddings", json["max_position_embeddings"])
+    if kind not in _ROPE_KEYS:
+        known = ", ".join(map(repr, ("default", *_ROPE_KEYS)))
+        return theta, None, [*problems, f"rope_type is {shown(kind)}, megamix has {known}"]
+    for key in ("mscale", "mscale_all_dim", "truncate"):  # DeepSeek's and gpt-oss's
+        if rope.get(key) not in (None, True):
+            problems.append(f"rope_scaling: {key} is {shown(rope[key])}, which megamix does not have")
+    keys = {"factor": "factor", **_ROPE_KEYS[kind]}
+    given = {ours: rope[key] for key, ours in keys.items() if rope.get(key) is not None}
+    if kind != "linear":
+        given.setdefault("original_seq_len", json["max_position_embeddings"])
         if isinstance(given["original_seq_len"], int) and given["original_seq_len"] >= 2**63:
             told = shown(given["original_seq_len"])
             return theta, None, [*problems, f"rope_scaling: original_max_position_embeddings is {told}"]
@@ -197,6 +277,17 @@ def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
         return theta, RopeScaling(rule=kind, **given), problems
     except ValidationError as error:
         return theta, None, [f"rope_scaling: {first_problem(error, {})}"]
+
+
+def _unrotated(json: Json) -> tuple[tuple[int, ...], list[str]]:
+    """Return SmolLM3's layers without rotary positions, and the reasons to refuse them."""
+    layers, interval = json.get("num_hidden_layers"), json["no_rope_layer_interval"]
+    rotated = json.get("no_rope_layers")
+    if rotated is None and isinstance(layers, int) and layers < 10_000 and _at_least(interval, 1):
+        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) != layers:
+        return (), [f"no_rope_layers is {shown(rotated)}, and must be a list with an entry for each layer"]
+    return tuple(layer for layer, turns in enumerate(rotated) if not turns), []
 
 
 def _windows(model_type: str, json: Json) -> list[str]:
@@ -248,8 +339,12 @@ _ROTARY = (
     ("mistral", "MistralForCausalLM"),
     ("qwen2", "Qwen2ForCausalLM"),
     ("qwen3", "Qwen3ForCausalLM"),
+    ("granite", "GraniteForCausalLM"),
+    ("smollm3", "SmolLM3ForCausalLM"),
+    ("seed_oss", "SeedOssForCausalLM"),
 )
 FORMATS = (
     GPT2Format("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, GPT2_SIZES, ModelConfig, _FACTORS),
     *(RotaryFormat(*names, "model.", _LLAMA, ROTARY_SIZES, ModelConfig, _FACTORS) for names in _ROTARY),
+    RotaryFormat("olmo2", "Olmo2ForCausalLM", "model.", _OLMO2, ROTARY_SIZES, ModelConfig, _OLMO2_FACTORS),
 )

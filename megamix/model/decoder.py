@@ -46,7 +46,7 @@ class Decoder(LanguageModel):
         like = range(config.num_layers) if like is None else like
         self.config, self.ops = config.model_copy(update={"num_layers": len(like)}), ops or Ops()
         std = config.init_std
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, self.ops, std=std, divided=True)
+        self.embedding = self.token_embedding()
         self.position_embedding, self.rotary = self.positions()
         self.blocks = nn.ModuleList(self.block(config, layer) for layer in like)
         self.norm = self.last_norm()
@@ -73,6 +73,12 @@ class Decoder(LanguageModel):
         `ops`.
         """
         raise NotImplementedError
+
+    def token_embedding(self) -> Embedding:
+        """Build the table of tokens."""
+        return Embedding(
+            self.config.vocab_size, self.config.hidden_size, self.ops, std=self.config.init_std, divided=True
+        )
 
     def positions(self) -> tuple[Embedding | None, RotaryTable | None]:
         """Build the tables of positions: an embedding that is added to the tokens', or rotary tables for the blocks."""

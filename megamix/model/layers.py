@@ -86,24 +86,30 @@ class Linear(nn.Linear):
 class Head(Linear):
     """The last layer. It returns logits or, with targets, the loss; for the loss it never holds all logits."""
 
+    scale = 1.0  # factor of the logits
+
     def forward(self, x: Tensor, targets: Tensor | None = None, slopes: Slopes = slopes) -> Tensor:
         """Return the logits; with targets, return the loss as `linear_cross_entropy` does."""
+        x = x if self.scale == 1 else x * self.scale
         return super().forward(x) if targets is None else linear_cross_entropy(x, self.weight, targets, slopes)
 
 
 class Embedding(nn.Embedding):
     """A table of rows. `divided`: each tensor-parallel rank has some rows. `std`: standard deviation of the
-    initial weights."""
+    initial weights. `scale`: factor of the rows that are returned."""
 
-    def __init__(self, num_rows: int, hidden_size: int, ops: Ops, *, std: float, divided: bool = False) -> None:
+    def __init__(
+        self, num_rows: int, hidden_size: int, ops: Ops, *, std: float, divided: bool = False, scale: float = 1.0
+    ) -> None:
         super().__init__(num_rows, hidden_size)
-        self.ops, self.rules = ops, {"weight": ParamRule("normal", std, 0 if divided else None)}
+        self.ops, self.scale, self.rules = ops, scale, {"weight": ParamRule("normal", std, 0 if divided else None)}
 
     def reset_parameters(self) -> None:
         """Draw nothing: the whole model draws its weights."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.ops.embedding(tokens, self.weight)
+        rows = self.ops.embedding(tokens, self.weight)
+        return rows if self.scale == 1 else rows * self.scale
 
 
 class RMSNorm(nn.RMSNorm):
@@ -153,10 +159,11 @@ class RotaryTable(nn.Module):
             # Compute in FP64 until the end: in FP32 an angle of some thousand radians is already off by 1e-4.
             pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
             frequencies = self.theta ** -(pairs / self.head_dim)  # radians per position
+            factor = 1.0
             if self.scaling is not None:
-                frequencies = _stretched(frequencies, self.scaling)
+                frequencies, factor = _stretched(frequencies, self.scaling, self.theta)
             angles = torch.arange(self.seq_len, dtype=torch.float64, device=device)[:, None] * frequencies
-            cos, sin = angles.cos().float(), angles.sin().float()
+            cos, sin = (angles.cos() * factor).float(), (angles.sin() * factor).float()
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -173,15 +180,28 @@ class RotaryTable(nn.Module):
         return self.cos[rows], self.sin[rows]
 
 
-def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies with their wavelengths stretched by `factor`. "linear" stretches all of them (Chen et al.
-    2023, Position Interpolation). "llama3" stretches only the long ones, which turned few times within a sequence of
-    the earlier training (Llama 3.1's reference code, and `_compute_llama3_parameters` of transformers'
-    modeling_rope_utils.py).
+def _stretched(frequencies: Tensor, scaling: RopeScaling, theta: float) -> tuple[Tensor, float]:
+    """Return the frequencies with their wavelengths stretched by `factor`, and a factor of what is rotated by them.
+
+    "linear" stretches all of them (Chen et al. 2023, Position Interpolation). "llama3" and "yarn" stretch only the long
+    ones, which turned few times within a sequence of the earlier training: by the turns themselves (Llama 3.1's
+    reference code, `_compute_llama3_parameters` of transformers' modeling_rope_utils.py), or by the place of a
+    frequency among all (Peng et al. 2023, YaRN, sections 3.2 and 3.4; `_compute_yarn_parameters`).
     """
     stretched = frequencies / scaling.factor
     if scaling.rule == "linear":
-        return stretched
+        return stretched, 1.0
+    if scaling.rule == "yarn":
+        pairs = len(frequencies)
+
+        def place(turns: float) -> float:
+            return pairs * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+
+        low = max(math.floor(place(scaling.beta_fast)), 0)
+        high = min(math.ceil(place(scaling.beta_slow)), 2 * pairs - 1)
+        places = torch.arange(pairs, dtype=frequencies.dtype, device=frequencies.device)
+        share = ((places - low) / (high - low or 0.001)).clamp(0, 1)
+        return frequencies.lerp(stretched, share), scaling.attention_factor or 1 + math.log(scaling.factor) / 10
     turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # turns in a sequence of the earlier training
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return stretched.lerp(frequencies, kept.clamp(0, 1))
+    return stretched.lerp(frequencies, kept.clamp(0, 1)), 1.0

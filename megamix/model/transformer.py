@@ -1,6 +1,8 @@
 """The family of GPT-2, Llama, Mistral and Qwen: attention and feed-forward part, by the settings of one section."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,18 +21,24 @@ from megamix.model.recompute import recomputed
 class Attention(Branch):
     """Causal self-attention; grouped-query attention if there are fewer key and value heads than query heads."""
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, *, rotates: bool) -> None:
+        """`rotates`: whether the layer has rotary positions, if the model has."""
         super().__init__()
-        self.head_dim, self.ops = sizes.head_dim(config), ops
+        self.head_dim, self.ops, self.rotates = sizes.head_dim(config), ops, rotates
         self.selective = config.recompute == "selective"
         query_size, kv_size = config.num_heads * self.head_dim, sizes.num_kv_heads(config) * self.head_dim
         self.flops = 12 * query_size * config.seq_len  # for all positions: the causal half is not subtracted
         project = partial(Linear, config.hidden_size, bias=sizes.qkv_bias(config), ops=ops, divides="columns")
         std, end_std = config.init_std, sizes.branch_end_std(config)
         self.query, self.key, self.value = (project(size, std=std) for size in (query_size, kv_size, kv_size))
-        norm = partial(RMSNorm, self.head_dim, config.norm_eps, ops, within_heads=True)
-        self.query_norm = norm() if config.qk_norm else None
-        self.key_norm = norm() if config.qk_norm else None
+        self.norm_over_all = config.qk_norm_over == "all"
+        spans = (query_size, kv_size) if self.norm_over_all else (self.head_dim, self.head_dim)
+        self.query_norm, self.key_norm = (
+            RMSNorm(span, config.norm_eps, ops, within_heads=not self.norm_over_all) if config.qk_norm else None
+            for span in spans
+        )
+        # Attention's kernels divide by sqrt(head_dim).
+        self.query_factor = 1.0 if config.attention_scale is None else config.attention_scale * math.sqrt(self.head_dim)
         self.out = Linear(query_size, config.hidden_size, config.bias, ops, std=end_std, divides="rows")
 
     def forward(
@@ -40,7 +48,7 @@ class Attention(Branch):
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
         again = self.selective and self.query_norm is not None  # without norms autograd does not keep the projections
-        place_query = partial(self._place, projected_query, self.query_norm, rotary)
+        place_query = partial(self._place, projected_query, self.query_norm, rotary, self.query_factor)
         place_key = partial(self._place, projected_key, self.key_norm, rotary)
         with recomputed(again, place_query, place_key) as (query, key):
             if cache is not None:
@@ -51,9 +59,11 @@ class Attention(Branch):
         projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return projected
 
-    def _place(self, heads: Tensor, norm: nn.Module | None, rotary: RotaryTables | None) -> Tensor:
-        normed = heads if norm is None else norm(heads)
-        return normed if rotary is None else self.ops.rotary(normed, *rotary)
+    def _place(self, heads: Tensor, norm: nn.Module | None, rotary: RotaryTables | None, factor: float = 1.0) -> Tensor:
+        if norm is not None:
+            heads = norm(heads.flatten(-2)).unflatten(-1, heads.shape[-2:]) if self.norm_over_all else norm(heads)
+        heads = heads if factor == 1 else heads * factor
+        return heads if rotary is None or not self.rotates else self.ops.rotary(heads, *rotary)
 
 
 class FeedForward(Branch):
@@ -81,28 +91,43 @@ class FeedForward(Branch):
 
 
 class Block(nn.Module):
-    """A block: x + attention(norm(x)), then x + feed_forward(norm(x)). The residual stream
-    has the parameters' dtype.
+    """A block: x + attention(norm(x)), then x + feed_forward(norm(x)); or with norms of the parts' outputs. The
+    residual stream has the parameters' dtype.
     """
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, *, rotates: bool = True) -> None:
         super().__init__()
-        self.dropout, self.ops = config.dropout, ops
+        self.dropout, self.ops, self.scale = config.dropout, ops, config.residual_scale
         self.selective = config.recompute == "selective"
-        self.attention_norm = _norm(config, ops)
-        self.attention = Attention(config, ops)
-        self.feed_forward_norm = _norm(config, ops)
+        before, after = config.norm_place != "after", config.norm_place != "before"
+        self.attention_norm = _norm(config, ops) if before else None
+        self.attention = Attention(config, ops, rotates=rotates)
+        self.attention_end_norm = _norm(config, ops) if after else None
+        self.feed_forward_norm = _norm(config, ops) if before else None
         self.feed_forward = FeedForward(config, ops)
+        self.feed_forward_end_norm = _norm(config, ops) if after else None
 
     def forward(
         self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None, cache: BlockCache | None
     ) -> Tensor:
-        with recomputed(self.selective, partial(self.attention_norm, x)) as (normed,):
-            x = x + self._drop(self.attention(normed, rotary, documents, cache))
-        with recomputed(self.selective, partial(self.feed_forward_norm, x)) as (normed,):
-            return x + self._drop(self.feed_forward(normed))
+        with self._normed(self.attention_norm, x) as normed:
+            x = x + self._end(self.attention(normed, rotary, documents, cache), self.attention_end_norm)
+        with self._normed(self.feed_forward_norm, x) as normed:
+            return x + self._end(self.feed_forward(normed), self.feed_forward_end_norm)
 
-    def _drop(self, branch: Tensor) -> Tensor:
+    @contextmanager
+    def _normed(self, norm: nn.Module | None, x: Tensor) -> Iterator[Tensor]:
+        """Yield x behind a norm, which backward computes again if the block is recomputed selectively."""
+        if norm is None:
+            yield x
+            return
+        with recomputed(self.selective, partial(norm, x)) as (normed,):
+            yield normed
+
+    def _end(self, branch: Tensor, norm: nn.Module | None) -> Tensor:
+        """Return what is added to the residual stream."""
+        branch = branch if norm is None else norm(branch)
+        branch = branch if self.scale == 1 else branch * self.scale
         return self.ops.dropout(branch, self.dropout) if self.dropout and self.training else branch
 
 
@@ -124,9 +149,19 @@ class Transformer(Decoder):
         for problem in model_problems(config):
             raise ValueError(problem)
         super().__init__(config, ops, like)
+        self.head.scale = 1 / config.logit_divisor
 
     def block(self, config: ModelConfig, layer: int) -> Block:
-        return Block(config, self.ops)
+        return Block(config, self.ops, rotates=layer not in config.unrotated_layers)
+
+    @classmethod
+    def kind(cls, config: ModelConfig, layer: int) -> bool:
+        return layer in config.unrotated_layers
+
+    def token_embedding(self) -> Embedding:
+        table = super().token_embedding()
+        table.scale = self.config.embedding_scale
+        return table
 
     def positions(self) -> tuple[Embedding | None, RotaryTable | None]:
         config = self.config

@@ -237,6 +237,7 @@ def test_table_does_not_hide_a_mistake_below_it(tmp_path: Path) -> None:
 # By a cosine, without pipeline, tensor parallel ranks, validation and profile.
 UNREAD = {
     *("training.eval_batches", "profiling.start_step", "metrics.sample_prompt"),
+    "model.qk_norm_over",
     *("parallelism.pp_schedule", "parallelism.pp_stages_per_rank", "parallelism.sequence_parallel"),
 }
 

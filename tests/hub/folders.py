@@ -24,7 +24,7 @@ GPT2 = ModelConfig(
 LLAMA = ModelConfig(
     vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=False
 )
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "granite", "smollm3", "seed_oss")
 
 
 def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
@@ -40,7 +40,10 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
                 "n_inner": rng.choice((None, 40)), "activation_function": ("gelu_new", "gelu")[number % 2],
             }  # fmt: skip
             continue
-        hidden = heads * head_dim if family == "qwen2" or rng.random() < 0.5 else heads * 10
+        layers = rng.randint(1, 3)
+        hidden = (
+            heads * head_dim if family in ("qwen2", "olmo2", "granite", "smollm3") or rng.random() < 0.5 else heads * 10
+        )
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rng.choice((500.0, 1e6))}
         if number % 3 == 1:
             rope |= {"rope_type": "linear", "factor": 4.0}
@@ -49,8 +52,11 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
                 "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 16,
             }  # fmt: skip
+        if number % 4 == 2:
+            rope |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SEQ_LEN}
+            rope |= {} if tied else {"beta_fast": 20.0, "attention_factor": 1.3}
         yield common | {
-            "hidden_size": hidden, "num_hidden_layers": rng.randint(1, 3), "num_attention_heads": heads,
+            "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
             "num_key_value_heads": kv_heads, "head_dim": head_dim, "intermediate_size": rng.choice((24, 40)),
             "max_position_embeddings": 2 * SEQ_LEN, "rms_norm_eps": 1e-6, "rope_parameters": rope,
         } | {
@@ -58,6 +64,16 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
             "mistral": {"sliding_window": None if tied else 2 * SEQ_LEN},  # as long as a sequence
             "qwen2": {} if tied else {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
             "qwen3": {} if tied else {"use_sliding_window": True, "sliding_window": 64, "attention_bias": True},
+            "olmo2": {"attention_bias": not tied},
+            "granite": {
+                "attention_bias": not tied, "embedding_multiplier": 2.5, "residual_multiplier": 0.6,
+                "attention_multiplier": 0.2, "logits_scaling": 3.0,
+            },
+            "smollm3": {
+                "no_rope_layers": None if tied else [0, 1, 1][:layers], "no_rope_layer_interval": 2,
+                "pad_token_id": None,
+            },
+            "seed_oss": {"attention_bias": tied, "attention_out_bias": not tied, "mlp_bias": number % 4 == 1},
         }[family]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Random models of each family go from transformers to a checkpoint, train and go back: logits agree within 1e-5,
+"""Random models of each family go from transformers to a checkpoint, train and go back: logits agree within 5e-6,
 weights bit for bit, greedy texts exactly.
 
 One file for all that needs transformers: importing it takes seconds.
@@ -89,7 +89,7 @@ def test_a_model_of_transformers_imports_trains_and_exports(
     assert torch.equal(generate(trained, _tokens(2, 5), count, temperature=0), _greedy(exported, _tokens(2, 5), count))
     again = _opened(tmp_path / "out")
     assert all(torch.equal(one, other) for one, other in zip(trained.parameters(), again.parameters(), strict=True))
-    assert max(gaps) < 1e-5, gaps
+    assert max(gaps) < 5e-6, gaps
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,6 +102,9 @@ def test_what_is_imported_exports_to_the_same_weights_and_configuration(family: 
     before, after = theirs.state_dict(), exported.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
+    if family in ("smollm3", "seed_oss"):  # these two shapes are also a Llama's and a Qwen 2's, as which they go out
+        assert exported.config.model_type == {"smollm3": "llama", "seed_oss": "qwen2"}[family]
+        return
     # Keys that the file lacks, and n_inner, which GPT-2's file may leave out.
     told = {
         "n_inner",

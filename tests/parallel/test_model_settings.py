@@ -1,0 +1,54 @@
+"""Settings of our transformer beyond Llama's train on every kind of mesh as one rank in FP64 does: YaRN, layers without
+rotary positions, norms over all heads, norms of outputs, and factors. What ranks cannot divide is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamix.config import ConfigError, ModelConfig, model_problems
+from megamix.tools.ranks import RankPool
+from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.layouts.layout_lines import verify_layout
+from tests.conftest import FULL
+from tests.tools.verify.jobs import make_config
+from tests.train.jobs import tiny_job
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_scaling": {"rule": "yarn", "factor": 4.0, "original_seq_len": 16}},
+    "unrotated": {"unrotated_layers": [1]},
+    "norm over all heads": {"qk_norm": True, "qk_norm_over": "all"},
+    "norms of outputs": {"norm_place": "after"},
+    "norms of both": {"norm_place": "both", "recompute": "selective"},
+    "factors": {"attention_scale": 0.3, "embedding_scale": 2.5, "residual_scale": 0.6, "logit_divisor": 3.0},
+}
+LAYOUTS = ("tp2", "tp2sp", "pp2", "cp2")
+CASES = [
+    (setting, layout, dtype)
+    for number, setting in enumerate(SETTINGS)
+    for turn, layout in enumerate(LAYOUTS)
+    for dtype in (("fp32", "bf16", "fp16") if FULL else ("fp16",))
+    if (FULL or turn == number % len(LAYOUTS)) and not (setting == "norm over all heads" and layout.startswith("tp"))
+]
+
+
+def test_each_setting_passes_verify_on_a_divided_mesh() -> None:
+    with RankPool(2) as pool:
+        for setting, layout, dtype in CASES:
+            config = make_config(layout, dtype=dtype, model=SETTINGS[setting])
+            verdict = verify_layout(config, parse_layout(layout), pool)
+            assert not verdict.differences, (setting, layout, dtype, str(verdict.differences[0]))
+
+
+def test_a_norm_over_all_heads_is_not_divided(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='tp_size: got 2, but model.qk_norm_over = "all" needs all heads on one rank'):
+        tiny_job(tmp_path, model=SETTINGS["norm over all heads"], parallelism={"tp_size": 2})
+
+
+def test_an_unrotated_layer_is_one_of_the_model() -> None:
+    sizes = {"vocab_size": 8, "seq_len": 8, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
+    (problem,) = model_problems(ModelConfig(**sizes, unrotated_layers=(2,)))
+    assert problem == "model.unrotated_layers: got 2, num_layers is 2; write layers from 0 to 1"
