@@ -48,15 +48,14 @@ def mesh_problems(config: Config, world_size: int) -> Iterator[str]:
     sizes, dp_size = axis_sizes(config.parallelism), config.parallelism.dp_size
     others = math.prod(sizes.values())
     if world_size % others:
-        least = [name for name, size in sizes.items() if size > 1][-1]
-        key = AXIS_KEYS.get(least, f"{least}.size")
-        product = " * ".join(f"{AXIS_KEYS.get(name, name)} {size}" for name, size in sizes.items() if size > 1)
-        fits = largest_divisor(math.gcd(world_size, sizes[least]), sizes[least])
-        if least == "tp":
-            fits = _largest_fit(config, sizes["tp"], world_size)
+        smaller = _sizes_that_fit(config, sizes, world_size)
+        first = next(iter(smaller))
+        factors = [f"{AXIS_KEYS.get(name, name)} {size}" for name, size in sizes.items() if size > 1]
+        product = f"{' * '.join(factors)} = {others} " if len(factors) > 1 else ""
+        fix = " and ".join(f"{_key(name)} = {size}" for name, size in smaller.items())
         yield (
-            f"parallelism.{key}: got {sizes[least]}, {product} = {others} must divide the number of ranks, but "
-            f"{world_size} were started; start a multiple of {others}, or write {key} = {fits}"
+            f"parallelism.{_key(first)}: got {sizes[first]}, {product}must divide the number of ranks, which is "
+            f"{world_size}; start a multiple of {others}, or write {fix}"
         )
     elif dp_size is not None and dp_size * others != world_size:
         product = " * ".join(f"{name} {size}" for name, size in _with_dp(sizes, dp_size).items() if size > 1)
@@ -67,18 +66,34 @@ def mesh_problems(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def _key(axis: str) -> str:
+    return AXIS_KEYS.get(axis, f"{axis}.size")
+
+
+def _sizes_that_fit(config: Config, sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Return the axes that must be smaller to divide the ranks, with their sizes. Those that communicate most, which
+    are the last ones, are kept first.
+    """
+    smaller, left = {}, world_size
+    for name, size in reversed([*sizes.items()]):
+        fits = _largest_fit(config, size, left) if name == "tp" else math.gcd(left, size)
+        left //= fits
+        if fits < size:
+            smaller[name] = fits
+    return smaller
+
+
 def _with_dp(sizes: Mapping[str, int], dp_size: int) -> dict[str, int]:
     return {name: sizes.get(name, dp_size) for name in AXES}
 
 
 def _modules_are_not_divided(config: Config) -> Iterator[str]:
-    """Yield the axes that divide the modules of a model, for a family whose modules are not ours."""
+    """Yield why no axis may divide the modules or the loss of a model, for a family whose modules are not ours."""
     for axis, size in axis_sizes(config.parallelism).items() if config.model.family == "transformers" else ():
-        if size > 1 and not AXES[axis].reads:
-            key = AXIS_KEYS.get(axis, f"{axis}.size")
+        if size > 1 and (AXES[axis].weights == "divided" or not AXES[axis].reads):
             yield (
-                f'parallelism.{key}: got {size}, but family = "transformers" computes by modules that ranks do not '
-                f'divide; write {key} = 1, and for memory shard = "parameters"'
+                f'parallelism.{_key(axis)}: got {size}, but family = "transformers" computes by modules that ranks do '
+                f'not divide; write {_key(axis)} = 1, and for memory shard = "parameters"'
             )
 
 
@@ -114,7 +129,7 @@ def _divided(config: Config) -> Iterator[tuple[str, int, str]]:
         yield "seq_len", model.seq_len, "positions (sequence_parallel = false keeps them whole)"
 
 
-def chunks_per_rank(section: ParallelismConfig, packing: str) -> int:
+def _chunks_per_rank(section: ParallelismConfig, packing: str) -> int:
     """Return the number of chunks of a sequence on each context-parallel rank."""
     if section.cp_method == "heads":
         return 1
@@ -128,15 +143,16 @@ def _context_parallel_divides(config: Config) -> Iterator[str]:
     section, seq_len = config.parallelism, config.model.seq_len
     if section.cp_size == 1:
         return
-    chunks = chunks_per_rank(section, config.data.packing)
+    chunks = _chunks_per_rank(section, config.data.packing)
     divisor = chunks * section.cp_size
     if section.sequence_parallel and section.tp_size > 1:
         divisor = math.lcm(divisor, section.cp_size * section.tp_size)
     if seq_len % divisor:
         fits = seq_len // divisor * divisor or divisor
+        share = "ranks divide each sequence" if chunks == 1 else f"each rank has {chunks} equal chunks of each sequence"
         yield (
             f"parallelism.cp_size: got {section.cp_size}, needs a model.seq_len that is a multiple of {divisor}, not "
-            f"{seq_len}, since each rank computes {chunks} equal chunks of every sequence; write seq_len = {fits}"
+            f"{seq_len}, since {share}; write seq_len = {fits}"
         )
     heads = config.model.num_kv_heads or config.model.num_heads
     if section.cp_method == "heads" and heads % (ranks := section.cp_size * section.tp_size):
@@ -173,7 +189,8 @@ def micro_batch_problems(config: Config, num_readers: int) -> Iterator[str]:
     share = training.micro_batch_size * num_readers
     count = training.global_batch_size // share
     rounds = max(1, count // pp_size)
-    got = f"training.global_batch_size: got {training.global_batch_size}, which is {count} micro-batches a step, but "
+    parts = f"{count} micro-batch{'es' * (count > 1)}"
+    got = f"training.global_batch_size: got {training.global_batch_size}, which is {parts} a step, but "
     if schedule == "1f1b" and count < pp_size:
         yield f'{got}pp_schedule = "1f1b" needs at least pp_size {pp_size}; write global_batch_size = {pp_size * share}'
     if schedule.startswith("interleaved") and count % rounds:

@@ -73,9 +73,16 @@ def test_a_bad_mesh_names_one_that_works() -> None:
     config = config_from_dict(changed(parallelism={"tp_size": 2}))
     assert check_world_size(config, 4) == []
     assert check_world_size(config, 3) == [
-        "parallelism.tp_size: got 2, tp_size 2 = 2 must divide the number of ranks, but 3 were started; start a "
-        "multiple of 2, or write tp_size = 1"
+        "parallelism.tp_size: got 2, must divide the number of ranks, which is 3; start a multiple of 2, or write "
+        "tp_size = 1"
     ]
+    config = config_from_dict(changed(parallelism={"replicas": 4, "tp_size": 2}))
+    assert check_world_size(config, 4) == [
+        "parallelism.replicas: got 4, replicas 4 * tp_size 2 = 8 must divide the number of ranks, which is 4; start a "
+        "multiple of 8, or write replicas = 2"
+    ]
+    (problem,) = check_world_size(config, 3)
+    assert problem.endswith("start a multiple of 8, or write tp_size = 1 and replicas = 1")
     config = config_from_dict(changed(parallelism={"tp_size": 2, "dp_size": 2}))
     assert check_world_size(config, 8) == [
         "parallelism.dp_size: got 2, parallel sizes must multiply to the number of ranks: dp 2 * tp 2 = 4, but "

@@ -76,7 +76,7 @@ def test_verify_passes_an_axis_of_parts(rows: None, run_ranks) -> None:
 
 
 def _losses_that_count_in_whole(config: Config) -> list[Any]:
-    """As if the plugin had said that its ranks read different samples."""
+    """As if the plugin had said that its ranks compute one loss together."""
     kind = AXES["rows"]
     AXES["rows"] = AxisKind("sharded")
     try:
@@ -126,7 +126,7 @@ def test_mistakes_with_axes_are_named(rows: None, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"parallelism\.pp_size: got 2 with rows\.size 2, .* write pp_size = 1"):
         _job(tmp_path, {"rows": {"size": 2}, "pp_size": 2}, 4)
     (problem,) = check_world_size(_job(tmp_path, {"rows": {"size": 2}}, 4), 3)
-    assert problem.startswith("parallelism.rows.size: got 2, rows 2 = 2 must divide the number of ranks, but 3 were")
+    assert problem.startswith("parallelism.rows.size: got 2, must divide the number of ranks, which is 3;")
 
     rows = sys.modules[ROWS]
     rows_config = rows.RowsConfig

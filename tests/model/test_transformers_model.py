@@ -9,12 +9,14 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
+from megamix.axes import AXES, AxisKind
 from megamix.builders.data import training_source
 from megamix.cli import main
 from megamix.config import Config, ConfigError
@@ -182,6 +184,12 @@ def test_what_does_not_go_together_is_refused_in_a_line(folder: Path, keys: dict
         job(folder, "olmo2", "refused", **keys)
     (problem,) = refused.value.problems
     assert told in problem
+
+
+def test_an_axis_whose_ranks_divide_weights_and_read_different_samples_is_refused(folder: Path) -> None:
+    experts = AxisKind("divided", reads=True)
+    with mock.patch.dict(AXES, {"cp": experts}), pytest.raises(ConfigError, match="modules that ranks do not divide"):
+        job(folder, "olmo2", "refused", parallelism={"cp_size": 2})
 
 
 def test_weights_that_are_not_those_of_the_config_are_refused(folder: Path) -> None:
