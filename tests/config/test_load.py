@@ -238,7 +238,8 @@ def test_table_does_not_hide_a_mistake_below_it(tmp_path: Path) -> None:
 UNREAD = {
     *("training.eval_batches", "profiling.start_step", "metrics.sample_prompt"),
     "model.qk_norm_over",
-    *("parallelism.pp_schedule", "parallelism.pp_stages_per_rank", "parallelism.sequence_parallel"),
+    *("parallelism.pp_schedule", "parallelism.pp_stages_per_rank"),
+    *("parallelism.cp_method", "parallelism.sequence_parallel"),
 }
 
 

@@ -52,10 +52,14 @@ LARGE = {"tie_embeddings": False, "num_layers": 4, "vocab_size": 2048}
 CONFIGS = {  # the layout, and the settings that differ from BASE
     "gpt bf16, two ranks": ("dp2", {"model": GPT, "precision": {"dtype": "bf16"}}),
     "gpt bf16, positions divided": ("cp2", {"model": GPT, "precision": {"dtype": "bf16"}}),
-    "fp16, heads divided in attention": ("cp2", {"parallelism": {"cp_method": "heads"}}),
+    "fp16, heads divided in attention": ("cp2", {"parallelism": {"cp_size": 2, "cp_method": "heads"}}),
     "bf16, heads divided in attention, recompute": (
         "cp2",
-        {"model": GPT | {"recompute": "full"}, "precision": {"dtype": "bf16"}, "parallelism": {"cp_method": "heads"}},
+        {
+            "model": GPT | {"recompute": "full"},
+            "precision": {"dtype": "bf16"},
+            "parallelism": {"cp_size": 2, "cp_method": "heads"},
+        },
     ),
     "fp32, positions divided, recompute": ("cp2", {"model": {"recompute": "full"}, "precision": {"dtype": "fp32"}}),
     "llama with few kv heads, untied, fp32 sums, divided": (

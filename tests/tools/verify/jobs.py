@@ -80,14 +80,14 @@ def make_config(
         "optimizer": {"lr": 1e-2, "compile": False, **optimizer},
         "precision": {"dtype": dtype, "loss_scale": scale},
         "parallelism": {
-            "bucket_size": 4000, "cp_method": cp_method,
+            "bucket_size": 4000,
             **({"pp_size": stages, "pp_schedule": schedule} if stages > 1 else {}),
         },
         "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 64},
         "checkpoint": {"folder": "none"},
         "plugins": [FAMILY] if family == "per_head" else [],
     }  # fmt: skip
-    return place.apply(config_from_dict(tree), accumulation)
+    return place.apply(config_from_dict(tree), accumulation).with_keys(parallelism={"cp_method": cp_method})
 
 
 def observe_case(config: Config) -> list[ObservedStep]:
