@@ -37,7 +37,18 @@ _WRONG = {
 }
 
 # Names in other tools and languages.
-_CALLED = {"float16": "fp16", "half": "fp16", "float32": "fp32", "sgd": "nag", "yes": True, "no": False}
+_CALLED = {
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "sgd": "nag",
+    "ring": "gather",
+    "p2p": "gather",
+    "a2a": "heads",
+    "ulysses": "heads",
+    "yes": True,
+    "no": False,
+}
 _SGD = ", and momentum = 0 under [optimizer.nag] for plain SGD"
 
 
