@@ -85,8 +85,8 @@ class ParallelismConfig(Section):
     """Groups of data-parallel ranks (hybrid sharding). The ranks of a group share out the masters, and each group has a
     copy of them. Gradients are summed within a group, then across the groups."""
     cp_size: PositiveInt = 1
-    """Context-parallel ranks: they divide the positions of each sequence. 2 * cp_size must divide seq_len, and
-    8 * cp_size if packing is "documents"."""
+    """Context-parallel ranks: they divide the positions of each sequence. 2 * cp_size must divide seq_len; 8 * cp_size
+    if packing is "documents"; cp_size alone if cp_method is "heads"."""
     cp_method: Literal["gather", "heads"] = "gather"
     """What context-parallel ranks send for attention. "gather": the keys and values of all positions; each rank attends
     with its own queries. "heads": each rank exchanges its positions for all positions of some heads; cp_size * tp_size

@@ -61,7 +61,9 @@ def parse_layout(name: str) -> Layout:
     axes, _, shard = name.partition("-")
     axis = "|".join(map(re.escape, AXES))
     if not re.fullmatch(rf"(({axis})[1-9]\d*)+(sp)?", axes):
-        raise ValueError(f"--layouts: got {name}, must name axes and their ranks; write dp2, dp4 or dp2tp2")
+        raise ValueError(
+            f"--layouts: got {name}, must name axes ({', '.join(AXES)}) and their ranks; write dp2, cp2 or dp2tp2sp"
+        )
     if name != axes and shard not in _SHARDS:
         raise ValueError(
             f"--layouts: got {name}, must end in what ranks keep a share of; write {axes}, {axes}-gradients or "
