@@ -24,5 +24,6 @@ def _deal(work: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
     for chunk in np.argsort(-work, kind="stable").tolist():
         rank = int(load.argmin())
         dealt[rank].append(chunk)
+        # A rank that has all its chunks gets no more.
         load[rank] = load[rank] + work[chunk] if len(dealt[rank]) < DEALT_CHUNKS else np.inf
     return np.sort(np.array(dealt), axis=1)

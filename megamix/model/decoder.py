@@ -202,8 +202,8 @@ class Decoder(LanguageModel):
         begins at each 0. Attention never crosses from one document into another.
         num_documents: upper bound of the number of documents, 0 if it is not known. If they are few, a GPU in half
         needs no mask.
-        deal: the chunks of each context-parallel rank, INT64 (B, ranks, chunks), for packed sequences; None for two
-        chunks each.
+        deal: the chunks of each context-parallel rank, INT64 (B, ranks, chunks), for packed sequences; None for those
+        of a sequence that is one document.
         cache: the tokens follow those that the cache has seen, as one document. Only the last token's logits are
         returned.
         layers: the blocks to run; None for all. Without the first block `tokens` are the hidden states of the block

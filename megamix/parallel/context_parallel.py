@@ -3,8 +3,8 @@
 Either keys and values of all positions are gathered, and a rank attends with its own queries; or ranks exchange
 positions for heads, and a rank attends with all positions of its heads (Jacobs et al. 2023, DeepSpeed Ulysses).
 
-What is gathered is not kept: backward gathers again. No mask is made: a CPU
-attends in pieces that are whole or causal, whose results are merged by their logsumexp; a GPU's kernels take borders.
+What is gathered is not kept: backward gathers again. With gathered keys no mask is made: a CPU attends in pieces that
+are whole or causal, whose results are merged by their logsumexp; a GPU's kernels take borders.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,8 +60,10 @@ class _OwnPositions:
         return part.own(self._keep(ops, whole, share))
 
 
-class _GatheredAttention:
-    """Attention of this rank's queries with everybody's keys and values."""
+class _DividedAttention:
+    """Attention of sequences whose positions ranks divide. Without targets every rank has all positions, and attends as
+    one process does.
+    """
 
     def __init__(self, cp: Collectives, attend: Attend):
         self._cp, self._attend = cp, attend
@@ -74,6 +76,13 @@ class _GatheredAttention:
         return self._divided(ops, query, key, value, documents)
 
     def _attend_divided(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks) -> Tensor:
+        raise NotImplementedError
+
+
+class _GatheredAttention(_DividedAttention):
+    """Attention of this rank's queries with everybody's keys and values."""
+
+    def _attend_divided(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks) -> Tensor:
         # (2, B, T / ranks, kv_heads, head_dim): in this order a GPU's kernels read it without a copy.
         own = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))
         if part.pieces:
@@ -81,17 +90,8 @@ class _GatheredAttention:
         return apply(_BySegments, query, own, part, self._cp, ops)
 
 
-class _ExchangedHeads:
+class _ExchangedHeads(_DividedAttention):
     """Attention of all positions with this rank's part of the heads."""
-
-    def __init__(self, cp: Collectives, attend: Attend):
-        self._cp, self._attend = cp, attend
-        self._divided: Callable[..., Tensor] = torch.compiler.disable(self._attend_divided)  # type: ignore[no-untyped-call]  # untyped in torch
-
-    def __call__(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, documents: Any) -> Tensor:
-        if not isinstance(documents, Chunks):
-            return self._attend(ops, query, key, value, documents)
-        return self._divided(ops, query, key, value, documents)
 
     def _attend_divided(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks) -> Tensor:
         size = self._cp.axis.size
@@ -176,7 +176,7 @@ class _BySegments(torch.autograd.Function):
 
 
 def _chunks(x: Tensor, part: Chunks) -> list[Tensor]:
-    """Return the two chunks of a rank's positions. Shapes: (B, heads, T / ranks, D) -> (B * chunk, heads, D) each."""
+    """Return the chunks of a rank's positions. Shapes: (B, heads, T / ranks, D) -> (B * chunk, heads, D) each."""
     return [chunk.flatten(0, 1) for chunk in torch.split(x.transpose(1, 2), part.chunk, 1)]
 
 

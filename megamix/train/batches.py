@@ -16,11 +16,11 @@ class RankBatches:
     """This rank's micro-batches of global batches, and the loader that reads them."""
 
     def __init__(self, loader: BatchLoader, topology: Topology, micro_batch_size: int):
-        self.loader, self._dp, self._micro_batch_size = loader, topology.data, micro_batch_size
+        self.loader, self._readers, self._micro_batch_size = loader, topology.data, micro_batch_size
 
     def micro_batches(self, batch: Samples) -> list[Samples]:
-        size, dp = self._micro_batch_size, self._dp
-        return micro_batches(batch, micro_batch_size=size, dp_rank=dp.rank, dp_size=dp.size)
+        size, readers = self._micro_batch_size, self._readers
+        return micro_batches(batch, micro_batch_size=size, dp_rank=readers.rank, dp_size=readers.size)
 
     def prefetch(self, batch: Samples) -> None:
         """Announce a global batch, so that it is read while another batch is computed."""
