@@ -53,7 +53,7 @@ def architecture(text: str) -> Any:
 def _text_in(folder: str) -> str:
     """Return the text of a folder's config.json on one line. Raises: OSError; ValueError for another content."""
     with Path(folder, "config.json").open(encoding="utf-8") as file:
-        return json.dumps(json.loads(file.read(_MOST_BYTES)), separators=(",", ":"))
+        return json.dumps(json.loads(file.read(_MOST_BYTES)), separators=(",", ":"), sort_keys=True)
 
 
 def _known(text: str) -> str:

@@ -166,8 +166,8 @@ class TransformersModel(LanguageModel):
         whole = _first_weights(self.config, seed)
         if packed and not _keeps_documents_apart(whole):
             raise ValueError(
-                f'data.packing: got "documents", but the positions of a {self.hf.config.model_type} model do not keep '
-                'documents apart: a token sees the documents before its own; write packing = "none"'
+                f'data.packing: got "documents", but the positions of a model of type {self.hf.config.model_type} do '
+                'not keep documents apart: a token sees the documents before its own; write packing = "none"'
             )
         values = {_PREFIX + name: param.detach().view(-1) for name, param in whole.named_parameters()}
 
@@ -270,12 +270,17 @@ def _built(config: TransformersConfig) -> Any:
 def _first_weights(config: TransformersConfig, seed: int) -> Any:
     """Return the model with the weights from which training starts, FP32, on the CPU.
 
-    Raises: ValueError if the folder's weights are not those of its config.json; OSError.
+    Raises: ValueError if the folder has no weights to start from, or other ones than those of its config.json; OSError.
     """
     folder = Path(config.folder)
+    has_weights = any(folder.glob("*.safetensors"))
+    if config.init == "folder" and not has_weights:
+        raise ValueError(
+            f'model.init: got "folder", {folder} has no *.safetensors; write init = "random", or another folder'
+        )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        if config.init == "random" or (config.init == "auto" and not any(folder.glob("*.safetensors"))):
+        if config.init == "random" or not has_weights:
             return _built(config)
         model, told = _quiet().AutoModelForCausalLM.from_pretrained(
             folder, config=copy.deepcopy(config.theirs), dtype=torch.float32,

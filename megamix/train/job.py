@@ -49,6 +49,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
                 fill = job.counted(drawn(model, config.training.seed, packed=packed) if begins_anew else undrawn)
                 accumulation = grad_accum_steps(config, job.topology.dp.size)
                 engine = build_engine(config, model, model.units, accumulation, job.topology, placements, fill)
+                del fill  # it may hold the first weights of the whole model
             job.engine = engine  # the watchdog reads this rank's progress from the engine and the trainer
             console = job.console
             console.line(_describe(config, engine, job.device))

@@ -5,6 +5,7 @@ evaluated, planned and verified. What does not go together is refused before a j
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 
 from megamix.axes import AXES, AxisKind
@@ -21,11 +23,14 @@ from megamix.builders.data import training_source
 from megamix.cli import main
 from megamix.config import Config, ConfigError
 from megamix.live_storage import LiveStorage
+from megamix.model import transformers_model
 from megamix.model.family import family_of
+from megamix.supervise.console import Console
 from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.tools.ranks import RankPool
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.layout_lines import verify_layout
+from megamix.train.job import run_job
 from tests.conftest import FULL
 from tests.model.their_models import KINDS, SEQ_LEN, write_config
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
@@ -130,7 +135,7 @@ def test_packed_documents_need_positions_that_keep_them_apart(folder: Path, kind
     if kind == "olmo2":
         run_on_ranks(packed)
     else:
-        with pytest.raises(ValueError, match=f"the positions of a {kind} model do not keep documents apart"):
+        with pytest.raises(ValueError, match=f"the positions of a model of type {kind} do not keep documents apart"):
             run_on_ranks(packed)
 
 
@@ -190,6 +195,32 @@ def test_an_axis_whose_ranks_divide_weights_and_read_different_samples_is_refuse
     experts = AxisKind("divided", reads=True)
     with mock.patch.dict(AXES, {"cp": experts}), pytest.raises(ConfigError, match="modules that ranks do not divide"):
         job(folder, "olmo2", "refused", parallelism={"cp_size": 2})
+
+
+def test_the_first_weights_are_let_go_before_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []  # weak references: torch has no types for them
+    first = transformers_model._first_weights
+
+    def noted(*arguments: Any) -> torch.nn.Module:
+        model = first(*arguments)
+        made.append(StorageWeakRef(next(model.parameters()).untyped_storage()))
+        return model
+
+    def memory_line(*_: object) -> str:
+        gc.collect()
+        (weights,) = made
+        return "gone" if weights.expired() else "there"
+
+    monkeypatch.setattr(transformers_model, "_first_weights", noted)
+    told = []
+    monkeypatch.setattr(Console, "line", lambda _, line: told.append(line))
+    run_job(job(folder, "olmo2", "let-go"), memory_line)
+    assert "gone" in told
+
+
+def test_weights_of_a_folder_without_any_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r'model.init: got "folder", .* has no \*.safetensors; write init = "random"'):
+        run_on_ranks(job(folder, "olmo2", "none", model={"init": "folder"}))
 
 
 def test_weights_that_are_not_those_of_the_config_are_refused(folder: Path) -> None:
