@@ -101,7 +101,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "train job.toml optimizer.name=lion": ("optimizer.name", '"lion"', 'write for example name = "adamw"'),
     "train job.toml metrics.wandb=true": ("metrics.wandb", "got true", "a table; write [metrics.wandb] and its keys"),
     "train job.toml --plugins nope": ("plugins", "nope", "install it, or start in the folder where it lies"),
-    "verify job.toml --layouts dp2,zz": ("--layouts", "got zz", "write dp2, dp4 or dp2tp2"),
+    "verify job.toml --layouts dp2,zz": ("--layouts", "got zz", "write dp2, cp2 or dp2tp2sp"),
     "plan job.toml --memory 80": ("--memory", "'80'", "a number and a unit; write --memory 80GiB"),
     "train job.toml --check --memory 80": ("--memory", "'80'", "a number and a unit; write --memory 80GiB"),
     "train job.toml --memory 3GiB": ("--memory", "'3GiB'", "without --check", "write --check --memory 3GiB"),

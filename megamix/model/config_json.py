@@ -250,7 +250,7 @@ def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
     if not isinstance(rope, Mapping):
         return 0.0, None, [f"rope_parameters or rope_scaling is {shown(rope)}, and must be a table"]
     theta: float = _first_set(rope.get("rope_theta"), json.get("rope_theta"), 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind: Any = rope.get("rope_type", rope.get("type", "default"))
     problems = [
         f"partial_rotary_factor is {shown(table['partial_rotary_factor'])}, megamix rotates whole heads"
         for table in (json, rope)
@@ -260,7 +260,7 @@ def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
         problems.append("rope_parameters differ by layer, megamix has one table for all layers")
     if kind == "default" or problems:
         return theta, None, problems
-    if kind not in _ROPE_KEYS:
+    if kind not in [*_ROPE_KEYS]:  # a list compares by ==: the kind may be anything
         known = ", ".join(map(repr, ("default", *_ROPE_KEYS)))
         return theta, None, [*problems, f"rope_type is {shown(kind)}, megamix has {known}"]
     for key in ("mscale", "mscale_all_dim", "truncate"):  # DeepSeek's and gpt-oss's

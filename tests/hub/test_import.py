@@ -101,7 +101,7 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
         (
             LLAMA,
             {"model_type": "mixtral"},
-            "model_type is 'mixtral'; known are: gpt2, llama, mistral, qwen2, qwen3; train any other",
+            "smollm3, seed_oss, olmo2; train any other",
         ),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu', megamix has 'silu' or 'swish'"),
         (LLAMA, {"attention_bias": "x"}, "attention_bias is 'x', megamix has False or True"),
