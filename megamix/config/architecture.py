@@ -19,7 +19,6 @@ from megamix.config.model_and_data import FamilyConfig, Text
 from megamix.plugins import FAMILIES
 
 _MOST_BYTES = 1 << 20
-INSTALL = "install transformers 5: pip install 'megamix[transformers]'"
 
 
 @cache
@@ -32,7 +31,7 @@ def architecture(text: str) -> Any:
         from transformers import AutoConfig  # takes 2 s
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
-        raise ValueError(f"this family needs transformers; {INSTALL}") from None
+        raise ValueError("this family needs transformers 5; pip install 'megamix[transformers]'") from None
     try:
         keys = json.loads(text)
         kind = keys.pop("model_type")

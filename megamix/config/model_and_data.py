@@ -131,7 +131,7 @@ class ModelConfig(DecoderConfig):
     qk_norm: bool = False
     """Whether queries and keys pass an RMSNorm before rotation."""
     qk_norm_over: Literal["head", "all"] = "head"
-    """What that RMSNorm spans: each head, or all heads together."""
+    """The span of that RMSNorm: each head, or all heads together."""
     norm_place: Literal["before", "after", "both"] = "before"
     """Norms of attention and feed-forward part: of their inputs, of their outputs, or of both."""
     unrotated_layers: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, examples=[[3, 7]])] = ()

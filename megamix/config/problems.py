@@ -58,8 +58,8 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[str], source: str = "configuration", sound: Config | None = None):
         self.problems = tuple(problems)
         self.source = source
-        # What can still be checked: the whole Config if each value is usable by itself, else [data] and [model] alone;
-        # None if one of these two is unusable.
+        # The part that can still be checked: the whole Config if each value is usable by itself, else [data] and
+        # [model] alone; None if one of these two is unusable.
         self.sound = sound
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n  ".join([f"{source}: {count}", *self.problems]))

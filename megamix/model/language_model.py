@@ -51,7 +51,7 @@ Draw = Callable[..., None]
 
 
 class Cache(Protocol):
-    """What a model keeps of a text, so that a new token costs one position."""
+    """Holds what a model keeps of a text, so that a new token costs one position."""
 
     @property
     def length(self) -> int:

@@ -76,13 +76,14 @@ class TransformersModel(LanguageModel):
         """
         super().__init__()
         like = range(config.num_layers) if like is None else like
-        self.config, self.is_compiled = config.with_layers(like), config.compile
+        self.config, self.is_compiled = config, config.compile
         empty = torch.empty(0)
         self.hf = _first_weights(config, torch.initial_seed()) if has_values(empty) else _built(config)
         if empty.is_meta:
             _fill_buffers(self.hf)
         if [*like] != [*range(config.num_layers)]:
-            _take_blocks(self.hf, like)
+            self.config = config.with_layers(like)
+            _take_blocks(self.hf, like, self.config.theirs)
         self.head = _put_loss_head(self.hf, config.compile) if _ends_with_head(config.config_json) else None
         if config.recompute == "full":
             theirs = self.hf  # the second name is that of transformers before 5.23
@@ -103,9 +104,16 @@ class TransformersModel(LanguageModel):
         return [self.hf.get_input_embeddings(), *self.blocks, *([] if head is None else [head])]
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, num_documents: int = 0,
-        deal: Tensor | None = None, *, cache: Any = None, layers: range | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        num_documents: int = 0,
+        deal: Tensor | None = None,
+        *,
+        cache: Any = None,
+        layers: range | None = None,
+    ) -> Tensor:
         """Return logits or the loss, as a Decoder does. Positions that begin anew keep documents apart, if `draws` has
         found that they do. `num_documents`, `deal`, `layers`: not used.
         """
@@ -133,22 +141,21 @@ class TransformersModel(LanguageModel):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # half() would round the tables, and to_empty() would leave them without values: they follow the device alone.
-        kept = [(module._buffers, name, table) for module in self.modules() for name, table in module._buffers.items()
-                if table is not None and has_values(table)]  # fmt: skip
+        buffers_of = [module._buffers for module in self.modules()]
+        kept = [(buffers, name, table) for buffers in buffers_of for name, table in buffers.items()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         for buffers, name, table in kept:
             moved = buffers[name]
-            buffers[name] = table if moved is None else table.to(moved.device)
+            if table is not None and moved is not None and has_values(table):
+                buffers[name] = table.to(moved.device)
         if next(self.parameters()).dtype == torch.float64 and getattr(self.hf.config, "_experts_implementation", None):
             self.hf.set_experts_implementation("eager")  # torch's grouped products have no FP64
         return self
 
     def place_buffers(self, device: torch.device) -> None:
         for path, module in self.named_modules():
-            if (
-                kept := {name for name, table in module._buffers.items() if table is not None}
-                - module._non_persistent_buffers_set
-            ):
+            named = {name for name, table in module._buffers.items() if table is not None}
+            if kept := named - module._non_persistent_buffers_set:
                 raise ValueError(
                     f"module {path} has persistent buffers {', '.join(sorted(kept))}, which a job does not train; "
                     "train it through the library (docs/library.md)"
@@ -283,9 +290,14 @@ def _first_weights(config: TransformersConfig, seed: int) -> Any:
         if config.init == "random" or not has_weights:
             return _built(config)
         model, told = _quiet().AutoModelForCausalLM.from_pretrained(
-            folder, config=copy.deepcopy(config.theirs), dtype=torch.float32,
-            local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
-        )  # fmt: skip
+            folder,
+            config=copy.deepcopy(config.theirs),
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     if wrong := [f"{kind.removesuffix('_keys')} {sorted(map(str, keys))[:4]}" for kind, keys in told.items() if keys]:
         raise ValueError(f"model.folder: the weights in {folder} are not those of its config.json: {'; '.join(wrong)}")
     return model
@@ -306,21 +318,22 @@ def _fill_buffers(hf: Any) -> None:
 
 def _place_of_blocks(hf: Any) -> tuple[nn.Module, str]:
     """Return the module that holds the blocks, and their name in it."""
+    lists = ((module, name, inner) for module in hf.modules() for name, inner in module.named_children())
     return next(
-        (module, name) for module in hf.modules() for name, inner in module.named_children()
+        (module, name)
+        for module, name, inner in lists
         if isinstance(inner, nn.ModuleList) and len(inner) == hf.config.num_hidden_layers
-    )  # fmt: skip
+    )
 
 
-def _take_blocks(hf: Any, like: Sequence[int]) -> None:
-    """Give a model copies of these blocks alone, in this order."""
+def _take_blocks(hf: Any, like: Sequence[int], theirs: Any) -> None:
+    """Give a model copies of these blocks alone, in this order. `theirs`: the configuration of such a model."""
     holder, name = _place_of_blocks(hf)
     blocks = getattr(holder, name)
     setattr(holder, name, nn.ModuleList(copy.deepcopy(blocks[layer]) for layer in like))
-    kinds = getattr(hf.config, "layer_types", None)
     hf.config.num_hidden_layers = len(like)
-    if kinds is not None:
-        hf.config.layer_types = [kinds[layer] for layer in like]
+    if kinds := getattr(theirs, "layer_types", None):
+        hf.config.layer_types = kinds
 
 
 def _put_loss_head(hf: Any, compiles: bool) -> LossHead:

@@ -43,15 +43,20 @@ def divide_work(
     """Make a model whose parameters are this rank's blocks compute this rank's part of the work. From then on all ranks
     must call the model together. `connect`: returns the collectives of an axis.
     """
-    if not isinstance(model, Decoder):
-        return  # the configuration's check has refused such axes
     if topology.cp.size > 1:
-        divide_positions(model, connect(topology.cp), by_heads=parallelism.cp_method == "heads")
+        divide_positions(_ours(model), connect(topology.cp), by_heads=parallelism.cp_method == "heads")
     if topology.tp.size > 1:
-        divide_layers(model, Border(connect(topology.tp), sequence=parallelism.sequence_parallel))
+        divide_layers(_ours(model), Border(connect(topology.tp), sequence=parallelism.sequence_parallel))
     for name, divide in MORE_AXES.registered.items():
         if (axis := topology.along(name)).size > 1:
             divide(model, connect(axis), **{key: value for key, value in getattr(parallelism, name) if key != "size"})
+
+
+def _ours(model: LanguageModel) -> Decoder:
+    """Return a model of our own layers. Raises: TypeError for another one, whose modules ranks cannot divide."""
+    if not isinstance(model, Decoder):
+        raise TypeError(f"a {type(model).__name__} is not divided over ranks: take tp_size = pp_size = cp_size = 1")
+    return model
 
 
 def outline(
@@ -64,8 +69,8 @@ def outline(
     with torch.device("meta"):
         model = family_of(config).part(config, layers or range(config.num_layers))
     placements = place_params(model, topology, sequence_parallel=parallelism.sequence_parallel)
-    if stages and isinstance(model, Decoder):
-        keep_layers(model, layers)
+    if stages:
+        keep_layers(_ours(model), layers)
         if config.tie_embeddings and stages[0].rank != stages[-1].rank:
             placements[EMBEDDING_WEIGHT] = replace(placements[EMBEDDING_WEIGHT], owners=topology.ends)
     take_blocks(model, topology)

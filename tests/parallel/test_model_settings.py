@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megamix.config import ConfigError, ModelConfig, model_problems
+from megamix.model.transformer import Transformer
 from megamix.tools.ranks import RankPool
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.layout_lines import verify_layout
@@ -41,6 +43,20 @@ def test_each_setting_passes_verify_on_a_divided_mesh() -> None:
             config = make_config(layout, dtype=dtype, model=SETTINGS[setting])
             verdict = verify_layout(config, parse_layout(layout), pool)
             assert not verdict.differences, (setting, layout, dtype, str(verdict.differences[0]))
+
+
+def test_norms_of_both_stand_around_each_part() -> None:
+    sizes = {"vocab_size": 8, "seq_len": 8, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
+    model = Transformer(ModelConfig(**sizes, norm_place="both", residual_scale=0.5))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)), alpha=0.3)
+        block: Any = model.blocks[0]
+        x, rotary = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(4)), model.rotary(8)
+        attended = block.attention(block.attention_norm(x), rotary, None, None)
+        middle = x + 0.5 * block.attention_end_norm(attended)
+        fed = block.feed_forward(block.feed_forward_norm(middle))
+        assert torch.equal(block(x, rotary, None, None), middle + 0.5 * block.feed_forward_end_norm(fed))
 
 
 def test_a_norm_over_all_heads_is_not_divided(tmp_path: Path) -> None:
