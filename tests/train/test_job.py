@@ -278,8 +278,8 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
             Watched.place = self.position
 
     def noting(drawn: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(*arguments: Any) -> Any:
-            fill = drawn(*arguments)
+        def draw(*arguments: Any, **settings: Any) -> Any:
+            fill = drawn(*arguments, **settings)
             return lambda *where: (seen.append(Watched.place()), fill(*where))
 
         return draw
