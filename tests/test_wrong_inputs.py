@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "train job.toml optimizer.name=sgd": (
         "optimizer.name", '"sgd"', 'write name = "nag", and momentum = 0 under [optimizer.nag] for plain SGD',
     ),
-    "train job.toml model.activation=relu6": ("model.activation", '"relu6"', 'write activation = "gelu"'),
+    "train job.toml model.activation=relu6": ("model.activation", '"relu6"', 'write activation = "relu2"'),
     "train job.toml optimizer.name=lion": ("optimizer.name", '"lion"', 'write for example name = "adamw"'),
     "train job.toml metrics.wandb=true": ("metrics.wandb", "got true", "a table; write [metrics.wandb] and its keys"),
     "train job.toml --plugins nope": ("plugins", "nope", "install it, or start in the folder where it lies"),

@@ -113,6 +113,23 @@ def _unrotated_layers_are_there(config: Config) -> Iterator[str]:
         )
 
 
+def _windows_have_layers(config: Config) -> Iterator[str]:
+    windows, num_layers = config.model.windows, config.model.num_layers
+    if len(windows) > num_layers:
+        yield (
+            f"model.windows: got {len(windows)} entries, num_layers is {num_layers}; write at most one for each layer, "
+            "fewer repeat"
+        )
+
+
+def _rotary_dim_fits(config: Config) -> Iterator[str]:
+    model, turned = config.model, config.model.rotary_dim
+    size = model.head_dim or model.hidden_size // model.num_heads
+    if model.position == "rotary" and turned is not None and (turned % 2 or turned > size):
+        fix = min(turned, size) // 2 * 2 or 2
+        yield f"model.rotary_dim: got {turned}, must be even and at most head_dim {size}; write rotary_dim = {fix}"
+
+
 def _lr_falls(config: Config) -> Iterator[str]:
     lr, min_lr = config.optimizer.lr, config.optimizer.min_lr
     if min_lr > lr:
@@ -243,7 +260,13 @@ def _profile_ends_in_time(config: Config) -> Iterator[str]:
         )
 
 
-_MODEL_CHECKS = (_heads_share_width, _heads_share_keys, _unrotated_layers_are_there)
+_MODEL_CHECKS = (
+    _heads_share_width,
+    _heads_share_keys,
+    _unrotated_layers_are_there,
+    _windows_have_layers,
+    _rotary_dim_fits,
+)
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     *_MODEL_CHECKS,
     _lr_falls,

@@ -116,6 +116,15 @@ def _norms_are_whole(config: Config) -> Iterator[str]:
         )
 
 
+def _capped_scores_are_whole(config: Config) -> Iterator[str]:
+    cp_size, cp_method = config.parallelism.cp_size, config.parallelism.cp_method
+    if cp_size > 1 and cp_method == "gather" and config.model.attention_softcap is not None:
+        yield (
+            f"parallelism.cp_size: got {cp_size}, but model.attention_softcap needs all keys of a head on one rank; "
+            'write cp_method = "heads", or cp_size = 1'
+        )
+
+
 def _divided(config: Config) -> Iterator[tuple[str, int, str]]:
     """(key, size, what a rank gets a share of) of everything that tensor parallelism cuts."""
     model = config.model
@@ -262,6 +271,7 @@ MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _modules_are_not_divided,
     _tensor_parallel_divides,
     _norms_are_whole,
+    _capped_scores_are_whole,
     _context_parallel_divides,
     _stages_suit_schedule,
     _stages_have_layers,

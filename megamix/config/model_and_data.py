@@ -15,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -91,6 +92,9 @@ class DecoderConfig(FamilyConfig):
     sample and try."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
+    z_loss: NonNegativeFloat = 0.0
+    """Factor of logsumexp(logits)^2 in the loss of a training, which keeps logits small; validation has none. 1e-4 is
+    usual."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Values that backward recomputes instead of keeping them: none, the outputs of norms and activation function, or
     whole blocks. The gradients are the same."""
@@ -108,10 +112,10 @@ class ModelConfig(DecoderConfig):
     head_dim: PositiveInt | None = None
     """Width of one head. Not set: hidden_size / num_heads."""
     ffn_hidden_size: PositiveInt | None = None
-    """Inner width of the feed-forward part. Not set: 4 * hidden_size for gelu and gelu_tanh, 8/3 * hidden_size rounded
-    up to a multiple of 64 for swiglu."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation in front of attention, feed-forward part and head."""
+    """Inner width of the feed-forward part. Not set: 8/3 * hidden_size rounded up to a multiple of 64 for swiglu
+    and geglu, 4 * hidden_size for the others."""
+    norm: Literal["rmsnorm", "rmsnorm_1p", "layernorm"] = "rmsnorm"
+    """Normalisation in front of attention, feed-forward part and head; rmsnorm_1p multiplies by 1 + weight."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square (rmsnorm) or variance (layernorm) before its root."""
     position: Literal["rotary", "learned"] = "rotary"
@@ -120,8 +124,11 @@ class ModelConfig(DecoderConfig):
     """Base of the rotary wavelengths; only with position = "rotary"."""
     rope_scaling: Annotated[RopeScaling | None, Field(examples=[{"rule": "llama3", "factor": 8.0}])] = None
     """Rule by which rotary wavelengths are stretched. Not set: they are not."""
-    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
-    """The feed-forward part's nonlinearity; gelu is the exact one, gelu_tanh the approximation of GPT-2."""
+    rotary_dim: PositiveInt | None = None
+    """Elements of each head that rotary positions turn, the first ones. Not set: head_dim."""
+    activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    """The feed-forward part's nonlinearity; gelu is the exact one, gelu_tanh the approximation of GPT-2, relu2 is
+    relu(x)^2. swiglu and geglu (of gelu_tanh) multiply by a second projection."""
     bias: bool = False
     """Whether linear layers and layernorm have a bias."""
     qkv_bias: bool | None = None
@@ -136,6 +143,19 @@ class ModelConfig(DecoderConfig):
     """Norms of attention and feed-forward part: of their inputs, of their outputs, or of both."""
     unrotated_layers: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, examples=[[3, 7]])] = ()
     """Layers whose attention has no rotary positions, counted from 0."""
+    windows: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, examples=[[1024, 1024, 1024, 0]])] = ()
+    """Keys that a query sees, its own included, in each layer; 0: all. A shorter list repeats over the layers. Empty:
+    all keys in all layers."""
+    window_rope_theta: PositiveFloat | None = None
+    """Base of the rotary wavelengths in layers with a window, which are not stretched then. Not set: as in other
+    layers."""
+    attention_softcap: PositiveFloat | None = None
+    """Products of queries and keys become cap * tanh(product / cap). No kernel of a GPU has it: attention is slower.
+    Not set: they stay."""
+    logit_softcap: PositiveFloat | None = None
+    """Logits become cap * tanh(logit / cap). Not set: they stay."""
+    attention_gate: bool = False
+    """Whether attention's heads are multiplied by the sigmoid of a further projection before the last one."""
     attention_scale: PositiveFloat | None = None
     """Factor of the products of queries and keys. Not set: 1 / sqrt(head_dim)."""
     embedding_scale: PositiveFloat = 1.0
@@ -153,8 +173,8 @@ FAMILY = ChosenTable(FAMILIES, FamilyConfig, "family")
 
 
 def default_ffn_hidden_size(activation: str, hidden_size: int) -> int:
-    """Return model.ffn_hidden_size where it is not set. SwiGLU's has as many weights as GELU's, in three matrices."""
-    if activation == "swiglu":
+    """Return model.ffn_hidden_size where it is not set. Of three matrices it makes as many weights as of two."""
+    if activation in ("swiglu", "geglu"):
         return -(-8 * hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
     return 4 * hidden_size
 

@@ -28,11 +28,17 @@ def _at_least(key: str, least: int) -> tuple[Where, ...]:
     return (Where(key, lambda value: isinstance(value, int) and value >= least, least),)
 
 
+def _has_window(windows: object) -> bool:
+    return isinstance(windows, list | tuple) and any(windows)
+
+
 # A key is read where any one of these holds. Keys that are not listed are always read: also a number that another
 # number takes the sense of, such as momentum_form beside momentum = 0, for a sweep passes through such values.
 # A table stands before its own keys.
 READ_WHERE: dict[str, tuple[Where, ...]] = {
     "model.rope_theta": _one_of("model.position", "rotary"),
+    "model.rotary_dim": _one_of("model.position", "rotary"),
+    "model.window_rope_theta": (Where("model.windows", _has_window, [1024, 0]),),
     "model.rope_scaling": _one_of("model.position", "rotary"),
     "model.rope_scaling.low_freq_factor": _one_of("model.rope_scaling.rule", "llama3"),
     "model.rope_scaling.high_freq_factor": _one_of("model.rope_scaling.rule", "llama3"),

@@ -21,12 +21,13 @@ from megamix.model.wide import apply
 # are multiplied by a power of two, which is exact and cannot overflow (2**15 < 65504), and divided by it again in FP32.
 SLOPE_SCALE = 2.0**15
 
-Slopes = Callable[[Tensor, Tensor, Tensor], Tensor]
+Slopes = Callable[..., Tensor]  # `slopes`, or a form of it that is compiled or divided over ranks
 
 
-def slopes(logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
+def slopes(logits: Tensor, targets: Tensor, slope: Tensor, *, z_loss: float = 0.0) -> Tensor:
     """Return the log-likelihood of each target. Into `slope` write the derivative of the loss by each logit, times
-    SLOPE_SCALE. `slope` may be the same tensor as `logits`.
+    SLOPE_SCALE. `slope` may be the same tensor as `logits`. `z_loss`: factor of logsumexp(logits)^2, which the loss
+    gets added (Chowdhery et al. 2022, PaLM, section 5).
 
     Shapes: logits FP32 (rows, vocab), targets INT64 (rows,), slope half or FP32 (rows, vocab) -> FP32 (rows,).
     """
@@ -34,12 +35,26 @@ def slopes(logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
     target = targets.unsqueeze(1).where(counts, 0)
     log_share = logits.log_softmax(1)
     log_likelihood = log_share.gather(1, target).where(counts, 0).squeeze(1)
+    if z_loss:
+        logsumexp = (logits - log_share).gather(1, target).where(counts, 0)
+        log_likelihood = log_likelihood - z_loss * logsumexp.squeeze(1).square()
     share = log_share.exp_()
+    if z_loss:
+        share = share * (1 + 2 * z_loss * logsumexp)
     if torch.compiler.is_compiling():  # one kernel; a scatter would make three of it
         share = share - (torch.arange(share.shape[1], device=share.device) == target).float()
     else:  # a scatter saves a pass over all logits
         share.scatter_add_(1, target, torch.full_like(target, -1, dtype=share.dtype))
     slope.copy_(share.mul_(counts * SLOPE_SCALE))
+    return log_likelihood
+
+
+def capped_slopes(slopes: Slopes, cap: float, logits: Tensor, targets: Tensor, slope: Tensor, **more: float) -> Tensor:
+    """Do what `slopes` does, for logits that become cap * tanh(logit / cap)."""
+    tanh = (logits / cap).tanh_()
+    of_capped = tanh * cap
+    log_likelihood = slopes(of_capped, targets, of_capped, **more)
+    slope.copy_(of_capped.mul_(1 - tanh.square_()))
     return log_likelihood
 
 
@@ -140,6 +155,6 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, slopes
     number of all targets.
 
     Shapes: hidden (..., H), weight (V, H) of the same dtype, targets INT64 (...) -> FP32 ().
-    `slopes`: the function `slopes`, or a form of it that is compiled or divided over ranks.
+    `slopes`: the function `slopes`, or a form of it.
     """
     return apply(LinearCrossEntropy, hidden.flatten(0, -2), weight, targets.flatten(), slopes, torch.is_grad_enabled())

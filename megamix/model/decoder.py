@@ -13,7 +13,7 @@ from megamix.config import DecoderConfig
 from megamix.model.context import Documents, KeyValueCache, find_borders, find_documents, most_borders
 from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
 from megamix.model.language_model import Cost, Costs, Draw, LanguageModel
-from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, param_rules
+from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, TwoRotaryTables, param_rules
 from megamix.model.ops import Ops, has_values, takes_borders
 from megamix.model.span import Span
 
@@ -36,6 +36,7 @@ class Decoder(LanguageModel):
     """
 
     tables: ClassVar[Sequence[str]] = (EMBEDDING_WEIGHT, "position_embedding.weight", HEAD_WEIGHT)
+    windowed = False  # whether attention of some layer has a window
     span: Span | None = None  # divides the positions of sequences with targets among ranks; None: all are here
 
     def __init__(self, config: DecoderConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
@@ -51,6 +52,7 @@ class Decoder(LanguageModel):
         self.blocks = nn.ModuleList(self.block(config, layer) for layer in like)
         self.norm = self.last_norm()
         self.head = Head(config.hidden_size, config.vocab_size, False, self.ops, std=std, divides="columns")
+        self.head.z_loss = config.z_loss
         self.slopes: Slopes = compiled_slopes() if config.compile else slopes
         self.is_compiled = config.compile
         self.rules = param_rules(self)
@@ -80,7 +82,7 @@ class Decoder(LanguageModel):
             self.config.vocab_size, self.config.hidden_size, self.ops, std=self.config.init_std, divided=True
         )
 
-    def positions(self) -> tuple[Embedding | None, RotaryTable | None]:
+    def positions(self) -> tuple[Embedding | None, RotaryTable | TwoRotaryTables | None]:
         """Build the tables of positions: an embedding that is added to the tokens', or rotary tables for the blocks."""
         return None, None
 
@@ -89,6 +91,10 @@ class Decoder(LanguageModel):
         documents' borders instead of a mask. Return 0 if blocks read `Documents` themselves.
         """
         return 0
+
+    def takes_borders(self, x: Tensor) -> bool:
+        """Return whether attention on hidden states like x takes documents as borders, and windows."""
+        return takes_borders(x, self.head_dim())
 
     def last_norm(self) -> nn.Module:
         """Build the norm before the head."""
@@ -231,8 +237,12 @@ class Decoder(LanguageModel):
             targets, tokens = part.own(targets), tokens if layers.start else part.own(tokens)
             positions = part.places[0] if positions is None else part.own(positions)
         x = tokens if layers.start else self._embed(tokens, positions)
+        if cache is None and whole_positions is None and self.windowed and self.takes_borders(x):
+            # A GPU's kernel for windows takes borders, also those of whole sequences.
+            whole_positions = torch.arange(num_positions, device=x.device).expand(len(x), -1)
+            num_documents = len(x)
         if cache is None and whole_positions is not None and (part is None or part.by_heads):
-            if 0 < num_documents <= most_borders(whole_positions) and takes_borders(x, self.head_dim()):
+            if 0 < num_documents <= most_borders(whole_positions) and self.takes_borders(x):
                 documents = find_borders(whole_positions)
             else:
                 documents = find_documents(whole_positions, as_mask=self.is_compiled or x.device.type != "cpu")
@@ -240,7 +250,7 @@ class Decoder(LanguageModel):
             if part.by_heads:
                 part.documents = documents
             else:
-                part.see(whole_positions, num_documents, x, by_borders=takes_borders(x, self.head_dim()))
+                part.see(whole_positions, num_documents, x, by_borders=self.takes_borders(x))
         context = documents if part is None else part
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
         for layer in layers:

@@ -10,13 +10,14 @@ in a full sequence; a module without it has none.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from megamix.config import RopeScaling
-from megamix.model.cross_entropy import Slopes, linear_cross_entropy, slopes
+from megamix.model.cross_entropy import Slopes, capped_slopes, linear_cross_entropy, slopes
 from megamix.model.initial import draw_normal
 from megamix.model.ops import Ops
 
@@ -87,11 +88,20 @@ class Head(Linear):
     """The last layer. It returns logits or, with targets, the loss; for the loss it never holds all logits."""
 
     scale = 1.0  # factor of the logits
+    softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
+    z_loss = 0.0  # factor of logsumexp(logits)^2 in the loss of a training
 
     def forward(self, x: Tensor, targets: Tensor | None = None, slopes: Slopes = slopes) -> Tensor:
         """Return the logits; with targets, return the loss as `linear_cross_entropy` does."""
         x = x if self.scale == 1 else x * self.scale
-        return super().forward(x) if targets is None else linear_cross_entropy(x, self.weight, targets, slopes)
+        if targets is None:
+            logits = super().forward(x)
+            return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+        if self.z_loss and self.training:
+            slopes = partial(slopes, z_loss=self.z_loss)
+        if self.softcap is not None:
+            slopes = partial(capped_slopes, slopes, self.softcap)
+        return linear_cross_entropy(x, self.weight, targets, slopes)
 
 
 class Embedding(nn.Embedding):
@@ -114,16 +124,21 @@ class Embedding(nn.Embedding):
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm: x / rms(x) * weight, with the mean square in FP32 and the result in x's dtype. `within_heads`: each head
-    is normalised by itself.
+    is normalised by itself. `plus_one`: the factor is 1 + weight, so weights near 0 keep more digits in half.
     """
 
-    def __init__(self, hidden_size: int, eps: float, ops: Ops, *, within_heads: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float, ops: Ops, *, within_heads: bool = False, plus_one: bool = False
+    ) -> None:
         super().__init__(hidden_size, eps)
-        self.rms_eps, self.ops = eps, ops
-        self.rules = {"weight": ParamRule("ones", within_heads=within_heads)}
+        self.rms_eps, self.ops, self.plus_one = eps, ops, plus_one
+        self.rules = {"weight": ParamRule("zeros" if plus_one else "ones", within_heads=within_heads)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.rms_eps)
+        if not self.plus_one:
+            return self.ops.rms_norm(x, self.weight, self.rms_eps)
+        wide = torch.promote_types(x.dtype, torch.float32)  # in half, 1 + weight would lose the digits of the weight
+        return self.ops.rms_norm(x.to(wide), self.weight.to(wide) + 1, self.rms_eps).to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -137,7 +152,9 @@ class LayerNorm(nn.LayerNorm):
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-RotaryTables = tuple[Tensor, Tensor]  # cos and sin, FP32 (T, head_dim / 2) or (B, T, head_dim / 2)
+# cos and sin, FP32 (T, rotary_dim / 2) or (B, T, rotary_dim / 2). Those of layers with a window come last, if they have
+# their own.
+RotaryTables = tuple[Tensor, ...]
 
 
 class RotaryTable(nn.Module):
@@ -178,6 +195,17 @@ class RotaryTable(nn.Module):
         """Return the tables' rows of the given positions, INT64 (B, T), or of the first num_positions."""
         rows = slice(num_positions) if positions is None else positions
         return self.cos[rows], self.sin[rows]
+
+
+class TwoRotaryTables(nn.Module):
+    """The table of layers without a window, and that of layers with one."""
+
+    def __init__(self, whole: RotaryTable, windowed: RotaryTable) -> None:
+        super().__init__()
+        self.whole, self.windowed = whole, windowed
+
+    def forward(self, num_positions: int, positions: Tensor | None = None) -> RotaryTables:
+        return *self.whole(num_positions, positions), *self.windowed(num_positions, positions)
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling, theta: float) -> tuple[Tensor, float]:

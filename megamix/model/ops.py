@@ -18,7 +18,6 @@ from megamix.model.context import Documents
 from megamix.model.wide import aten
 
 _VARLEN_KNOWS_GROUPS = torch.__version__ >= "2.12"
-_CAUSAL = {"window_size_left": -1, "window_size_right": 0}  # a query sees all keys before its own and none behind
 
 
 def has_values(x: Tensor) -> bool:
@@ -56,9 +55,20 @@ class Segmented(NamedTuple):
     rng_state: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """The rule of a layer's causal attention. `window`: the keys that a query sees, its own included (Beltagy et al.
+    2020, Longformer, section 3.1); 0 for all. `softcap`: scores become softcap * tanh(score / softcap); 0 for none.
+    """
+
+    window: int = 0
+    softcap: float = 0.0
+
+
+SEES_ALL = AttentionRule()
 Product = Callable[["Ops", Tensor, Tensor, Tensor | None], Tensor]
 LookUp = Callable[["Ops", Tensor, Tensor], Tensor]
-Attend = Callable[["Ops", Tensor, Tensor, Tensor, Any], Tensor]
+Attend = Callable[["Ops", Tensor, Tensor, Tensor, Any, AttentionRule], Tensor]
 Keep = Callable[["Ops", Tensor, float], Tensor]
 
 
@@ -79,7 +89,7 @@ class Ops:
     native: frozenset[torch.dtype] = field(default_factory=native_halves)
     product: Product = lambda ops, x, weight, bias: ops.whole_linear(x, weight, bias)
     look_up: LookUp = lambda ops, tokens, weight: ops.whole_embedding(tokens, weight)
-    attend: Attend = lambda ops, query, key, value, documents: ops.whole_attention(query, key, value, documents)
+    attend: Attend = lambda ops, *inputs: ops.whole_attention(*inputs)
     keep: Keep = lambda ops, x, share: ops.whole_keep(x, share)
 
     def _sums_wide(self, x: Tensor) -> bool:
@@ -152,20 +162,30 @@ class Ops:
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None,
+        rule: AttentionRule = SEES_ALL,
+    ) -> Tensor:  # fmt: skip
         """Return causal attention within each document.
 
         Shapes: query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim) -> like query.
         """
-        return self.attend(self, query, key, value, documents)
+        return self.attend(self, query, key, value, documents, rule)
 
-    def whole_attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+    def whole_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None,
+        rule: AttentionRule = SEES_ALL,
+    ) -> Tensor:  # fmt: skip
         """Return attention whose keys are all here."""
         if documents is not None and documents.lengths:
-            return self._attention_by_document(query, key, value, documents.lengths)
+            return self._attention_by_document(query, key, value, documents.lengths, rule)
         if documents is not None and documents.borders is not None:
-            return self._by_borders(query, key, value, documents.borders)
+            return self._by_borders(query, key, value, documents.borders, rule)
         mask = None if documents is None else documents.mask
+        if rule.softcap or 0 < rule.window < key.shape[2]:
+            mask = _within(rule.window, mask, query, key)
+        if rule.softcap and mask is not None:
+            return wide.apply(wide.CappedAttention, query, key, value, mask, rule.softcap)
         if self._computes_wide(query):
             return wide.attention(query, key, value, mask)
         group = query.shape[1] // key.shape[1]
@@ -175,17 +195,19 @@ class Ops:
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=grouped)
 
-    def _attention_by_document(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def _attention_by_document(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], rule: AttentionRule
+    ) -> Tensor:
         batch, _, num_positions, _ = query.shape
         # Each piece is (tokens of a document, heads, head_dim).
         pieces = (torch.split(x.transpose(1, 2).flatten(0, 1), [*lengths]) for x in (query, key, value))
-        outs = [
-            self.whole_attention(*(x.transpose(0, 1).unsqueeze(0) for x in document)).squeeze(0).transpose(0, 1)
-            for document in zip(*pieces, strict=True)
-        ]
+        outs = []
+        for document in zip(*pieces, strict=True):
+            query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in document)
+            outs.append(self.whole_attention(query, key, value, rule=rule).squeeze(0).transpose(0, 1))
         return torch.cat(outs).view(batch, num_positions, *outs[0].shape[1:]).transpose(1, 2)
 
-    def _by_borders(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor) -> Tensor:
+    def _by_borders(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, rule: AttentionRule) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn  # imported late: it imports some of the compiler
 
         batch, num_heads, num_positions, _ = query.shape
@@ -195,22 +217,24 @@ class Ops:
         flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         # Pass T as the longest document's length: to know the real one, the host would wait for the device.
         attend: Callable[..., Any] = varlen_attn  # for mypy: it returns one tensor, or two if asked for more
-        out: Tensor = attend(*flat, borders, borders, num_positions, num_positions, window_size=(-1, 0), **more)
+        longest = num_positions, num_positions
+        out: Tensor = attend(*flat, borders, borders, *longest, window_size=(rule.window - 1, 0), **more)  # -1: all
         return out.view(batch, num_positions, *out.shape[1:]).transpose(1, 2)
 
-    def segments(self, query: Tensor, key: Tensor, value: Tensor, borders: Segments) -> Segmented:
+    def segments(self, query: Tensor, key: Tensor, value: Tensor, borders: Segments, window: int) -> Segmented:
         """Return attention by segments: each query sees its segment's keys up to its own place, counted from the
-        segment's end. A segment may have fewer queries than keys, or none. No autograd: see `segments_backward`.
+        segment's end; with a window only the last ones. A segment may have fewer queries than keys, or none. No
+        autograd: see `segments_backward`.
 
         Shapes: query half (queries, heads, head_dim), key and value (keys, kv_heads, head_dim).
         """
         longest = len(query), len(key)
         inputs = query, key, value, borders.queries, borders.keys, *longest
-        out, logsumexp, rng_state, *_ = aten._flash_attention_forward(*inputs, 0.0, True, False, **_CAUSAL)
+        out, logsumexp, rng_state, *_ = aten._flash_attention_forward(*inputs, 0.0, True, False, **_sides(window))
         return Segmented(out, logsumexp, rng_state)
 
     def segments_backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Segmented, borders: Segments
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Segmented, borders: Segments, window: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value; `found`: the result of `segments`. All keys must be in a
         segment, or their gradients are unset.
@@ -218,6 +242,21 @@ class Ops:
         longest, unused = (len(query), len(key)), query.new_empty(0)
         inputs = grad, query, key, value, found.out, found.logsumexp, borders.queries, borders.keys, *longest
         grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
-            *inputs, 0.0, True, found.rng_state, unused, **_CAUSAL
+            *inputs, 0.0, True, found.rng_state, unused, **_sides(window)
         )
         return grads
+
+
+def _sides(window: int) -> dict[str, int]:
+    """Return how many keys a query sees before and behind its own, for FlashAttention; -1 for all."""
+    return {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _within(window: int, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """Return what of a mask is within the window, if there is one. Without a mask the last query sees the last key."""
+    if mask is not None and not window:
+        return mask
+    behind = key.shape[2] - query.shape[2]
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(behind)
+    seen = seen.triu(behind - window + 1) if window else seen
+    return seen if mask is None else mask & seen

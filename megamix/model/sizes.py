@@ -17,6 +17,21 @@ def head_dim(config: ModelConfig) -> int:
     return config.head_dim or config.hidden_size // config.num_heads
 
 
+def rotary_dim(config: ModelConfig) -> int:
+    """Return the elements of a head that rotary positions turn."""
+    return config.rotary_dim or head_dim(config)
+
+
+def window(config: ModelConfig, layer: int) -> int:
+    """Return how many keys a query of a layer sees, its own included; 0 for all."""
+    return config.windows[layer % len(config.windows)] if config.windows else 0
+
+
+def is_gated(activation: str) -> bool:
+    """Return whether the feed-forward part multiplies two projections."""
+    return activation in ("swiglu", "geglu")
+
+
 def num_kv_heads(config: ModelConfig) -> int:
     return config.num_kv_heads or config.num_heads
 
@@ -48,15 +63,15 @@ def fewest_params(config: ModelConfig) -> int:
     parameters, and nearly as large.
     """
     heads = config.num_heads + num_kv_heads(config)  # half of the heads in query, out, key and value
-    widths = 2 * head_dim(config) * heads + (3 if config.activation == "swiglu" else 2) * ffn_hidden_size(config)
+    widths = 2 * head_dim(config) * heads + (3 if is_gated(config.activation) else 2) * ffn_hidden_size(config)
     tables = config.vocab_size * (1 if config.tie_embeddings else 2)
     return config.hidden_size * (config.num_layers * widths + tables)
 
 
 def effective(config: ModelConfig) -> dict[str, Any]:
     """Return the section's values; values that are not set are replaced by those in effect."""
-    filled = {size.__name__: size(config) for size in (head_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias)}
-    return dict(config) | filled
+    sizes = (head_dim, rotary_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias)
+    return dict(config) | {size.__name__: size(config) for size in sizes}
 
 
 # Dense peak of FP16 and BF16 products in operations per second, by the driver's name of the device. A slice of a device

@@ -48,6 +48,7 @@ class Chunks:
         self._order = deal.flatten(1).argsort(1)  # of each chunk: its place in rank order, (B, ranks * chunks)
         self.pieces: list[AttentionPiece] = []
         self.segments: list[Segments] = []  # of each chunk's queries and the keys that they see
+        self._positions: Tensor | None = None  # of all, in their documents; None for one document each
         self.documents: Documents | None = None  # of all positions, if the rank sees them
 
     def own(self, x: Tensor) -> Tensor:
@@ -80,6 +81,7 @@ class Chunks:
 
         Raises: ValueError on a GPU that has no kernel for these hidden states.
         """
+        self._positions = positions
         if by_borders:
             if positions is None:
                 positions = torch.arange(self.num_positions, device=like.device).expand(len(like), -1)
@@ -95,6 +97,15 @@ class Chunks:
             )
         else:
             self.pieces = [*self._find_pieces(positions)]
+
+    def seen(self, window: int) -> Tensor:
+        """Return which keys this rank's queries see in a window: BOOL (B, 1, T / ranks, T)."""
+        place = self.places[..., None]
+        first = place - window + 1
+        if self._positions is not None:  # a document may have begun in the sequence before
+            first = torch.maximum(first, place - self.own(self._positions)[..., None])
+        key = torch.arange(self.num_positions, device=place.device)
+        return ((first <= key) & (key <= place)).unsqueeze(1)
 
     def _find_pieces(self, positions: Tensor | None) -> Iterator[AttentionPiece]:
         if not has_values(self._firsts):  # planned: one document each, and the first rank's chunks

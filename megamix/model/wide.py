@@ -6,6 +6,7 @@ otherwise autograd would keep FP32 copies of inputs and weights until backward, 
 half tensors.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -233,6 +234,60 @@ def narrow_heads(grad: Tensor, like: Tensor) -> Tensor:
         kv_heads = like.shape[1]
         grad = grad.reshape(batch, kv_heads, num_heads // kv_heads, *rest).sum(2)
     return grad.to(like.dtype)
+
+
+# Scores of CappedAttention that are alive at a time (64 MB in FP32).
+MAX_SCORES = 2**24
+
+
+class CappedAttention(torch.autograd.Function):
+    """Attention with capped scores (Gemma Team 2024, Gemma 2, section 2): query (B, heads, T, D), key and value
+    (B, kv_heads, S, D), mask BOOL that broadcasts to (B, heads, T, S) -> like query. Keeps its inputs.
+
+    No kernel of torch caps scores. So they are made in FP32, for some queries at a time, and again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, cap: float) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.cap = cap
+        key, value = (_for_each_query_head(x, query) for x in (key, value))
+        out = torch.empty_like(query)
+        for rows in _score_rows(query, key):
+            out[:, :, rows] = _capped_weights(query[:, :, rows], key, mask[..., rows, :], cap)[0] @ value
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, own_key, own_value, mask = ctx.saved_tensors
+        key, value = (_for_each_query_head(x, query) for x in (own_key, own_value))
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for rows in _score_rows(query, key):
+            some, of_out = query[:, :, rows].to(key.dtype), grad[:, :, rows].to(key.dtype)
+            weights, tanh = _capped_weights(some, key, mask[..., rows, :], ctx.cap)
+            of_value += weights.mT @ of_out
+            slope = of_out @ value.mT
+            slope = weights * (slope - (slope * weights).sum(-1, keepdim=True))
+            slope *= (1 - tanh.square()) / math.sqrt(query.shape[-1])
+            of_query[:, :, rows] = slope @ key
+            of_key += slope.mT @ some
+        return of_query, narrow_heads(of_key, own_key), narrow_heads(of_value, own_value), None, None
+
+
+def _for_each_query_head(x: Tensor, query: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+
+
+def _score_rows(query: Tensor, key: Tensor) -> Iterator[slice]:
+    return row_slices(query.shape[2], query.shape[0] * query.shape[1] * key.shape[2], MAX_SCORES)
+
+
+def _capped_weights(query: Tensor, key: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Return the weights of keys, and the tanh in them."""
+    tanh = (query.to(key.dtype) @ key.mT).mul_(1 / (cap * math.sqrt(query.shape[-1]))).tanh_()
+    return (tanh * cap).masked_fill_(~mask, -math.inf).softmax(-1), tanh
 
 
 class Rotary(torch.autograd.Function):

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megamix.comm.collectives import Collectives
+from megamix.model.context import Documents
 from megamix.model.decoder import Decoder
-from megamix.model.ops import Attend, Keep, Ops, Segmented
+from megamix.model.ops import SEES_ALL, Attend, AttentionRule, Keep, Ops, Segmented
 from megamix.model.span import AttentionPiece, Chunks, Span
 from megamix.model.wide import apply, aten
 
@@ -70,30 +71,42 @@ class _DividedAttention:
         # As in borders.py: the compiler can trace only some collectives of some backends.
         self._divided: Callable[..., Tensor] = torch.compiler.disable(self._attend_divided)  # type: ignore[no-untyped-call]  # untyped in torch
 
-    def __call__(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, documents: Any) -> Tensor:
+    def __call__(
+        self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, documents: Any, rule: AttentionRule
+    ) -> Tensor:
         if not isinstance(documents, Chunks):
-            return self._attend(ops, query, key, value, documents)
-        return self._divided(ops, query, key, value, documents)
+            return self._attend(ops, query, key, value, documents, rule)
+        return self._divided(ops, query, key, value, documents, rule)
 
-    def _attend_divided(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks) -> Tensor:
+    def _attend_divided(
+        self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks, rule: AttentionRule
+    ) -> Tensor:
         raise NotImplementedError
 
 
 class _GatheredAttention(_DividedAttention):
     """Attention of this rank's queries with everybody's keys and values."""
 
-    def _attend_divided(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks) -> Tensor:
+    def _attend_divided(
+        self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks, rule: AttentionRule
+    ) -> Tensor:
         # (2, B, T / ranks, kv_heads, head_dim): in this order a GPU's kernels read it without a copy.
         own = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))
-        if part.pieces:
+        if not part.pieces:
+            return apply(_BySegments, query, own, part, self._cp, ops, rule.window)
+        if not rule.window:
             return apply(_InPieces, query, own, part, self._cp, ops.attention_dtype(query))
-        return apply(_BySegments, query, own, part, self._cp, ops)
+        # Pieces have no window: gather keys and values, keep them, and attend with a mask.
+        key, value = apply(_Gather, own, part, self._cp).transpose(2, 3)
+        return self._attend(ops, query, key, value, Documents(mask=part.seen(rule.window)), SEES_ALL)
 
 
 class _ExchangedHeads(_DividedAttention):
     """Attention of all positions with this rank's part of the heads."""
 
-    def _attend_divided(self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks) -> Tensor:
+    def _attend_divided(
+        self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks, rule: AttentionRule
+    ) -> Tensor:
         size = self._cp.axis.size
         if key.shape[1] % size:  # a family of a plugin may name its heads otherwise: no check saw them
             raise ValueError(
@@ -105,7 +118,7 @@ class _ExchangedHeads(_DividedAttention):
         own = torch.cat([torch.unflatten(x, 1, (size, -1)) for x in (query, key, value)], 2).movedim(1, 0)
         whole = apply(_Exchange, own, self._cp).permute(1, 2, 0, 3, 4).flatten(2, 3)
         query, key, value = torch.split(whole, heads, 1)
-        out = self._attend(ops, query, key, value, part.documents)
+        out = self._attend(ops, query, key, value, part.documents, rule)
         parts = torch.unflatten(out, 2, (size, -1)).movedim(2, 0)
         return apply(_Exchange, parts, self._cp).transpose(0, 1).flatten(1, 2)
 
@@ -142,6 +155,20 @@ def _sum_own(whole: Tensor, part: Chunks, cp: Collectives) -> Tensor:
     return cp.sum_parts(parts.view(cp.axis.size, -1)).view(parts.shape[1:])
 
 
+class _Gather(torch.autograd.Function):
+    """Gather all positions: own (2, B, T / ranks, kv_heads, D) -> (2, B, T, kv_heads, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, part: Chunks, cp: Collectives) -> Tensor:
+        ctx.part, ctx.cp = part, cp
+        return _gather(own, part, cp)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_own(grad, ctx.part, ctx.cp), None, None
+
+
 class _BySegments(torch.autograd.Function):
     """Attention on a GPU: query (B, heads, T / ranks, D), own (2, B, T / ranks, kv_heads, D) -> like query.
 
@@ -149,12 +176,12 @@ class _BySegments(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, own: Tensor, part: Chunks, cp: Collectives, ops: Ops) -> Tensor:
+    def forward(ctx: Any, query: Tensor, own: Tensor, part: Chunks, cp: Collectives, ops: Ops, window: int) -> Tensor:
         key, value = _gather(own, part, cp).flatten(1, 2)
-        chunks = _chunks(query, part)
-        found = [ops.segments(chunk, key, value, borders) for chunk, borders in zip(chunks, part.segments, strict=True)]
+        chunks = zip(_chunks(query, part), part.segments, strict=True)
+        found = [ops.segments(chunk, key, value, borders, window) for chunk, borders in chunks]
         ctx.save_for_backward(query, own, *(x for one in found for x in one))
-        ctx.part, ctx.cp, ctx.ops = part, cp, ops
+        ctx.part, ctx.cp, ctx.ops, ctx.window = part, cp, ops, window
         return _joined([one.out for one in found], query)
 
     @staticmethod
@@ -168,11 +195,13 @@ class _BySegments(torch.autograd.Function):
         of_queries, of_whole = [], torch.zeros_like(whole)
         chunks = zip(_chunks(grad, part), _chunks(query, part), found, part.segments, strict=True)
         for of_chunk, chunk, one, borders in chunks:
-            of_query, of_key, of_value = ctx.ops.segments_backward(of_chunk, chunk, key, value, one, borders)
+            of_query, of_key, of_value = ctx.ops.segments_backward(
+                of_chunk, chunk, key, value, one, borders, ctx.window
+            )
             of_queries.append(of_query)
             of_whole[0] += of_key.view(whole.shape[1:])
             of_whole[1] += of_value.view(whole.shape[1:])
-        return _joined(of_queries, query), _sum_own(of_whole, part, ctx.cp), None, None, None
+        return _joined(of_queries, query), _sum_own(of_whole, part, ctx.cp), None, None, None, None
 
 
 def _chunks(x: Tensor, part: Chunks) -> list[Tensor]:

@@ -169,7 +169,9 @@ def _num_positions(tokens: Tensor, targets: Tensor | None = None, *others: objec
     return (tokens if targets is None else targets).shape[-1]
 
 
-def vocabulary_slopes(tp: Collectives, logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
+def vocabulary_slopes(
+    tp: Collectives, logits: Tensor, targets: Tensor, slope: Tensor, *, z_loss: float = 0.0
+) -> Tensor:
     """Do what `megamix.model.cross_entropy.slopes` does, on ranks with some columns each: return the log-likelihoods of
     the targets, which cover all columns and are the same on every rank, and write the slopes of the rank's own columns
     into `slope`. `tp`: the ranks, each with an equal part of the columns, in order.
@@ -188,6 +190,8 @@ def vocabulary_slopes(tp: Collectives, logits: Tensor, targets: Tensor, slope: T
     logsumexp = (sums * (peaks - highest).exp()).sum(0).log().add_(highest)
     counts = targets != IGNORE
     share = (logits - logsumexp.unsqueeze(1)).exp_()
+    if z_loss:
+        share *= 1 + 2 * z_loss * logsumexp.unsqueeze(1)
     share.scatter_add_(1, column, -here.to(share.dtype))
     slope.copy_(share.mul_(counts.unsqueeze(1) * SLOPE_SCALE))
-    return (target_logits.sum(0) - logsumexp).where(counts, 0)
+    return (target_logits.sum(0) - logsumexp - z_loss * logsumexp.square()).where(counts, 0)

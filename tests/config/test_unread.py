@@ -33,6 +33,8 @@ CASES: dict[str, tuple[object, Tree]] = {
     "model.rope_scaling.beta_slow": (2.0, {"model": {"rope_scaling": SCALING}}),
     "model.rope_scaling.attention_factor": (1.5, {"model": {"rope_scaling": SCALING}}),
     "model.qk_norm_over": ("all", {}),
+    "model.rotary_dim": (2, {"model": {"position": "learned"}}),
+    "model.window_rope_theta": (100.0, {}),
     "model.unrotated_layers": ([0], {"model": {"position": "learned"}}),
     "optimizer.min_lr": (1e-4, {"lr_schedule": {"decay_style": "constant"}}),
     "optimizer.adamw": ({"betas": [0.8, 0.9], "eps": 1e-6}, {"optimizer": {"name": "nag"}}),

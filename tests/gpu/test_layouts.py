@@ -138,7 +138,7 @@ def test_verify_passes_kernels_that_take_segments(gpu_ranks) -> None:
     ]
     for config, *ranks in zip(configs, *gpu_ranks(_observe_with_kernels, 2, configs), strict=True):
         assert judge(config, ranks, torch.device("cpu"), UPDATES, OVERFLOW_AT).differences == []
-    config = make_config("dp2cp2", dtype="fp16", packing="documents", model=model)
+    config = make_config("dp2cp2", dtype="fp16", packing="documents", model=model | {"windows": [6, 0]})
     ranks = [steps for (steps,) in gpu_ranks(_observe_with_kernels, 4, [config])]
     assert judge(config, ranks, torch.device("cpu"), UPDATES, OVERFLOW_AT).differences == []
 

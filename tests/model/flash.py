@@ -43,11 +43,14 @@ def _demand(
     return [*zip(*segments, strict=True)]
 
 
-def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """FP32 (heads, queries, keys) of one segment, -inf for later keys: the last query sees all."""
+def _scores(query: Tensor, key: Tensor, left: int | None) -> Tensor:
+    """FP32 (heads, queries, keys) of one segment, -inf for later keys, and for keys more than `left` before a query's
+    own, if that is not -1: the last query sees the last key.
+    """
     scores = query.float().transpose(0, 1) @ key.float().permute(1, 2, 0) / math.sqrt(query.shape[-1])
-    unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(key) - len(query))
-    return scores.masked_fill(unseen, -math.inf)
+    before = torch.arange(len(query))[:, None] + len(key) - len(query) - torch.arange(len(key))
+    seen = (before >= 0) if left == -1 else (before >= 0) & (before <= left)
+    return scores.masked_fill(~seen, -math.inf)
 
 
 def _forward(
@@ -56,13 +59,14 @@ def _forward(
     window_size_right: int | None = None, **others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     calls["forward"] += 1
-    assert (dropout, is_causal, debug, scale, window_size_left, window_size_right) == (0.0, True, False, None, -1, 0)
+    assert (dropout, debug, scale, window_size_right) == (0.0, False, None, 0)
+    assert is_causal or window_size_left != -1  # with a window, none to the right is enough
     assert all(other is None for other in others.values())
     out, group = torch.full_like(query, math.nan), query.shape[1] // key.shape[1]
     statistic = torch.full((query.shape[1], query.shape[0]), math.nan)
     for part, seen in _demand(query, key, value, begins, begins_k, longest, longest_k):
         keys, values = (x[seen].repeat_interleave(group, dim=1) for x in (key, value))
-        scores = _scores(query[part], keys)
+        scores = _scores(query[part], keys, window_size_left)
         out[part] = (scores.softmax(-1) @ values.float().transpose(0, 1)).transpose(0, 1).to(query.dtype)
         statistic[:, part] = scores.logsumexp(-1)
     return out, statistic, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
@@ -74,7 +78,8 @@ def _backward(
     scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     calls["backward"] += 1
-    assert (dropout, is_causal, scale, window_size_left, window_size_right) == (0.0, True, None, -1, 0)
+    assert (dropout, scale, window_size_right) == (0.0, None, 0)
+    assert is_causal or window_size_left != -1
     assert grad.shape == out.shape == query.shape
     assert statistic.shape == (query.shape[1], query.shape[0])
     grads, heads = [torch.full_like(x, math.nan) for x in (query, key, value)], query.shape[1]
@@ -83,7 +88,7 @@ def _backward(
             x.float().repeat_interleave(heads // x.shape[1], dim=1).transpose(0, 1)
             for x in (query[part], key[seen], value[seen], out[part], grad[part])
         )
-        weights = (_scores(q.transpose(0, 1), k.transpose(0, 1)) - statistic[:, part, None]).exp()
+        weights = (_scores(q.transpose(0, 1), k.transpose(0, 1), window_size_left) - statistic[:, part, None]).exp()
         slopes = weights * (d @ v.transpose(1, 2) - (d * o).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
         found = (part, slopes @ k), (seen, slopes.mT @ q), (seen, weights.mT @ d)
         for into, (place, values) in zip(grads, found, strict=True):

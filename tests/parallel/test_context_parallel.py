@@ -25,7 +25,7 @@ from megamix.data.deal import deal_chunks
 from megamix.mixed_precision.step import StepProgress
 from megamix.model import decoder
 from megamix.model.context import find_documents
-from megamix.model.ops import Ops
+from megamix.model.ops import SEES_ALL, Ops
 from megamix.model.span import Chunks, Span
 from megamix.model.transformer import Transformer
 from megamix.parallel import context_parallel
@@ -588,7 +588,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     query = torch.zeros(1, 6, 4, 8)
     part = Span(2, 0, by_heads=True).begin(torch.zeros(1, 8))
     with pytest.raises(ValueError, match=r"2 context-parallel ranks must divide the 3 heads of .* \"gather\""):
-        exchanged(Ops(), query, query[:, :3], query[:, :3], part)
+        exchanged(Ops(), query, query[:, :3], query[:, :3], part, SEES_ALL)
     config = parse_layout("cp2").apply(make_config("dp1", family="gpt")).model
     with mock.patch.object(Transformer, "head_dim", lambda model: 0), pytest.raises(ValueError, match="its head_dim"):
         divide_positions(Transformer(config), Collectives(Axis((0, 1), 0)))

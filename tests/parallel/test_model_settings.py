@@ -26,6 +26,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "norms of outputs": {"norm_place": "after"},
     "norms of both": {"norm_place": "both", "recompute": "selective"},
     "factors": {"attention_scale": 0.3, "embedding_scale": 2.5, "residual_scale": 0.6, "logit_divisor": 3.0},
+    "windows": {"windows": [5, 0]},
+    "windows with their own wavelengths": {"windows": [5, 0], "window_rope_theta": 100.0},
+    "rotary dim": {"rotary_dim": 4},
+    "capped scores": {"windows": [5, 0], "attention_softcap": 2.0},
+    "capped logits": {"logit_softcap": 1.0, "z_loss": 0.01},
+    "gated attention": {"attention_gate": True, "activation": "relu2"},
+    "Gemma's norms": {"norm": "rmsnorm_1p", "qk_norm": True, "norm_place": "both", "activation": "geglu"},
 }
 LAYOUTS = ("tp2", "tp2sp", "pp2", "cp2")
 CASES = [

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megamix.model import wide
 from megamix.model.context import Documents
-from megamix.model.ops import Ops, Segmented, Segments
+from megamix.model.ops import SEES_ALL, AttentionRule, Ops, Segmented, Segments
 from megamix.model.wide import apply
 
 
@@ -66,7 +66,12 @@ class GpuShapes(Ops):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return apply(_Kernel, x.shape[:-1], 0, x, weight)  # keeps 1 / rms of each row
 
-    def whole_attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+    def whole_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None,
+        rule: AttentionRule = SEES_ALL,
+    ) -> Tensor:  # fmt: skip
+        if rule.softcap:  # no kernel
+            return super().whole_attention(query, key, value, documents, rule)
         if documents is not None and documents.borders is not None:
             # mha_varlen_bwd puts 128 rows of FP32 between two documents.
             rows = query.shape[0] * query.shape[2] + 128 * len(documents.borders)
@@ -77,12 +82,12 @@ class GpuShapes(Ops):
         # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd) sums the query's gradient in FP32.
         return apply(_Kernel, query.shape[:-1], 4 * query.numel(), query, key, value)
 
-    def segments(self, query: Tensor, key: Tensor, value: Tensor, borders: Segments) -> Segmented:
+    def segments(self, query: Tensor, key: Tensor, value: Tensor, borders: Segments, window: int) -> Segmented:
         logsumexp = query.new_empty(query.shape[:2], dtype=torch.float32)
         return Segmented(torch.empty_like(query), logsumexp, query.new_empty(2, dtype=torch.uint64))
 
     def segments_backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Segmented, borders: Segments
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Segmented, borders: Segments, window: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = len(query) + 128 * len(borders.queries)
         scratch = query.new_empty(rows, *query.shape[1:], dtype=torch.float32)

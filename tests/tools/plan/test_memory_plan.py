@@ -61,6 +61,26 @@ CONFIGS = {  # the layout, and the settings that differ from BASE
             "parallelism": {"cp_size": 2, "cp_method": "heads"},
         },
     ),
+    "windows in some layers, bf16, positions divided": (
+        "cp2",
+        {"model": {"windows": [16, 0], "num_layers": 4}, "precision": {"dtype": "bf16"}},
+    ),
+    "fp16, capped scores and logits, gates and the norms of Gemma": (
+        "dp2",
+        {
+            "model": {
+                "windows": [16, 0],
+                "num_layers": 4,
+                "attention_softcap": 5.0,
+                "logit_softcap": 5.0,
+                "norm": "rmsnorm_1p",
+                "norm_place": "both",
+                "attention_gate": True,
+                "activation": "geglu",
+                "z_loss": 1e-4,
+            },
+        },
+    ),
     "fp32, positions divided, recompute": ("cp2", {"model": {"recompute": "full"}, "precision": {"dtype": "fp32"}}),
     "llama with few kv heads, untied, fp32 sums, divided": (
         "tp2sp",

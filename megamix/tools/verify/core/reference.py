@@ -60,11 +60,16 @@ class Reference:
         family = family_of(plain)
         native, exact = family(plain).to(device), family(plain, ExactOps(wide=False)).to(device).double()
 
+        z_loss = getattr(plain, "z_loss", 0.0)
+
         def exact_loss(model: nn.Module, batch: Batch) -> Tensor:
             logits = model(batch.tokens, positions=batch.positions).flatten(0, -2)
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            total = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE, reduction="sum")
-            return total / batch.targets.numel()
+            targets = batch.targets.flatten()
+            total = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+            total = total + z_loss * logits.logsumexp(-1)[targets != IGNORE].square().sum()
+            loss: Tensor = total / targets.numel()
+            return loss
 
         return cls(native, exact, lambda model, batch: model(*batch.inputs), exact_loss)
 
