@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from megamix.config import Config, DataSource, data_parallel_size, grad_accum_steps, whole_weights
+from megamix.config.model_and_data import SPLIT_SET
 from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.sampler import BlendStage, mix64
 from megamix.data.source import BlendedSource, MarkovSource, SampleSource, TokenFileSource, TokenSpan, split
@@ -39,6 +40,7 @@ class _Seeds(NamedTuple):
 # Every validation of every run reads the same samples, whatever training's seed is. No TOML integer reaches the second
 # seed, so training never uses it.
 _VALIDATION_SEEDS = _Seeds(0, 2**64 - 1)
+_VALID = "data.valid"  # begins the keys of all its sets
 
 
 def training_source(config: Config) -> SampleSource:
@@ -56,14 +58,16 @@ def plugin_source(config: Config) -> SampleSource | None:
     return next((one for one in made if one is not None), None)
 
 
-def validation_source(config: Config) -> SampleSource | None:
-    """Return the source that a run is validated on, or None if it has no validation.
+def validation_sources(config: Config) -> dict[str, SampleSource]:
+    """Return the sources that a run is validated on, by the names of their sets; "" names a set alone.
 
     Raises: ValueError, as `training_source`.
     """
-    data = config.data
-    sources, part = (data.valid, 0) if data.split is None else (data.train, 1)
-    return None if sources is None else _mixed(config, [(0, sources)], _VALIDATION_SEEDS, part)
+    sets = config.data.valid or {}
+    found = {name: _mixed(config, [(0, sources)], _VALIDATION_SEEDS, part=None) for name, sources in sets.items()}
+    if config.data.split is not None:
+        found[SPLIT_SET if sets else ""] = _mixed(config, [(0, config.data.train)], _VALIDATION_SEEDS, part=1)
+    return found
 
 
 def token_prefixes(config: Config) -> dict[str, str]:
@@ -113,7 +117,8 @@ def data_problems(config: Config) -> list[str]:
     sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.model.seq_len}
     problems = [problem for prefix, field in fields.items() for problem in token_file_problems(field, prefix, **sizes)]
     if config.data.split is not None and not problems:
-        problems = [problem for prefix, field in fields.items() for problem in _split_problems(config, field, prefix)]
+        divided = {prefix: field for prefix, field in fields.items() if not field.startswith(_VALID)}
+        problems = [problem for prefix, field in divided.items() for problem in _split_problems(config, field, prefix)]
     return [*problems, *_source_problems(config), *_stage_problems(config)]
 
 
@@ -154,12 +159,12 @@ def data_warnings(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _lists(config: Config) -> Iterator[tuple[str, Sources]]:
-    """Yield every list of sources with its key; the validation list, if there is one, comes last."""
+    """Yield every list of sources with its key; those of validation, if there are any, come last."""
     yield "data.train", config.data.train
     for number, stage in enumerate(config.data.stages):
         yield f"data.stages[{number}].train", stage.train
-    if config.data.valid is not None:
-        yield "data.valid", config.data.valid
+    for name, sources in (config.data.valid or {}).items():
+        yield f"{_VALID}.{name}".rstrip("."), sources
 
 
 def _entries(config: Config) -> Iterator[tuple[str, DataSource]]:
@@ -190,7 +195,7 @@ def _source_problems(config: Config) -> Iterator[str]:
         except ValueError as error:
             yield f"{field}: {error}"
             continue
-        if made is not None and config.data.split is not None:
+        if made is not None and config.data.split is not None and not field.startswith(_VALID):
             yield (
                 f"data.split: divides token files by their documents, and {field} is a source of its own; leave split "
                 "out, and write what to validate on as data.valid"
@@ -204,7 +209,7 @@ def _stage_problems(config: Config) -> Iterator[str]:
     """
     corpora: dict[str | int, tuple[str, _Names]] = {}  # by file: its first list, and its corpus in that list
     for field, sources in _lists(config):
-        for entry, _ in () if field == "data.valid" else shares(sources):
+        for entry, _ in () if field.startswith(_VALID) else shares(sources):
             names = _names(entry)
             known = {name: corpora.setdefault(name, (field, names)) for name in names}
             for name in [name for name in names if known[name][1] != names][:1]:
@@ -214,8 +219,11 @@ def _stage_problems(config: Config) -> Iterator[str]:
                 )
 
 
-def _mixed(config: Config, stages: list[tuple[int, Sources]], seeds: _Seeds, part: int) -> SampleSource:
-    """Return one source for all stages. A source that several stages name goes on where it was."""
+def _mixed(config: Config, stages: list[tuple[int, Sources]], seeds: _Seeds, part: int | None) -> SampleSource:
+    """Return one source for all stages. A source that several stages name goes on where it was.
+
+    `part`: the part of data.split to read; None: files that it does not divide.
+    """
     known = {_names(entry): entry for _, sources in stages for entry, _ in shares(sources)}  # in order of first use
     built = [_source(config, entry, seeds.of(number), part) for number, entry in enumerate(known.values())]
     if len(built) == 1:
@@ -245,7 +253,7 @@ def _registered(config: Config, source: DataSource, seed: int) -> Any:
     return None
 
 
-def _source(config: Config, entry: Sources, seeds: _Seeds, part: int) -> SampleSource:
+def _source(config: Config, entry: Sources, seeds: _Seeds, part: int | None) -> SampleSource:
     seq_len = config.model.seq_len
     if (made := _registered(config, entry[0], seeds.made_up)) is not None:
         return cast(SampleSource, made)
@@ -253,7 +261,8 @@ def _source(config: Config, entry: Sources, seeds: _Seeds, part: int) -> SampleS
         return MarkovSource(
             vocab_size=config.model.vocab_size, seq_len=seq_len, branching=entry[0].markov, seed=seeds.made_up
         )  # fmt: skip
-    stretches = [_parts(config, source.path)[part] for source in entry if source.path is not None]
+    prefixes = [source.path for source in entry if source.path is not None]
+    stretches = [_whole(path) if part is None else _parts(config, path)[part] for path in prefixes]
     return TokenFileSource(
         stretches,
         seq_len=seq_len,
@@ -264,8 +273,11 @@ def _source(config: Config, entry: Sources, seeds: _Seeds, part: int) -> SampleS
 
 
 def _parts(config: Config, prefix: str) -> tuple[TokenSpan, ...]:
-    file = TokenFile(Path(prefix))
     if config.data.split is None:
-        return (TokenSpan.whole(file),)
+        return (_whole(prefix),)
     for_training, for_validation = config.data.split
-    return split(file, for_training / (for_training + for_validation))
+    return split(TokenFile(Path(prefix)), for_training / (for_training + for_validation))
+
+
+def _whole(prefix: str) -> TokenSpan:
+    return TokenSpan.whole(TokenFile(Path(prefix)))

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -238,10 +238,11 @@ def _batch_problems(config: Config, dp_size: int | None) -> Iterator[str]:
 
 def _validation_is_named_once(config: Config) -> Iterator[str]:
     split, valid = config.data.split, config.data.valid
-    if split is not None and valid is not None:
+    has_no_name = isinstance(valid, str | list) or (isinstance(valid, Mapping) and "" in valid)
+    if split is not None and has_no_name:
         yield (
             f"data.split: got {value_text(split)}, but data.valid names other validation tokens; "
-            "leave split or valid out"
+            "leave split or valid out, or name the set, as in data.valid.web"
         )
     if split is None and valid is None and config.training.eval_interval:
         yield (

@@ -117,6 +117,8 @@ def section_at(section: type[Section] | None, path: Sequence[int | str], table: 
         field = None if section is None else section.model_fields.get(part)
         around = table if isinstance(table, dict) else {}
         table = around.get(part)
+        if field is None and isinstance(table, list):
+            continue  # the name of a list of tables whose class is known
         section = None if field is None else _section_in((*field.metadata, field.annotation), table, around)
     return section
 

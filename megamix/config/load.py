@@ -34,7 +34,8 @@ MOST_BYTES = (
 MOST_FILES = 32  # files from one to its last base
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
 _WRITER_S = 3.0  # seconds for which we wait until somebody opens a named pipe for writing
-# Keys that are not set, as an effective configuration lists them. There is always one: data.split or data.valid.
+# Keys that are not set, as an effective configuration lists them. There is one, unless data.split, data.valid and all
+# others are set.
 _NOT_SET = re.compile(r"^# \w+: not set$", re.MULTILINE)
 _OF_A_RUN = ("metrics.jsonl", "checkpoints", "status.json")  # files beside the config.toml of a run
 
@@ -162,8 +163,13 @@ def _errors(tree: Tree) -> list[ErrorDetails]:
     try:
         Config.model_validate(drop_other_choices(tree)[0])
     except ValidationError as error:
-        return error.errors(include_url=False)
+        return [{**item, "loc": _as_set(item["loc"])} for item in error.errors(include_url=False)]
     return []
+
+
+def _as_set(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return a place without the name of the validation set that has none."""
+    return (*loc[:2], *loc[3:]) if loc[:3] == ("data", "valid", "") else loc
 
 
 def _is_refused(item: Unread, origin: int, layers: Sequence[Layer]) -> bool:
@@ -237,7 +243,8 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
         tree = _parse(text, what)
         base = tree.pop("base", None)
         imports = imports and not _is_of_a_run(path)
-        layers.insert(0, Layer(str(path), tree, bool(_NOT_SET.search(text)), imports))
+        is_saved = _is_of_a_run(path) or bool(_NOT_SET.search(text))
+        layers.insert(0, Layer(str(path), tree, is_saved, imports))
         if base is None:
             return layers
         if not isinstance(base, str) or not base:

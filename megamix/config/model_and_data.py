@@ -6,6 +6,7 @@ docs/data.md says.
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal, cast
@@ -19,6 +20,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
+    WrapSerializer,
 )
 from pydantic_core.core_schema import ValidationInfo
 
@@ -29,6 +32,9 @@ from megamix.settings.limits import Share
 FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
 # Samples after which a blend repeats: its order is worked out for so many when a run starts, in under a second.
 MOST_SAMPLES = 1_000_000
+
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")  # a validation set's: it becomes part of a tag
+SPLIT_SET = "split"  # name of data.split's part beside sets of data.valid
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -262,6 +268,28 @@ Sources = Annotated[
 ]
 
 
+def _as_sets(value: object) -> object:
+    """Return a table of validation sets by name; "" names the only one, if it is written without a name."""
+    if not isinstance(value, Mapping):
+        return {"": value}
+    taken = (*DataSource.model_fields, SPLIT_SET)  # a source's keys, for who forgets the list around a source
+    if not value or any(name in taken or not _SET_NAME.fullmatch(str(name)) for name in value):
+        raise ValueError(f"must name each set by 1 to 40 letters, digits, _ and -, but not {' or '.join(taken)}")
+    return value
+
+
+def _as_written(sets: dict[str, Any], dump: SerializerFunctionWrapHandler) -> object:
+    tables = dump(sets)
+    return tables.get("", tables)
+
+
+ValidSets = Annotated[
+    dict[str, Sources],
+    BeforeValidator(_as_sets, json_schema_input_type=Sources | dict[str, Sources]),
+    WrapSerializer(_as_written),
+]
+
+
 class DataStage(Section):
     """Another mixture from a given sample on."""
 
@@ -289,8 +317,9 @@ class DataConfig(Section):
         Field(strict=False, examples=[[{"from_sample": 100000, "train": "runs/data/train"}]]),
     ] = ()
     """Mixtures that replace train later in the run. Empty: none."""
-    valid: Sources | None = None
-    """The validation tokens, written as for train. Not set: no validation, unless split is set."""
+    valid: Annotated[ValidSets | None, Field(examples=["runs/data/valid"])] = None
+    """The validation tokens, written as for train; or a table of such, each a set with a loss of its own by its name.
+    Not set: no validation, unless split is set."""
     split: Annotated[tuple[PositiveFloat, PositiveFloat] | None, Field(strict=False, examples=[[95, 5]])] = None
     """Shares of each file's documents for training and for validation, on any scale. Not set: train has all."""
     packing: Literal["none", "documents"] = "none"

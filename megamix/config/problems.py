@@ -177,6 +177,8 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
         for end in reversed(range(len(loc)))
         if (section := section_at(Config, loc[:end], tree)) and loc[end] in section.model_fields
     )
+    if loc[:2] == ("data", "valid") and isinstance(loc[-1], str):
+        key = loc[-1]  # that of a set, if it has a name
     if kind == "missing" and isinstance(loc[-1], int):  # pydantic names the item that a short list lacks
         wrong, loc = f"got {short(value)}, must have {_items(field, text)}", loc[:-1]
     elif kind == "too_long":

@@ -139,27 +139,31 @@ def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.harness is not None:
         yield from _harness(arguments, source, dtype)
         return
-    prefix = arguments.data or (None if source.valid is None else Path(source.valid))
-    if prefix is None:
+    sets = source.valid if arguments.data is None else {"": str(arguments.data)}
+    if not sets:
         raise ValueError(f"{source.path} names no held-out token file, or several; give --data PREFIX")
     seq_len = _within("--seq-len", arguments.seq_len, source.config.seq_len, "the model's seq_len")
     stride = _within("--stride", arguments.stride, seq_len, "the tokens of a window")
     arguments.progress.begin("loading the model")
     model = source.load(DTYPES[dtype], local_device(), allow_non_finite=arguments.allow_non_finite)
-    result = evaluate(model, prefix, stride, seq_len, arguments.max_tokens, arguments.progress)
-    facts = {
-        "model": str(source.path), "data": str(prefix), "dtype": dtype, "seq_len": seq_len,
-        "stride": stride, "targets": result.targets, "nats_per_token": result.nats_per_token,
-        "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
-    }  # fmt: skip
+    all_facts: list[dict[str, object]] = []
+    for name, prefix in sets.items():
+        result = evaluate(model, Path(prefix), stride, seq_len, arguments.max_tokens, arguments.progress)
+        facts = {
+            "model": str(source.path), "data": str(prefix), "dtype": dtype, "seq_len": seq_len,
+            "stride": stride, "targets": result.targets, "nats_per_token": result.nats_per_token,
+            "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
+        }  # fmt: skip
+        all_facts.append({"set": name, **facts} if name else facts)
+        bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits a byte"
+        if not arguments.json:
+            yield (
+                f"{source.path} in {dtype} on {f'{name}, ' if name else ''}{prefix}: {result.targets:,} tokens in "
+                f"windows of {seq_len}, {stride} apart: {result.nats_per_token:.4f} nats a token, "
+                f"perplexity {result.perplexity:.4f}{bits}"
+            )
     if arguments.json:
-        yield json.dumps(facts, indent=2)
-        return
-    bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits a byte"
-    yield (
-        f"{source.path} in {dtype} on {prefix}: {result.targets:,} tokens in windows of {seq_len}, "
-        f"{stride} apart: {result.nats_per_token:.4f} nats a token, perplexity {result.perplexity:.4f}{bits}"
-    )
+        yield json.dumps(all_facts[0] if "" in sets else all_facts, indent=2)
 
 
 def _add_allow(parser: argparse.ArgumentParser) -> None:

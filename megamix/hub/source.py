@@ -5,7 +5,7 @@ Weights that are NaN or inf are reported by tensor: a single one makes every los
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,7 +85,8 @@ class Source:
     weights: Weights
     dtype: str  # the dtype in which it was trained
     tokenizer: Path | None  # file of its own tokenizer
-    valid: str | None = None  # the run's data.valid, if it names one token file
+    # the run's token files by validation set ("": one without a name); empty unless each set is a single file
+    valid: dict[str, str] = field(default_factory=dict)
 
     @property
     def home(self) -> Path:
@@ -159,7 +160,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
             raise ValueError(problem)
     return Source(
         checkpoint.path, config, CheckpointWeights(checkpoint), dtype,
-        None if tokenizer is None else Path(tokenizer), _one_prefix(tables.get("data", {}).get("valid")),
+        None if tokenizer is None else Path(tokenizer), _prefixes(tables.get("data", {}).get("valid")),
     )  # fmt: skip
 
 
@@ -174,8 +175,14 @@ def _text(tables: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
     return value
 
 
+def _prefixes(valid: object) -> dict[str, str]:
+    """Return the token file of each set of data.valid, by the set's name; empty unless each set is a single file."""
+    sets = valid if isinstance(valid, dict) else {"": valid}
+    found = {name: path for name, sources in sets.items() if (path := _one_prefix(sources)) is not None}
+    return found if len(found) == len(sets) else {}
+
+
 def _one_prefix(sources: object) -> str | None:
-    """Return the token file that data.valid names; None unless it is a single one."""
     match sources:
         case str(path) | [{"path": str(path)}]:
             return path

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megamix.report.metrics import TAGS, TRANSFERS, LayerPrecision, is_overflow, precision_tag
+from megamix.report.metrics import TAGS, TRANSFERS, LayerPrecision, is_overflow, precision_tag, set_tag
 from megamix.run.run_folder import METRICS
 
+_SET = re.compile(re.escape(set_tag("")) + r"[A-Za-z0-9_-]+")  # tag of a validation set
 _ZERO_SHARES = precision_tag("zero_share", "")  # tag of LayerPrecision's first number; a layer's name follows
 
 
@@ -38,6 +40,7 @@ class RunHistory:
 
     loss: Series
     valid_loss: Series
+    valid_sets: dict[str, Series]  # losses of validation sets by name
     lr: Series
     grad_norm: Series
     tokens_per_s: Series
@@ -66,11 +69,13 @@ def read_history(folder: Path) -> RunHistory:
         raise ValueError(f"RUN: {file} holds no complete line yet; wait for the run's first step")
     # Even without a loss scale, an overflow's row has a scale of 1; a log line's scale is null then.
     unscaled = any(TAGS["loss"] in row and row.get(TAGS["loss_scale"]) is None for row in rows)
+    of_sets = dict.fromkeys(tag for row in rows for tag in row if _SET.fullmatch(tag))
     return RunHistory(
         **{
             name: _series(rows, TAGS[name])
             for name in ("loss", "valid_loss", "lr", "grad_norm", "tokens_per_s", "tokens")
         },
+        valid_sets={tag.removeprefix(set_tag("")): _series(rows, tag) for tag in of_sets},
         loss_scale=Series([], []) if unscaled else _series(rows, TAGS["loss_scale"]),
         overflows=_series([row for row in rows if is_overflow(row)], TAGS["loss_scale"]),
         transfers=_transfers(rows),

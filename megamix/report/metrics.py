@@ -87,13 +87,18 @@ TAGS = {"valid_loss": "valid/loss", "tokens": "train/tokens", "time": "time/unix
 TAGS |= {known.name: str(known.metadata["tag"]) for known in fields(StepMetrics)}
 
 
+def set_tag(name: str) -> str:
+    """Return the tag of the loss of a validation set that has a name."""
+    return f"{TAGS['valid_loss']}/{name}"
+
+
 def recorded_tags(recorded: Mapping[str, float], *, overflowed: bool) -> dict[str, float]:
     """Return the values that an attempt recorded, by tag.
 
     Raises: ValueError for a name that is one of the run's own tags.
     """
     for name in recorded:
-        if name in ("step", *TAGS.values()) or name.startswith(("precision/", OVERFLOWED)):
+        if name in ("step", *TAGS.values()) or name.startswith(("precision/", set_tag(""), OVERFLOWED)):
             raise ValueError(f"record({name!r}): that is a tag of the run's own metrics; record it by another name")
     return {OVERFLOWED + name if overflowed else name: value for name, value in recorded.items()}
 

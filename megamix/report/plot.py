@@ -111,6 +111,9 @@ def compared(runs: Mapping[str, RunHistory]) -> Figure:
             valid = history.valid_loss
             if curve == "loss" and valid.steps:
                 axes.plot(valid.steps, valid.values, "o", color=colour, markeredgecolor="black", label="validation")
+            of_sets = history.valid_sets if curve == "loss" and len(runs) == 1 else {}
+            for place, (set_name, series) in enumerate(of_sets.items(), start=1):
+                axes.plot(series.steps, series.values, ".--", color=f"C{place}", label=f"validation, {set_name}")
             for step in history.resumed.steps:
                 axes.axvline(step, color=colour, linestyle=":", label="resumed")
         axes.set(title=title, ylabel=unit)

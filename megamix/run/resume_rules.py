@@ -282,7 +282,8 @@ def flat(config: str) -> dict[str, Any]:
 
 def flat_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values below a table of that name, or of "" for the whole."""
-    if isinstance(value, dict) and not name.startswith("model."):  # a table in [model] is compared as a whole
+    # a table in [model], and that of the validation sets, is compared as a whole
+    if isinstance(value, dict) and not name.startswith(("model.", "data.valid")):
         for key, inner in value.items():
             yield from flat_keys(f"{name}.{key}".lstrip("."), inner)
     else:

@@ -1,7 +1,7 @@
 """This rank's part of global batches, for training and for evaluation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -30,31 +30,40 @@ class RankBatches:
 
 
 class Validation:
-    """Computes the validation loss, over the same batches at every call. Every rank has such an object."""
+    """Computes the validation losses, over the same batches at every call. Every rank has such an object."""
 
-    def __init__(self, config: Config, runner: MicroBatchRunner, loader: BatchLoader):
+    def __init__(self, config: Config, runner: MicroBatchRunner, loaders: Mapping[str, BatchLoader]):
+        """Take the loaders of the sets by name; "" names a set alone."""
         self._runner = runner
         training, topology = config.training, runner.engine.topology
-        self._rank_batches = RankBatches(loader, topology, training.micro_batch_size)
+        self._sets = {name: RankBatches(it, topology, training.micro_batch_size) for name, it in loaders.items()}
         size = training.global_batch_size
         self._batches = [(range(first, first + size),) for first in range(0, training.eval_batches * size, size)]
 
-    def loss(self, before_each: Callable[[], None]) -> float:
-        """Return the mean loss over all batches and ranks (nats per token), computed in the dtype of training.
+    def losses(self, before_each: Callable[[], None]) -> dict[str, float]:
+        """Return each set's mean loss over its batches and all ranks (nats per token), computed in the dtype of
+        training. Under "" is the mean over all targets of all sets.
 
         Every rank must call it.
         `before_each`: called before each batch; an exception from it ends the validation.
         """
-        engine, mine, batches = self._runner.engine, self._rank_batches, self._batches
+        engine, batches = self._runner.engine, self._batches
         engine.module.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=engine.device)  # sum of losses, sum of their weights
-        mine.prefetch(batches[0])
-        for number, batch in enumerate(batches, start=1):
-            before_each()
-            if number < len(batches):
-                mine.prefetch(batches[number])
-            with engine.clock.span("validation"):
-                sums += self._runner.evaluate(map(mine.loader.load, mine.micro_batches(batch)))
+        # of each set: sum of losses, sum of their weights
+        sums = torch.zeros(len(self._sets), 2, dtype=torch.float64, device=engine.device)
+        for row, mine in zip(sums, self._sets.values(), strict=True):
+            mine.prefetch(batches[0])
+            for number, batch in enumerate(batches, start=1):
+                before_each()
+                if number < len(batches):
+                    mine.prefetch(batches[number])
+                with engine.clock.span("validation"):
+                    row += self._runner.evaluate(map(mine.loader.load, mine.micro_batches(batch)))
         engine.module.train()
-        loss_sum, weight_sum = engine.world.table(sums).sum(0).tolist()
-        return loss_sum / weight_sum if weight_sum else math.nan
+        sums = engine.world.table(sums.flatten()).sum(0).view_as(sums)
+        means = {"": sums.sum(0), **dict(zip(self._sets, sums, strict=True))}
+        return {name: _mean(*mean.tolist()) for name, mean in means.items()}
+
+
+def _mean(loss_sum: float, weight_sum: float) -> float:
+    return loss_sum / weight_sum if weight_sum else math.nan

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megamix.builders.data import check_unchanged, training_source, validation_source
+from megamix.builders.data import check_unchanged, training_source, validation_sources
 from megamix.builders.objects import build_engine, build_loader, build_runner, plan_pipeline
 from megamix.config import Config, config_to_toml, grad_accum_steps
 from megamix.inspect.overflows import GaveUpError
@@ -30,7 +30,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
 
     `memory_line`: returns the log's line on memory, after the second update; None: no such line. `make`: makes the
     trainer from the arguments of Trainer; a caller may pass its own, for instance to observe the training. Returns the
-    last validation loss (nats per token).
+    last validation loss (nats per token), with several sets the mean over all their targets.
     Raises: EndedEarlyError if the run gave up or was asked to leave, after saving the last weights, or if the data have
     changed during the run, without saving; ConfigError if another job holds the run's folder, or if the ranks were not
     started alike.
@@ -64,9 +64,11 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
 
             # 4. The data, which must be those that the checkpoints will name.
             loader = files.enter_context(build_loader(config, training_source(config), job.device))
-            held_out = validation_source(config)
+            held_out = validation_sources(config)
             check_unchanged(config, job.data_identity)
-            validation = None if held_out is None else files.enter_context(build_loader(config, held_out, job.device))
+            validation = {
+                name: files.enter_context(build_loader(config, source, job.device)) for name, source in held_out.items()
+            }
 
             # 5. The reports: rates and losses; the first rank writes them down.
             report = _make_report(config, engine)

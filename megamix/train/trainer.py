@@ -1,7 +1,7 @@
 """The training loop, top to bottom."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -19,7 +19,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.report.interval_report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
-from megamix.report.metrics import DETAILED_EVERY, MetricsWriter, format_lines
+from megamix.report.metrics import DETAILED_EVERY, MetricsWriter, format_lines, set_tag
 from megamix.report.profiling import Profiling
 from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.run.checkpointing import RunCheckpoints
@@ -44,7 +44,7 @@ class Trainer:
         config: Config,
         runner: MicroBatchRunner,
         loader: BatchLoader,
-        validation: BatchLoader | None,
+        validation: Mapping[str, BatchLoader],  # by validation set
         report: IntervalReport,
         console: Console,
         writer: MetricsWriter | None,  # None on all but the first rank
@@ -55,7 +55,7 @@ class Trainer:
         self.config, self.runner = config, runner
         engine = self.engine = runner.engine
         self.batches = RankBatches(loader, engine.topology, config.training.micro_batch_size)
-        self.validation = None if validation is None else Validation(config, runner, validation)
+        self.validation = Validation(config, runner, validation) if validation else None
         self.report, self.console, self.writer, self.checkpoints = report, console, writer, checkpoints
         self.memory_line = memory_line if writer is not None else None
         self.device = engine.device
@@ -252,14 +252,15 @@ class Trainer:
         Raises: PreemptedError between two batches, on every rank between the same ones.
         """
         self.report.pause()
-        loss = validation.loss(before_each=partial(self._leave_if_asked, leave))
+        losses = validation.losses(before_each=partial(self._leave_if_asked, leave))
         self._validated = done
+        loss, by_set = losses[""], {name: loss for name, loss in losses.items() if name}
         below = math.log(self.config.model.vocab_size) - loss
-        self.console.line(
-            f"step {done}/{self.config.training.steps} | valid loss {loss:.4f}, {below:.2f} below ln(vocab_size)"
-        )
+        told = f"step {done}/{self.config.training.steps} | valid loss {loss:.4f}, {below:.2f} below ln(vocab_size)"
+        each = ", ".join(f"{name} {loss:.4f}" for name, loss in by_set.items())
+        self.console.line(f"{told}\n{folded(each)}" if each else told)
         if self.writer is not None:
-            self.writer.write(done, {"valid_loss": loss})
+            self.writer.write(done, {"valid_loss": loss}, {set_tag(name): loss for name, loss in by_set.items()})
         self.report.resume()
         return loss
 

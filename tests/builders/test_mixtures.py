@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megamix.builders.data import data_problems, training_source, validation_source
+from megamix.builders.data import data_problems, training_source, validation_sources
 from megamix.config import Config, ConfigError, config_from_dict, config_to_toml
 from megamix.data.loader import Batch, BatchLoader
 from megamix.data.source import TokenFileSource
@@ -57,7 +57,7 @@ def job(folder: Path, files: Path, data: dict[str, Any], **sections: Any) -> Con
         "metrics": {"log_interval": 1, "tensorboard": False},
     }
     config = {name: config.get(name, {}) | sections.get(name, {}) for name in {*config, *sections}}
-    return tiny_job(folder, data=keys | {"valid": None}, **config)
+    return tiny_job(folder, data={"valid": None} | keys, **config)
 
 
 def run(config: Config, crash_at: int | None = None) -> Record:
@@ -143,14 +143,13 @@ def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files) -> N
 
 def test_every_key_reaches_the_source_it_is_for(tmp_path, files) -> None:
     config = job(tmp_path, files, {})
-    rows, held_out = training_source(config).read(range(12)), validation_source(config)
-    assert held_out is not None
+    rows, held_out = training_source(config).read(range(12)), validation_sources(config)[""]
     assert rows.positions is not None
     assert held_out.read(range(12)).positions is not None
     one = {"train": f"{files}/a", "split": None, "packing": "none"}
     never = {"training": {"eval_interval": 0}}
     assert training_source(job(tmp_path, files, one, **never)).read(range(3)).positions is None
-    assert validation_source(job(tmp_path, files, one, **never)) is None
+    assert validation_sources(job(tmp_path, files, one, **never)) == {}
     three = [{"path": f"{files}/{name}"} for name in "abc"]
     corpus = training_source(job(tmp_path, files, one | {"train": three}, **never))
     parts = [training_source(job(tmp_path, files, one | {"train": [part]}, **never)) for part in three]
@@ -215,8 +214,7 @@ def test_two_files_of_one_length_are_read_in_orders_of_their_own_and_a_single_on
 def test_a_made_up_chain_validates_on_other_samples_than_it_trains_on_whatever_the_seed(tmp_path) -> None:
     for seed in (0, 1234):
         config = job(tmp_path, tmp_path, {"train": [{"markov": 4}], "packing": "none"}, training={"seed": seed})
-        held_out = validation_source(config)
-        assert held_out is not None
+        held_out = validation_sources(config)[""]
         seen = {tuple(row) for row in training_source(config).read(range(500)).tokens.tolist()}
         assert not seen & {tuple(row) for row in held_out.read(range(500)).tokens.tolist()}
 

@@ -2,13 +2,23 @@
 
 import copy
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic.fields import FieldInfo
 
-from megamix.config import Config, ConfigError, check_world_size, config_from_dict, grad_accum_steps, other_trainers
+from megamix.config import (
+    Config,
+    ConfigError,
+    DataSource,
+    check_world_size,
+    config_from_dict,
+    config_to_toml,
+    grad_accum_steps,
+    other_trainers,
+)
 from megamix.config.choices import section_at
 from megamix.config.sections import SECTIONS
 from megamix.config.toml_text import parse_value
@@ -186,12 +196,53 @@ def test_proposed_fix_is_accepted(section: str, key: str, value: Any, want: str)
             "on any scale); write for example split = [95, 5]",
         ),
         ([1, 0], "data.split[1]: got 0, must be greater than 0; write for example split = [95, 5]"),
-        ([9, 1], "data.split: got [9.0, 1.0], but data.valid names other validation tokens; leave split or valid out"),
+        (
+            [9, 1],
+            "data.split: got [9.0, 1.0], but data.valid names other validation tokens; leave split or valid out, or "
+            "name the set, as in data.valid.web",
+        ),
     ],
 )
 def test_a_split_has_two_parts_and_stands_for_valid(split: list[float], want: str) -> None:
     assert problems_of(changed(data={"split": split})) == (want,)
     config_from_dict(changed(data={"split": [95, 5], "valid": None}, training={"eval_interval": 5}))
+    config_from_dict(changed(data={"split": [95, 5], "valid": {"web": "tokens/web"}}))
+    wrong = changed(data={"split": [95, 5], "valid": {"web": "tokens/web"}, "packing": "tight"})
+    assert [problem.split(":")[0] for problem in problems_of(wrong)] == ["data.packing"]
+
+
+_NAMES = "must name each set by 1 to 40 letters, digits, _ and -, but not path or markov or weight or split"
+
+
+@pytest.mark.parametrize(
+    ("valid", "want"),
+    [
+        ({"a b": "x"}, f'data.valid: got {{ "a b" = "x" }}, {_NAMES}; write for example valid = "runs/data/valid"'),
+        ({"": "x"}, f'data.valid: got {{ "" = "x" }}, {_NAMES}; '),
+        ({"a/b": "x"}, f'data.valid: got {{ "a/b" = "x" }}, {_NAMES}; '),
+        ({"path": "x"}, f'data.valid: got {{ path = "x" }}, {_NAMES}; '),
+        ({"split": "x"}, f'data.valid: got {{ split = "x" }}, {_NAMES}; '),
+        ({"w" * 41: "x"}, f"data.valid: got {{ {'w' * 41} = "),
+        ({}, f"data.valid: got {{  }}, {_NAMES}; "),
+        ({"web": 5}, 'data.valid.web: got 5, must be text in quotes, or a list of tables; write web = "5"'),
+        ({"web": []}, 'data.valid.web: got [], must not be empty; write for example web = "runs/data/valid"'),
+        ({"web": [{"path": 5}]}, 'data.valid.web[0].path: got 5, must be text in quotes; write path = "5"'),
+        ({"web": [{"pth": "x"}]}, 'data.valid.web[0].pth: unknown key, got "x"; did you mean data.valid.web[0].path?'),
+        ([{"pth": "x"}], 'data.valid[0].pth: unknown key, got "x"; did you mean data.valid[0].path?'),
+        ([], 'data.valid: got [], must not be empty; write for example valid = "runs/data/valid"'),
+    ],
+)
+def test_a_wrong_validation_set_is_reported_by_its_name(valid: Any, want: str) -> None:
+    (problem,) = problems_of(changed(data={"valid": valid}))
+    assert problem.startswith(want)
+
+
+def test_validation_sets_survive_the_way_to_toml_and_merge_by_name() -> None:
+    config = config_from_dict(changed(data={"valid": {"web": "a", "code_2": [{"path": "b", "weight": 2}]}}))
+    assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
+    above = config_from_dict(config.model_dump(), {"data": {"valid": {"web": "c"}}})
+    assert above.data.valid == config.data.valid | {"web": (DataSource(path="c"),)}
+    assert config_from_dict(config.model_dump(), {"data": {"valid": "c"}}).data.valid == {"": (DataSource(path="c"),)}
 
 
 def test_missing_keys_are_listed_with_an_example() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megamix.builders.data import data_fingerprints, data_problems, training_source, validation_source
+from megamix.builders.data import data_fingerprints, data_problems, training_source, validation_sources
 from megamix.config import Config
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.plan import make_plan, read_piece
@@ -144,9 +144,8 @@ def test_a_source_validates_on_other_samples_than_it_trains_on_and_may_have_a_le
     monkeypatch.setattr(counting, "__len__", lambda self: 0, raising=False)
     data = {"train": [{"counting": {}}], "valid": [{"counting": {}}]}
     config = tiny_job(tmp_path, plugins=PLUGINS, data=data, training={"seed": 0})
-    source, held_out = training_source(config), validation_source(config)
+    source, held_out = training_source(config), validation_sources(config)[""]
     assert isinstance(source, counting)
-    assert held_out is not None
     assert (source.read(range(9)).tokens != held_out.read(range(9)).tokens).any()
     assert [*data_fingerprints(config)] == ["data.train", "data.valid"]
 

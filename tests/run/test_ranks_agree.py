@@ -83,6 +83,11 @@ SPLIT = {"data": {"valid": None, "split": [80, 20]}}
 DIFFERENT: dict[str, tuple[Sections, Sections | Callable[[Path], Sections], str]] = {
     "data": ({}, _in_other("train"), "content of data.train (SHA-256): "),
     "validation data": ({}, _in_other("valid"), "content of data.valid (SHA-256): "),
+    "validation sets": (
+        {"data": {"valid": {"a": [{"markov": 4}]}}},
+        {"data": {"valid": {"a": [{"markov": 4}], "b": [{"markov": 4}]}}},
+        "data.valid: { a = [{ markov = 4 }] } on ranks 0, 2, 3; { a = [{ markov = 4 }], b = [{ markov = 4 }] } on rank",
+    ),
     "tokenizer": ({}, _in_other("tokenizer"), "content of data.tokenizer (SHA-256): "),
     "split": (
         SPLIT,

@@ -83,10 +83,10 @@ def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder
     decay = None if schedule.decay_steps is None else min(schedule.decay_steps, STEPS - warmup)
     short = {"init_scale": 2.0**10, "growth_interval": 2}
     known = {key: min(value, getattr(scale, key)) for key, value in short.items() if hasattr(scale, key)}
-    sources = {key: (data_source({"path": str(folder / key)}),) for key in ("train", "valid")}
+    train, valid = ((data_source({"path": str(folder / key)}),) for key in ("train", "valid"))
     silent = {key: None for key, value in metrics if hasattr(value, "model_fields")}
     updates: dict[str, dict[str, Any]] = {
-        "data": sources | {"stages": (), "split": None, "tokenizer": None},
+        "data": {"train": train, "valid": {"": valid}, "stages": (), "split": None, "tokenizer": None},
         "lr_schedule": {"warmup_steps": warmup, "decay_steps": decay},
         "precision": {"loss_scale": scale.model_copy(update=known), "max_retries": 3},
         "training": {"steps": STEPS, "global_batch_size": batch, "eval_interval": 4, "eval_batches": 2},
