@@ -20,8 +20,9 @@ from megamix.comm.host import host_collectives
 from megamix.comm.topology import Topology, leave_ranks
 from megamix.config import check_world_size, config_from_dict
 from tests.config.test_errors import changed, problems_of
+from tests.conftest import FULL
 
-MESHES = [(1, 1, 1), (1, 4, 1), (2, 2, 2), (3, 1, 2), (4, 3, 1), (1, 2, 8), (16, 64, 16)]
+MESHES = [(1, 1, 1), (1, 4, 1), (2, 2, 2), (3, 1, 2), (4, 3, 1), (1, 2, 8), (4, 8, 8), *[(16, 64, 16)] * FULL]
 
 
 @pytest.mark.parametrize("sizes", MESHES)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 import megamix
 from megamix.cli import main
 from megamix.tools.audit.script import audit_script
+from tests.tools.audit.forked import ForkedScript, audit_forked
 from tests.tools.audit.scripts import LR, loss_of, model
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +62,7 @@ def on_two_ranks(name: str) -> list[str]:
     ],
 )
 def test_the_first_number_that_is_not_finite_is_wrong(name: str, updates: int, where: str, what: str) -> None:
-    report = audit_script(script(name), updates).report
+    report = audit_forked(name, updates).report
     (wrong, *others) = report.warnings
     assert (wrong.harms, wrong.where, wrong.what[: len(what)]) == (True, where, what)
     assert not any(one.harms or "gradient" in one.what for one in others)
@@ -68,7 +70,7 @@ def test_the_first_number_that_is_not_finite_is_wrong(name: str, updates: int, w
 
 @pytest.mark.parametrize("name", ["each_alone", "never_met", "averaging"])
 def test_ranks_that_train_models_of_their_own_are_told(name: str) -> None:
-    seen = audit_script(on_two_ranks(name), 2)
+    seen = audit_forked(name, 2, ranks=2)
     apart = [one.where for one in seen.report.warnings if "differs between the 2 ranks" in one.what]
     assert apart == ([] if name == "averaging" else ["0.weight, 1.weight, 1.bias"])
     assert (seen.ranks, seen.report.harms) == (2, name != "averaging")
@@ -76,7 +78,7 @@ def test_ranks_that_train_models_of_their_own_are_told(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["never_synced", "inner_called", "last_synced"])
 def test_replicas_that_ddp_does_not_average_are_wrong(name: str) -> None:
-    seen = audit_script(on_two_ranks(name), 2)
+    seen = audit_forked(name, 2, ranks=2)
     right = name == "last_synced"
     apart = [str(one) for one in seen.report.warnings if "that DistributedDataParallel keeps equal" in one.what]
     assert [one.partition(":")[0] for one in apart] == ([] if right else ["0.weight, 1.weight, 1.bias"])
@@ -93,84 +95,95 @@ def test_an_attempt_that_overflows_is_watched_anew_on_all_ranks() -> None:
 
 
 def test_gradients_that_come_with_the_closure_are_seen() -> None:
-    report = audit_script(script("by_closure"), 2).report
+    report = audit_forked("by_closure", 2).report
     assert report.warnings == []
     assert {row.dtypes["gradient"] for row in report.rows} == {"fp32"}
 
 
 def test_optimizers_take_turns_and_the_one_that_waits_is_not_judged() -> None:
-    seen = audit_script(script("in_turns"), 3)
+    seen = audit_forked("in_turns", 3)
     assert [row.name for row in seen.report.rows] == [
         "Sequential0.0.weight",
         "Sequential0.1.weight",
         "Sequential0.1.bias",
     ]
     assert (seen.report.warnings, seen.unseen) == ([], 1)
-    both = audit_script(script("in_turns"), 9).report
+    both = audit_forked("in_turns", 9).report
     (wrong,) = (one for one in both.warnings if one.harms)
     assert "no FP32 master" in str(wrong)
     assert wrong.where.startswith("Sequential1.")
 
 
 def test_the_parameters_of_an_optimizer_that_waits_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "--", *script("in_turns")]) == 0
+    with mock.patch.object(subprocess, "Popen", ForkedScript):
+        assert main(["audit", "--", "in_turns", "1"]) == 0
     assert "the optimizer of 3 parameter(s) made no step meanwhile: not judged" in capfd.readouterr().err
 
 
 def test_an_optimizer_that_is_made_anew_is_audited_from_its_second_update() -> None:
-    report = audit_script(script("by_epochs"), 3).report
+    report = audit_forked("by_epochs", 3).report
     assert report.warnings == []
     assert {row.lost is None for row in report.rows} == {False}
 
 
 def test_masters_whose_values_come_behind_the_step_are_found() -> None:
-    report = audit_script(script("masters_by_hand"), 2).report
+    report = audit_forked("masters_by_hand", 2).report
     assert report.warnings == []
     assert {row.dtypes["master"] for row in report.rows} == {"fp32"}
 
 
 def test_a_parameter_that_is_not_held_accuses_no_other_one_and_another_model_is_not_trained() -> None:
-    report = audit_script(script("partly_held"), 2).report
+    report = audit_forked("partly_held", 2).report
     (wrong,) = report.warnings
     assert (wrong.where, wrong.what[:20]) == ("1.weight", "requires a gradient,")
     assert {row.name for row in report.rows} == {"0.weight", "1.weight", "1.bias"}
 
 
 def test_an_evaluation_between_updates_is_no_part_of_them() -> None:
-    report = audit_script(script("evaluating"), 2).report
+    report = audit_forked("evaluating", 2).report
     assert {row.dtypes["compute"] for row in report.rows} == {"fp32"}
 
 
 def test_many_micro_batches_are_no_sign_of_updates_by_hand() -> None:
-    assert audit_script(script("accumulating"), 3).report.warnings == []
+    assert audit_forked("accumulating", 3).report.warnings == []
 
 
 def test_a_backward_pass_from_an_edge_of_the_graph_is_let_through() -> None:
-    assert audit_script(script("from_an_edge"), 2).report.warnings == []
+    assert audit_forked("from_an_edge", 2).report.warnings == []
 
 
 def test_what_a_compiled_function_computes_with_is_unknown() -> None:
-    report = audit_script(script("compiled_step"), 2).report
+    report = audit_forked("compiled_step", 2).report
     assert {row.dtypes[column][0] for row in report.rows for column in ("compute", "gradient")} == {"?"}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("twice", r"it made 2 update\(s\) that can be audited; write --updates 2, or give"),
+        ("by_many", "one optimizer must make two in a row"),
+        ("inside_backward", "its optimizers step inside backward"),
+        ("flat", "the weights of FullyShardedDataParallel cannot be watched"),
+        ("by_hand", "no torch.optim.Optimizer made an update"),
+        ("by_hand_forever", "512 backward passes in a row made no update that can be seen.*verify --trainer"),
+        ("by_grad_forever", "512 backward passes in a row made no update that can be seen"),
+        ("loose_tensor", "no nn.Module holds what the optimizer moves"),
+    ],
+)
+def test_where_it_cannot_see_it_says_why(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        audit_forked(name, 3)
 
 
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        (script("twice"), r"it made 2 update\(s\) that can be audited; write --updates 2, or give"),
         (script("once"), r"it made 1 update\(s\) that can be audited; give it more to do"),
-        (script("by_many"), "one optimizer must make two in a row"),
-        (script("inside_backward"), "its optimizers step inside backward"),
-        (script("flat"), "the weights of FullyShardedDataParallel cannot be watched"),
-        (script("by_hand"), "no torch.optim.Optimizer made an update"),
-        (script("by_hand_forever"), "512 backward passes in a row made no update that can be seen.*verify --trainer"),
-        (script("by_grad_forever"), "512 backward passes in a row made no update that can be seen"),
-        (script("loose_tensor"), "no nn.Module holds what the optimizer moves"),
         ([sys.executable, "-c", "pass"], "no Python of this command has imported torch"),
         ([sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3 before its update 3"),
     ],
 )
-def test_where_it_cannot_see_it_says_why(command: list[str], why: str) -> None:
+def test_a_command_that_ends_too_early_is_told_why(command: list[str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         audit_script(command, 3)
 

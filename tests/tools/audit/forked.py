@@ -1,0 +1,66 @@
+"""Scripts under audit as forks of a process that has torch loaded: a new Python imports it for 2 s on each rank."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megamix.tools.audit.script import ScriptReport, audit_script
+from megamix.tools.ranks import forkserver
+from tests.programs import stop_counting
+
+
+def audit_forked(name: str, updates: int, *, ranks: int = 1) -> ScriptReport:
+    """Return the report on a script of `tests.tools.audit.scripts`, as of a command that starts one or two ranks."""
+    with mock.patch.object(subprocess, "Popen", ForkedScript):
+        return audit_script([name, str(ranks)], updates)
+
+
+class ForkedScript:
+    """Stand-in for the `subprocess.Popen` of a script's command."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: object):
+        name, ranks = command
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        started_by_torchrun = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+        }
+        self._process = forkserver().Process(target=_run, args=(name, {**env, **started_by_torchrun}))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+
+
+def _run(name: str, environment: Mapping[str, str]) -> None:
+    """Run the script as a Python that begins with the audit's `sitecustomize` and then imports torch."""
+    stop_counting()
+    os.setsid()
+    os.environ.update(environment)
+    os.environ["RANK"] = "1" if environment["WORLD_SIZE"] == "2" and os.fork() == 0 else "0"
+    torch.set_num_threads(1)
+    atexit._clear()  # what the parent of this fork does at its end
+    from megamix.tools.audit.start.sitecustomize import Updates
+    from tests.tools.audit.scripts import SCRIPTS
+
+    Updates(sys.modules["torch.optim.optimizer"])
+    SCRIPTS[name]()
+    atexit._run_exitfuncs()
