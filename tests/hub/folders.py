@@ -25,6 +25,9 @@ LLAMA = ModelConfig(
     vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=False
 )
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "granite", "smollm3", "seed_oss")
+WINDOWED = ("mistral", "ministral", "gemma2", "gemma3_text", "olmo3")
+_WHOLE_HEADS = ("qwen2", "olmo2", "olmo3", "granite", "smollm3", "gemma2", "gemma3_text")
+_FULL, _SLIDES = "full_attention", "sliding_attention"
 
 
 def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
@@ -41,9 +44,7 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
             continue
         layers = rng.randint(1, 3)
-        hidden = (
-            heads * head_dim if family in ("qwen2", "olmo2", "granite", "smollm3") or rng.random() < 0.5 else heads * 10
-        )
+        hidden = heads * head_dim if family in _WHOLE_HEADS or rng.random() < 0.5 else heads * 10
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rng.choice((500.0, 1e6))}
         if number % 3 == 1:
             rope |= {"rope_type": "linear", "factor": 4.0}
@@ -55,13 +56,23 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
         if number % 4 == 2:
             rope |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SEQ_LEN}
             rope |= {} if tied else {"beta_fast": 20.0, "attention_factor": 1.3}
+        gemma = {
+            "sliding_window": 5,
+            "query_pre_attn_scalar": head_dim if tied else 7,
+            "attention_bias": number % 4 > 1,
+        }
+        two_ropes = {"rope_parameters": {_FULL: rope, _SLIDES: {"rope_type": "default", "rope_theta": 300.0}}}
         yield common | {
             "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
             "num_key_value_heads": kv_heads, "head_dim": head_dim, "intermediate_size": rng.choice((24, 40)),
             "max_position_embeddings": 2 * SEQ_LEN, "rms_norm_eps": 1e-6, "rope_parameters": rope,
         } | {
             "llama": {"attention_bias": number % 2 == 1, "mlp_bias": number % 4 > 1},
-            "mistral": {"sliding_window": None if tied else 2 * SEQ_LEN},  # as long as a sequence
+            "mistral": {"sliding_window": (5, 2 * SEQ_LEN, None)[number % 3]},  # the second is as long as a sequence
+            "ministral": {"sliding_window": 5, "layer_types": None if tied else [_FULL, _SLIDES, _SLIDES][:layers]},
+            "gemma2": gemma | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": None if tied else 2.0},
+            "gemma3_text": gemma | two_ropes | {"final_logit_softcapping": 2.0 if number % 4 == 1 else None},
+            "olmo3": {"sliding_window": 5, "layer_types": [_FULL, _SLIDES, _SLIDES][:layers]} | two_ropes,
             "qwen2": {} if tied else {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
             "qwen3": {} if tied else {"use_sliding_window": True, "sliding_window": 64, "attention_bias": True},
             "olmo2": {"attention_bias": not tied},
