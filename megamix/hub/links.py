@@ -48,15 +48,18 @@ def their_shapes(links: Iterable[Link]) -> dict[str, tuple[int, ...]]:
 
 def links_of(form: Format, config: DecoderConfig) -> list[Link]:
     """Return a link for every parameter of such a model, in the order of its modules. A shared parameter has one."""
-    return [_link(form, name, shape) for name, shape in family_of(config).shapes(config).items()]
+    taken: dict[str, int] = {}
+    return [_link(form, name, shape, taken) for name, shape in family_of(config).shapes(config).items()]
 
 
-def _link(form: Format, ours: str, shape: tuple[int, ...]) -> Link:
+def _link(form: Format, ours: str, shape: tuple[int, ...], taken: dict[str, int]) -> Link:
+    """Return the link of a parameter. `taken`: the rows of each of their tensors that are linked so far."""
     module, _, leaf = ours.rpartition(".")
     number = re.match(r"blocks\.(\d+)\.", module)
     place = form.places[re.sub(r"^blocks\.\d+\.", "blocks.", module)]
     theirs = f"{place.name.format(number[1] if number else '')}.{leaf}"
-    start = place.part * shape[0]
+    start = taken.get(theirs, 0)
+    taken[theirs] = start + shape[0]
     if place.transposed and len(shape) == 2:
         return Link(ours, theirs, shape, (0, start), transposed=True)
     return Link(ours, theirs, shape, (start, *(0,) * (len(shape) - 1)))

@@ -1,6 +1,6 @@
-"""The formats of GPT-2, Llama, Mistral, Ministral, Qwen 2 and 3, Gemma 2 and 3 (text), OLMo 2 and 3, Granite, SmolLM3
-and Seed-OSS in the library transformers, with the tensor names of its modeling_*.py and the defaults and rules of its
-configuration_*.py.
+"""The formats of GPT-2, Llama, Mistral, Ministral, Qwen 2 and 3, Gemma 2 and 3 (text), OLMo 2 and 3, Phi 3 and 4,
+Granite, SmolLM3 and Seed-OSS in the library transformers, with the tensor names of its modeling_*.py and the defaults
+and rules of its configuration_*.py.
 
 A model that megamix's transformer cannot compute is refused. Keys that change neither weights nor logits, such as
 `use_cache`, are not read. Dropout is not read: it belongs to a training, not to a model.
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from megamix.config import ModelConfig, RopeScaling, model_problems
 from megamix.model.formats import OTHERS, Factor, Format, Json, Location, first_problem, shown
-from megamix.model.sizes import effective, head_dim, mlp_bias, qkv_bias, window
+from megamix.model.sizes import effective, head_dim, mlp_bias, qkv_bias, rotary_dim, window
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNSET_OR_ONE = (None, 1, 1.0)
@@ -48,6 +48,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "olmo3": {
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_local_base_freq": 500000.0,
     },
+    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
     "granite": {"max_position_embeddings": 2048},
     "smollm3": {
         "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
@@ -87,16 +88,17 @@ _GPT2 = {
     "embedding": Location("transformer.wte"),
     "position_embedding": Location("transformer.wpe"),
     "blocks.attention_norm": Location("transformer.h.{}.ln_1"),
-    "blocks.attention.query": Location("transformer.h.{}.attn.c_attn", 0, True),
-    "blocks.attention.key": Location("transformer.h.{}.attn.c_attn", 1, True),
-    "blocks.attention.value": Location("transformer.h.{}.attn.c_attn", 2, True),
-    "blocks.attention.out": Location("transformer.h.{}.attn.c_proj", 0, True),
+    "blocks.attention.query": Location("transformer.h.{}.attn.c_attn", transposed=True),
+    "blocks.attention.key": Location("transformer.h.{}.attn.c_attn", transposed=True),
+    "blocks.attention.value": Location("transformer.h.{}.attn.c_attn", transposed=True),
+    "blocks.attention.out": Location("transformer.h.{}.attn.c_proj", transposed=True),
     "blocks.feed_forward_norm": Location("transformer.h.{}.ln_2"),
-    "blocks.feed_forward.up": Location("transformer.h.{}.mlp.c_fc", 0, True),
-    "blocks.feed_forward.down": Location("transformer.h.{}.mlp.c_proj", 0, True),
+    "blocks.feed_forward.up": Location("transformer.h.{}.mlp.c_fc", transposed=True),
+    "blocks.feed_forward.down": Location("transformer.h.{}.mlp.c_proj", transposed=True),
     "norm": Location("transformer.ln_f"),
     "head": Location("lm_head"),
 }
+_QKV = ("blocks.attention.query", "blocks.attention.key", "blocks.attention.value")
 _LLAMA = {
     "embedding": Location("model.embed_tokens"),
     "blocks.attention_norm": Location("model.layers.{}.input_layernorm"),
@@ -126,6 +128,12 @@ _GEMMA_PLACES = _LLAMA | {
     "blocks.feed_forward_norm": Location("model.layers.{}.pre_feedforward_layernorm"),
     "blocks.feed_forward_end_norm": Location("model.layers.{}.post_feedforward_layernorm"),
 }
+_PHI3 = _LLAMA | {
+    **dict.fromkeys(_QKV, Location("model.layers.{}.self_attn.qkv_proj")),
+    **dict.fromkeys(
+        ("blocks.feed_forward.gate", "blocks.feed_forward.up"), Location("model.layers.{}.mlp.gate_up_proj")
+    ),
+}
 # Only sizes of weights: they determine those of the biases.
 _FACTORS: tuple[Factor, ...] = (
     ("embedding", 0, ("vocab_size",)),
@@ -138,9 +146,15 @@ _FACTORS: tuple[Factor, ...] = (
 )
 
 
+_PHI3_FACTORS: tuple[Factor, ...] = (
+    *_FACTORS[:2],
+    ("blocks.attention.out", 1, ("num_heads", "head_dim")),
+    ("blocks.feed_forward.down", 1, ("ffn_hidden_size",)),
+)
 _OLMO2_FACTORS = tuple(one for one in _FACTORS if one[0] != "blocks.attention.query_norm")  # it spans all heads
 # Families with windows.
-_SLIDING = ("mistral", "ministral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3")
+_SLIDING = ("mistral", "phi3", "ministral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3")
+_IN_ALL_LAYERS = ("mistral", "phi3")  # families whose windows are not by layer
 _TWO_ROPES = ("gemma3_text", "olmo3")  # families whose layers with a window have wavelengths of their own
 # Keys of a scaling of rotary positions beside its factor, each with our key.
 _ROPE_KEYS: dict[str, dict[str, str]] = {
@@ -222,6 +236,9 @@ class RotaryFormat(Format):
         if self.model_type in _SLIDING:
             given["windows"], more = _windows(self.model_type, json, given["unrotated_layers"])
             problems += more
+        if self.model_type == "phi3":
+            json, given["rotary_dim"], more = _partial(json)
+            problems += more
         if self.model_type in _TWO_ROPES:
             json, given["window_rope_theta"], more = _apart(json)
             problems += more
@@ -247,7 +264,7 @@ class RotaryFormat(Format):
         if self.model_type in _SLIDING:
             windows = [window(config, layer) for layer in range(config.num_layers)]
             more["sliding_window"] = max(windows) or None
-            if self.model_type != "mistral":
+            if self.model_type not in _IN_ALL_LAYERS:
                 more["layer_types"] = ["sliding_attention" if size else "full_attention" for size in windows]
             if self.model_type in ("qwen2", "qwen3", "smollm3"):
                 more["use_sliding_window"] = any(windows)
@@ -267,6 +284,8 @@ class RotaryFormat(Format):
                 more["pad_token_id"] = None  # transformers' default is beyond a small vocabulary
             case "seed_oss":
                 more |= {"mlp_bias": mlp_bias(config), "attention_out_bias": config.bias}
+            case "phi3":
+                more["partial_rotary_factor"] = rotary_dim(config) / head_dim(config)
             case "gemma2" | "gemma3_text":
                 scale = _first_set(config.attention_scale, head_dim(config) ** -0.5)
                 more |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": round(scale**-2)}
@@ -282,6 +301,7 @@ class RotaryFormat(Format):
         in_attention = config.bias, config.bias, False
         bias, of_projections, of_feed_forward = {
             "mistral": (False, False, False),
+            "phi3": (False, False, False),
             "ministral": (False, False, False),
             "qwen2": (False, True, False),
             **dict.fromkeys(("qwen3", "olmo2", "olmo3", "gemma2", "gemma3_text"), in_attention),
@@ -292,13 +312,16 @@ class RotaryFormat(Format):
         named |= {"unrotated_layers"} if self.model_type == "smollm3" else set()
         named |= {"window_rope_theta"} if self.model_type in _TWO_ROPES else set()
         if self.model_type in _SLIDING and len({*config.windows} - {0}) == 1:  # config.json has one size
-            block["windows"] = config.windows if self.model_type != "mistral" or all(config.windows) else ()
+            block["windows"] = config.windows if self.model_type not in _IN_ALL_LAYERS or all(config.windows) else ()
         if block["activation"] == "geglu":
             block["embedding_scale"] = math.sqrt(config.hidden_size)
             scale = config.attention_scale
             block["attention_scale"] = None if scale is None else round(scale**-2) ** -0.5
+        rotates, scales = (head_dim(config),), (config.rope_scaling,)
+        if self.model_type == "phi3":
+            rotates, scales = (int(head_dim(config) * (rotary_dim(config) / head_dim(config))),), (None,)
         return {
-            "position": ("rotary",), "rotary_dim": (head_dim(config),),
+            "position": ("rotary",), "rotary_dim": rotates, "rope_scaling": scales,
             "bias": (bias,), "qkv_bias": (of_projections,), "mlp_bias": (of_feed_forward,),
             **{key: (value,) for key, value in block.items() if key not in named},
         }  # fmt: skip
@@ -348,6 +371,22 @@ def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
         return theta, None, [f"rope_scaling: {first_problem(error, {})}"]
 
 
+def _partial(json: Json) -> tuple[Json, int | None, list[str]]:
+    """Return the keys without Phi's share of a head that rotates, its elements, and the reasons to refuse them."""
+    rope = _first_set(json.get("rope_parameters"), json.get("rope_scaling"), {})
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
+        return json, None, [f"rope_scaling is {shown(rope)}, megamix does not stretch Phi's wavelengths"]
+    share = _first_set(rope.get("partial_rotary_factor"), json.get("partial_rotary_factor"), 1.0)
+    heads: Any = json.get("num_attention_heads")
+    size: Any = json.get("head_dim")
+    if size is None and _at_least(heads, 1) and _at_least(json.get("hidden_size"), 1):
+        size = json["hidden_size"] // heads
+    if not (isinstance(share, float | int) and 0 < share <= 1 and _at_least(size, 1)):
+        return json, None, [f"partial_rotary_factor is {shown(share)} of heads of {shown(size)}, and must be a share"]
+    json = {**json, "partial_rotary_factor": None, "rope_parameters": {**rope, "partial_rotary_factor": None}}
+    return json, None if share == 1 else int(size * share), []
+
+
 def _apart(json: Json) -> tuple[Json, float, list[str]]:
     """Return the keys with the rotary positions of layers without a window, theta of the others, and the reasons to
     refuse them. Newer files have two tables in `rope_parameters`.
@@ -395,7 +434,7 @@ def _windows(model_type: str, json: Json, unrotated: tuple[int, ...]) -> tuple[t
         return (), [f"num_hidden_layers is {shown(layers)}, megamix reads the windows of at most {_MOST_LAYERS}"]
     if model_type in ("qwen2", "qwen3", "smollm3") and not json.get("use_sliding_window"):
         size = None
-    if model_type == "mistral" or kinds is None:
+    if model_type in _IN_ALL_LAYERS or kinds is None:
         patterns = {"gemma2": 2, "olmo3": 4, "gemma3_text": json.get("sliding_window_pattern")}
         every: Any = patterns.get(model_type, layers + 1)
         first: Any = json.get("max_window_layers", 28) if model_type in ("qwen2", "qwen3") else 0
@@ -458,6 +497,7 @@ FORMATS = (
     *(RotaryFormat(*names, "model.", _LLAMA, ROTARY_SIZES, ModelConfig, _FACTORS) for names in _ROTARY),
     RotaryFormat("olmo2", "Olmo2ForCausalLM", "model.", _OLMO2, ROTARY_SIZES, ModelConfig, _OLMO2_FACTORS),
     RotaryFormat("olmo3", "Olmo3ForCausalLM", "model.", _OLMO2, ROTARY_SIZES, ModelConfig, _OLMO2_FACTORS),
+    RotaryFormat("phi3", "Phi3ForCausalLM", "model.", _PHI3, ROTARY_SIZES, ModelConfig, _PHI3_FACTORS),
     RotaryFormat("gemma2", "Gemma2ForCausalLM", "model.", _GEMMA_PLACES, ROTARY_SIZES, ModelConfig, _FACTORS),
     RotaryFormat("gemma3_text", "Gemma3ForCausalLM", "model.", _GEMMA_PLACES, ROTARY_SIZES, ModelConfig, _FACTORS),
 )

@@ -14,10 +14,11 @@ OTHERS = 'train any other text model by family = "transformers", see docs/models
 
 
 class Location(NamedTuple):
-    """The place of a module's weight and bias in a Hugging Face folder: a name, with `{}` for the block's number."""
+    """The place of a module's weight and bias in a Hugging Face folder: a name, with `{}` for the block's number. A
+    tensor may hold several of our modules one after the other, in our order.
+    """
 
     name: str
-    part: int = 0  # index of the module in a tensor that holds several of our modules one after the other
     transposed: bool = False  # whether a matrix is stored as (in, out)
 
 

@@ -25,8 +25,8 @@ LLAMA = ModelConfig(
     vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=False
 )
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "granite", "smollm3", "seed_oss")
-WINDOWED = ("mistral", "ministral", "gemma2", "gemma3_text", "olmo3")
-_WHOLE_HEADS = ("qwen2", "olmo2", "olmo3", "granite", "smollm3", "gemma2", "gemma3_text")
+WINDOWED = ("mistral", "ministral", "gemma2", "gemma3_text", "olmo3", "phi3")
+_WHOLE_HEADS = ("qwen2", "olmo2", "olmo3", "granite", "smollm3", "gemma2", "gemma3_text", "phi3")
 _FULL, _SLIDES = "full_attention", "sliding_attention"
 
 
@@ -72,6 +72,10 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
             "ministral": {"sliding_window": 5, "layer_types": None if tied else [_FULL, _SLIDES, _SLIDES][:layers]},
             "gemma2": gemma | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": None if tied else 2.0},
             "gemma3_text": gemma | two_ropes | {"final_logit_softcapping": 2.0 if number % 4 == 1 else None},
+            "phi3": {
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0 if tied else 0.5},
+                "pad_token_id": None, "sliding_window": 5 if number % 4 == 2 else None,
+            },
             "olmo3": {"sliding_window": 5, "layer_types": [_FULL, _SLIDES, _SLIDES][:layers]} | two_ropes,
             "qwen2": {} if tied else {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
             "qwen3": {} if tied else {"use_sliding_window": True, "sliding_window": 64, "attention_bias": True},
