@@ -83,7 +83,25 @@ def _multiples(value: int, factor: int) -> str:
     return f"{below} or {below + factor}" if below else f"{factor}"
 
 
+def _latents_stand_alone(config: Config) -> Iterator[str]:
+    if (latent := config.model.latent_attention) is None:
+        return
+    for key in ("num_kv_heads", "head_dim", "rotary_dim", "qk_norm", "qkv_bias", "attention_gate"):
+        if (value := getattr(config.model, key)) != ModelConfig.model_fields[key].default:
+            yield (
+                f"model.{key}: got {value_text(value)}, and [model.latent_attention] is set, which has no such thing; "
+                f"leave {key} or [model.latent_attention] out"
+            )
+    if config.model.position == "rotary" and latent.rotary_dim % 2:
+        yield (
+            f"model.latent_attention.rotary_dim: got {latent.rotary_dim}, rotary positions turn pairs and need an "
+            f"even one; write rotary_dim = {_multiples(latent.rotary_dim, 2)}"
+        )
+
+
 def _heads_share_width(config: Config) -> Iterator[str]:
+    if getattr(config.model, "latent_attention", None):  # other families have no such key
+        return
     hidden_size, num_heads, head_dim = config.model.hidden_size, config.model.num_heads, config.model.head_dim
     size, rest = divmod(hidden_size, num_heads)
     # Twice num_heads, so that the proposal also gives rotary positions their even head size.
@@ -262,6 +280,7 @@ def _profile_ends_in_time(config: Config) -> Iterator[str]:
 
 
 _MODEL_CHECKS = (
+    _latents_stand_alone,
     _heads_share_width,
     _heads_share_keys,
     _unrotated_layers_are_there,

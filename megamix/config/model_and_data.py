@@ -73,6 +73,21 @@ class RopeScaling(Section):
     """yarn: factor of rotated queries and keys. Not set: 1 + ln(factor) / 10."""
 
 
+class LatentSizes(Section):
+    """Multi-head latent attention, as in DeepSeek-V2 and V3: keys and values come from a narrow latent of a token."""
+
+    kv_rank: Annotated[PositiveInt, Field(examples=[512])]
+    """Width of the latent of keys and values (kv_lora_rank)."""
+    query_rank: Annotated[PositiveInt | None, Field(examples=[1536])] = None
+    """Width of the latent of queries (q_lora_rank). Not set: queries have no latent."""
+    unrotated_dim: Annotated[PositiveInt, Field(examples=[128])]
+    """Elements of a head's query and key without positions (qk_nope_head_dim)."""
+    rotary_dim: Annotated[PositiveInt, Field(examples=[64])]
+    """Further elements, which rotary positions turn (qk_rope_head_dim); all heads share those of the key."""
+    value_dim: Annotated[PositiveInt, Field(examples=[128])]
+    """Elements of a head's value (v_head_dim)."""
+
+
 class FamilyConfig(Section):
     """Holds the one key that every model has: its family."""
 
@@ -88,7 +103,7 @@ class DecoderConfig(FamilyConfig):
     seq_len: Annotated[PositiveInt, Field(examples=[256])]
     """Tokens in one training sequence."""
     hidden_size: Annotated[PositiveInt, Field(examples=[192])]
-    """Width of the residual stream; a multiple of num_heads, unless head_dim is set."""
+    """Width of the residual stream; a multiple of num_heads, unless head_dim or latent_attention is set."""
     num_layers: Annotated[PositiveInt, Field(examples=[4])]
     """Number of transformer blocks."""
     tie_embeddings: bool = True
@@ -162,8 +177,13 @@ class ModelConfig(DecoderConfig):
     """Logits become cap * tanh(logit / cap). Not set: they stay."""
     attention_gate: bool = False
     """Whether attention's heads are multiplied by the sigmoid of a further projection before the last one."""
+    latent_attention: Annotated[
+        LatentSizes | None,
+        Field(examples=[{"kv_rank": 512, "unrotated_dim": 128, "rotary_dim": 64, "value_dim": 128}]),
+    ] = None
+    """Sizes of multi-head latent attention. Not set: the attention of the keys above."""
     attention_scale: PositiveFloat | None = None
-    """Factor of the products of queries and keys. Not set: 1 / sqrt(head_dim)."""
+    """Factor of the products of queries and keys. Not set: 1 / sqrt(elements of a head's query)."""
     embedding_scale: PositiveFloat = 1.0
     """Factor of the tokens' embeddings."""
     residual_scale: PositiveFloat = 1.0

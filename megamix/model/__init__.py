@@ -3,6 +3,7 @@
 language_model      the base class of every family: what a job asks of a model
 decoder             the base class of families of our own layers: read it first
 transformer         GPT-2, Llama, Mistral and Qwen
+latent_attention    multi-head latent attention, one of the transformer's two
 transformers_model  any text model of transformers, by its own modules
 family              the family that a configuration names, and its size
 layers              the leaf modules: how they are drawn and divided, and what they cost

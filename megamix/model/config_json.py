@@ -61,7 +61,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 # Settings of a block that distinguish families: those of a Llama, and what another family has in their place.
 _BLOCK: dict[str, Any] = {
     "norm": "rmsnorm", "activation": "swiglu", "windows": (), "window_rope_theta": None, "attention_gate": False,
-    "attention_softcap": None, "logit_softcap": None,
+    "latent_attention": None, "attention_softcap": None, "logit_softcap": None,
     "norm_place": "before", "qk_norm": False, "qk_norm_over": "head", "unrotated_layers": (), "attention_scale": None,
     "embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0,
 }  # fmt: skip

@@ -64,18 +64,19 @@ def param_rules(model: nn.Module) -> dict[str, ParamRule]:
 class Linear(nn.Linear):
     """A linear layer. `divides`: how tensor-parallel ranks divide it. "columns": each rank computes some columns of the
     output. "rows": each rank has a part of the input; the outputs are summed, and then the bias is added once. None:
-    each rank has the whole layer. `std`: standard deviation of the initial weights.
+    each rank has the whole layer. `within_heads`: each rank uses a whole layer's outputs for its own heads. `std`:
+    standard deviation of the initial weights.
     """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, ops: Ops, *,
-        std: float, divides: Literal["columns", "rows"] | None = None,
+        std: float, divides: Literal["columns", "rows"] | None = None, within_heads: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias)
         self.ops, self.divides, self.flops = ops, divides, 6 * in_features * out_features
         columns = 0 if divides == "columns" else None  # the weight is (out, in)
-        weight = ParamRule("normal", std, 1 if divides == "rows" else columns)
-        self.rules = {"weight": weight, "bias": ParamRule("zeros", divided=columns)}
+        weight = ParamRule("normal", std, 1 if divides == "rows" else columns, within_heads=within_heads)
+        self.rules = {"weight": weight, "bias": ParamRule("zeros", divided=columns, within_heads=within_heads)}
 
     def reset_parameters(self) -> None:
         """Draw nothing: the whole model draws its weights."""

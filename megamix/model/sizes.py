@@ -13,18 +13,31 @@ if TYPE_CHECKING:
 
 
 def head_dim(config: ModelConfig) -> int:
-    """Return the elements of one head."""
+    """Return the elements of one head in attention's kernels, which have one number for query, key and value."""
+    if latent := config.latent_attention:
+        return max(latent.unrotated_dim + latent.rotary_dim, latent.value_dim)
     return config.head_dim or config.hidden_size // config.num_heads
 
 
 def rotary_dim(config: ModelConfig) -> int:
     """Return the elements of a head that rotary positions turn."""
+    if config.latent_attention:
+        return config.latent_attention.rotary_dim
     return config.rotary_dim or head_dim(config)
 
 
 def window(config: ModelConfig, layer: int) -> int:
     """Return how many keys a query of a layer sees, its own included; 0 for all."""
     return config.windows[layer % len(config.windows)] if config.windows else 0
+
+
+def attention_flops(config: ModelConfig, layer: int, elements: int) -> int:
+    """Return the operations of a token's scores and weighted sums, forward and backward. `elements`: of all heads of a
+    query and of a value.
+    """
+    # For all positions, and for twice the keys of a window: the causal half is not subtracted.
+    seen = min(window(config, layer) or config.seq_len, config.seq_len)
+    return 6 * elements * (2 * config.seq_len - seen) * seen // config.seq_len
 
 
 def is_gated(activation: str) -> bool:
@@ -62,10 +75,22 @@ def fewest_params(config: ModelConfig) -> int:
     """Return the number of parameters in matrices and in tables of tokens. It is a lower bound of the number of all
     parameters, and nearly as large.
     """
-    heads = config.num_heads + num_kv_heads(config)  # half of the heads in query, out, key and value
-    widths = 2 * head_dim(config) * heads + (3 if is_gated(config.activation) else 2) * ffn_hidden_size(config)
-    tables = config.vocab_size * (1 if config.tie_embeddings else 2)
-    return config.hidden_size * (config.num_layers * widths + tables)
+    hidden_size, tables = config.hidden_size, config.vocab_size * (1 if config.tie_embeddings else 2)
+    feed_forward = (3 if is_gated(config.activation) else 2) * ffn_hidden_size(config)
+    return hidden_size * tables + config.num_layers * (_attention_params(config) + hidden_size * feed_forward)
+
+
+def _attention_params(config: ModelConfig) -> int:
+    hidden_size, num_heads = config.hidden_size, config.num_heads
+    if (latent := config.latent_attention) is None:
+        return 2 * hidden_size * head_dim(config) * (num_heads + num_kv_heads(config))
+    query = num_heads * (latent.unrotated_dim + latent.rotary_dim)
+    query_rank, kv_width = latent.query_rank, latent.kv_rank + latent.rotary_dim
+    return (
+        (hidden_size * query if query_rank is None else query_rank * (hidden_size + query))
+        + hidden_size * (kv_width + num_heads * latent.value_dim)
+        + latent.kv_rank * num_heads * (latent.unrotated_dim + latent.value_dim)
+    )
 
 
 def effective(config: ModelConfig) -> dict[str, Any]:

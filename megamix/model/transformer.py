@@ -14,6 +14,7 @@ from megamix.model import sizes
 from megamix.model.config_json import FORMATS
 from megamix.model.context import BlockCache, Documents
 from megamix.model.decoder import Branch, Decoder
+from megamix.model.latent_attention import LatentAttention
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm, RotaryTable, RotaryTables, TwoRotaryTables
 from megamix.model.ops import AttentionRule, Ops
 from megamix.model.recompute import recomputed
@@ -29,9 +30,7 @@ class Attention(Branch):
         self.rule = AttentionRule(sizes.window(config, layer), config.attention_softcap or 0.0)
         self.selective = config.recompute == "selective"
         query_size, kv_size = config.num_heads * self.head_dim, sizes.num_kv_heads(config) * self.head_dim
-        # For all positions, and for twice the keys of a window: the causal half is not subtracted.
-        seen = min(self.rule.window or config.seq_len, config.seq_len)
-        self.flops = 12 * query_size * (2 * config.seq_len - seen) * seen // config.seq_len
+        self.flops = sizes.attention_flops(config, layer, 2 * query_size)
         project = partial(Linear, config.hidden_size, bias=sizes.qkv_bias(config), ops=ops, divides="columns")
         std, end_std = config.init_std, sizes.branch_end_std(config)
         self.query, self.key, self.value = (project(size, std=std) for size in (query_size, kv_size, kv_size))
@@ -124,7 +123,10 @@ class Block(nn.Module):
         self.selective = config.recompute == "selective"
         before, after = config.norm_place != "after", config.norm_place != "before"
         self.attention_norm = _stream_norm(config, ops) if before else None
-        self.attention = Attention(config, ops, layer)
+        latent = config.latent_attention
+        self.attention: Branch = (
+            LatentAttention(config, latent, ops, layer) if latent else Attention(config, ops, layer)
+        )
         self.attention_end_norm = _stream_norm(config, ops) if after else None
         self.feed_forward_norm = _stream_norm(config, ops) if before else None
         self.feed_forward = FeedForward(config, ops)

@@ -12,7 +12,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from megamix.cli import main
-from megamix.config import Config, DataSource, RopeScaling, TransformersConfig, config_schema
+from megamix.config import Config, DataSource, LatentSizes, RopeScaling, TransformersConfig, config_schema
 from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig
 from megamix.config.model_and_data import DataStage
@@ -30,6 +30,7 @@ TABLES = {
     "[precision.loss_scale]": LossScaleConfig,
     "[metrics.wandb]": WandbConfig,
     "[model.rope_scaling]": RopeScaling,
+    "[model.latent_attention]": LatentSizes,
     '[model] with family = "transformers"': TransformersConfig,
     "[[data.train]]": DataSource,
     "[[data.stages]]": DataStage,

@@ -16,6 +16,10 @@ def kept_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
     gates = 2 if config.activation == "swiglu" else 1
     numbers = 2 * hidden  # the residual stream, in front of each norm
     numbers += query + 2 * key + query  # query, key, value and output of attention
+    if latent := config.latent_attention:
+        numbers += (1 if config.recompute == "selective" else 2) * sum(_latents(config))  # as projected, and as normed
+        if latent.value_dim < sizes.head_dim(config):
+            numbers += config.num_heads * latent.value_dim  # the output without padding
     numbers += gates * sizes.ffn_hidden_size(config)
     if config.recompute == "none":
         numbers += 2 * hidden + sizes.ffn_hidden_size(config)  # outputs of norms and activation function
@@ -30,8 +34,13 @@ def _head_sizes(config: ModelConfig) -> tuple[int, int]:
     return config.num_heads * head_dim, sizes.num_kv_heads(config) * head_dim
 
 
+def _latents(config: ModelConfig) -> list[int]:
+    latent = config.latent_attention
+    return [rank for rank in (latent.query_rank, latent.kv_rank) if rank] if latent else []
+
+
 def _statistics(config: ModelConfig) -> int:
     """FP32 numbers: of attention's softmax one a head, of RMSNorm one a row, of LayerNorm two."""
     of_norms = 2 * (2 if config.norm == "layernorm" else 1)
     of_heads = config.num_heads + sizes.num_kv_heads(config) if config.qk_norm else 0
-    return config.num_heads + of_norms + of_heads
+    return config.num_heads + of_norms + of_heads + len(_latents(config))

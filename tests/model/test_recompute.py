@@ -22,6 +22,9 @@ POSITIONS = torch.cat((torch.arange(7), torch.arange(SEQ_LEN - 7))).expand(BATCH
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True, "dropout": 0.1},
     "llama": {"num_kv_heads": 2, "ffn_hidden_size": 72},
+    "latent": {
+        "latent_attention": {"kv_rank": 12, "query_rank": 20, "unrotated_dim": 8, "rotary_dim": 4, "value_dim": 10}
+    },
     "qwen3": {"num_kv_heads": 1, "qk_norm": True, "head_dim": 16, "dropout": 0.2},
 }
 

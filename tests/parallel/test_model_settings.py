@@ -1,5 +1,6 @@
 """Settings of our transformer beyond Llama's train on every kind of mesh as one rank in FP64 does: YaRN, layers without
-rotary positions, norms over all heads, norms of outputs, and factors. What ranks cannot divide is refused.
+rotary positions, norms over all heads, norms of outputs, factors, and latent attention. What ranks cannot divide is
+refused.
 """
 
 from __future__ import annotations
@@ -14,18 +15,27 @@ from megamix.config import ConfigError, ModelConfig, model_problems
 from megamix.model.transformer import Transformer
 from megamix.tools.ranks import RankPool
 from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.layouts.judge import judge
 from megamix.tools.verify.layouts.layout_lines import verify_layout
 from tests.conftest import FULL
-from tests.tools.verify.jobs import make_config
+from tests.tools.verify.jobs import UPDATES, make_config, observe_bug
 from tests.train.jobs import tiny_job
 
+LATENT = {"kv_rank": 12, "query_rank": 20, "unrotated_dim": 8, "rotary_dim": 4, "value_dim": 10}
 SETTINGS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_scaling": {"rule": "yarn", "factor": 4.0, "original_seq_len": 16}},
     "unrotated": {"unrotated_layers": [1]},
     "norm over all heads": {"qk_norm": True, "qk_norm_over": "all"},
     "norms of outputs": {"norm_place": "after"},
+    "latents": {"num_kv_heads": None, "latent_attention": LATENT, "recompute": "selective"},
     "norms of both": {"norm_place": "both", "recompute": "selective"},
     "factors": {"attention_scale": 0.3, "embedding_scale": 2.5, "residual_scale": 0.6, "logit_divisor": 3.0},
+    "latents of keys": {
+        "num_kv_heads": None,
+        "latent_attention": {**LATENT, "query_rank": None, "value_dim": 16},
+        "windows": [5, 0],
+        "window_rope_theta": 100.0,
+    },
     "windows": {"windows": [5, 0]},
     "windows with their own wavelengths": {"windows": [5, 0], "window_rope_theta": 100.0},
     "rotary dim": {"rotary_dim": 4},
@@ -50,6 +60,14 @@ def test_each_setting_passes_verify_on_a_divided_mesh() -> None:
             config = make_config(layout, dtype=dtype, model=SETTINGS[setting])
             verdict = verify_layout(config, parse_layout(layout), pool)
             assert not verdict.differences, (setting, layout, dtype, str(verdict.differences[0]))
+
+
+def test_gradients_of_latents_that_tp_ranks_do_not_sum_are_caught(run_ranks) -> None:
+    config = make_config("tp2", loss_scale=4.0, model=SETTINGS["latents"])
+    ranks = run_ranks(observe_bug, 2, config, "heads_of_one_rank")
+    found = judge(config, ranks, torch.device("cpu"), UPDATES, None).differences
+    wrong = {one.where.partition("attention.")[2] for one in found if (one.attempt, one.check) == (0, "gradient")}
+    assert wrong == {f"{name}.weight" for name in ("query_down", "query_norm", "kv_down", "kv_norm", "rotated_key")}
 
 
 def test_norms_of_both_stand_around_each_part() -> None:

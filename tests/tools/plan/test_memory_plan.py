@@ -160,9 +160,11 @@ MORE_SHARDED = {
         1,
     ),
 }  # fmt: skip
+LATENT = {"kv_rank": 24, "query_rank": 40, "unrotated_dim": 16, "rotary_dim": 8, "value_dim": 20}
 MORE = {
     "llama fp16, one rank": ("dp1", {}),
     "llama, full recompute, divided": ("tp2", {"model": {"recompute": "full"}}),
+    "latent attention, divided": ("tp2", {"model": {"latent_attention": LATENT, "recompute": "selective"}}),
     "gpt fp16, two stages": ("pp2", {"model": GPT | {"num_layers": 5}}),
     "interleaved": ("pp2", {"model": {"num_layers": 5}, "parallelism": _pipeline("interleaved_1f1b")}),
     "interleaved, halves": (

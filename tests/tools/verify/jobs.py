@@ -161,6 +161,16 @@ def norm_of_one_rank() -> object:
     return _squares_times(lambda spec: float(dist.get_rank() == 0))
 
 
+def heads_of_one_rank() -> object:
+    """The first tensor-parallel rank's gradient of what each uses for its own heads counts as if it were the sum."""
+    right = tensor_parallel._place
+
+    def wrong(rule, shape, topology, sequence_parallel):
+        return right(replace(rule, within_heads=False), shape, topology, sequence_parallel=sequence_parallel)
+
+    return mock.patch.object(tensor_parallel, "_place", wrong)
+
+
 def positions_of_one_rank() -> object:
     """The first tensor-parallel rank's gradient of replicated parameters counts as if it were that of all positions."""
     right = tensor_parallel._place
@@ -331,6 +341,7 @@ BUGS: dict[str, Callable[[], object]] = {
         norm_leaves_out,
         norm_counts_replicated,
         norm_of_one_rank,
+        heads_of_one_rank,
         positions_of_one_rank,
         tables_in_half,
         table_moves_on_skipped,
