@@ -57,7 +57,8 @@ CASES = [
 def test_each_setting_passes_verify_on_a_divided_mesh() -> None:
     with RankPool(2) as pool:
         for setting, layout, dtype in CASES:
-            config = make_config(layout, dtype=dtype, model=SETTINGS[setting])
+            method = "heads" if "attention_softcap" in SETTINGS[setting] else "gather"
+            config = make_config(layout, dtype=dtype, cp_method=method, model=SETTINGS[setting])
             verdict = verify_layout(config, parse_layout(layout), pool)
             assert not verdict.differences, (setting, layout, dtype, str(verdict.differences[0]))
 
