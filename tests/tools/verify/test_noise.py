@@ -1,17 +1,21 @@
-"""Noise hides no mistake: `verify` names a model whose loss, when given targets, is not that of its logits, and a step
-that rounding alone moves far from FP64.
+"""Noise hides no mistake: `verify` names a model whose loss, when given targets, is not that of its logits, a step that
+rounding alone moves far from FP64, and a gradient that is a twentieth too large, also that of one matrix of a stack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megamix.model.layers import Head
+from megamix.model.layers import Head, ParamRule
+from megamix.model.transformer import FeedForward
 from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import load_trainer
@@ -76,3 +80,55 @@ def test_what_rounding_cannot_have_done_is_a_difference_and_what_it_does_is_none
     assert first.looks_like.startswith("a model or a loss that is not the same in FP64")
     assert right.differences == []
     assert right.worst["noise"] < 0.5
+
+
+class _Stack(nn.Module):
+    """Two matrices in one parameter; the second has a fiftieth of the effect. Some of its gradient is multiplied."""
+
+    factors = torch.tensor([1.0, 0.02])
+
+    def __init__(self, size: int, wrong: tuple[float, float]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, size, size))
+        self.rules, self.wrong = {"weight": ParamRule("normal", 0.2)}, wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        wrong = torch.tensor(self.wrong, dtype=x.dtype)[:, None, None]
+        weight = self.weight * wrong - (self.weight * (wrong - 1)).detach()
+        out: Tensor = torch.einsum("e,eoi,...i->...o", self.factors.to(x.dtype), weight, x)
+        return out
+
+
+@contextmanager
+def _stacks(wrong: tuple[float, float] = (1.0, 1.0)) -> Iterator[None]:
+    """Put a stack in front of each feed-forward part."""
+    build, right = FeedForward.__init__, FeedForward.forward
+
+    def init(self: Any, config: Any, ops: Any) -> None:
+        build(self, config, ops)
+        self.stack = _Stack(config.hidden_size, wrong)
+
+    with (
+        mock.patch.object(FeedForward, "__init__", init),
+        mock.patch.object(FeedForward, "forward", lambda self, x: right(self, x + self.stack(x))),
+    ):
+        yield
+
+
+def _observe_stacks(wrong: tuple[float, float]) -> list[ObservedStep]:
+    with _stacks(wrong):
+        return observe(CONFIG, UPDATES, None)
+
+
+@pytest.mark.parametrize("wrong", [(1.0, 1.0), (1.05, 1.0), (1.0, 1.05)])
+def test_a_gradient_that_is_a_twentieth_too_large_is_named_with_its_matrix(run_ranks, wrong) -> None:
+    ranks = run_ranks(_observe_stacks, 1, wrong)
+    with _stacks():
+        verdict = judge(CONFIG, ranks, torch.device("cpu"), UPDATES, None)
+    named = {one.where for one in verdict.differences if one.attempt == 0}
+    assert named == {
+        f"blocks.{layer}.feed_forward.stack.weight[{at}]" for layer in (0, 1) for at in (0, 1) if wrong[at] > 1
+    }
+    if wrong != (1.0, 1.0):
+        assert verdict.differences[0].check == "factor of the gradient"
+        assert verdict.differences[0].looks_like.endswith("times the right one, as a whole")

@@ -7,10 +7,10 @@ is not carried into the next one, and no bound has to grow with the steps. A run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,24 @@ from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import MASTER, UpdateScalars
 from megamix.tools.verify.core.bisect import RankTape, culprit
-from megamix.tools.verify.core.hypotheses import HALVES, RightStep, nearest
+from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, nearest
 from megamix.tools.verify.core.judge_matrices import judge_matrices
 from megamix.tools.verify.core.norm_kinds import explain_norm
 from megamix.tools.verify.core.observed_step import ObservedStep, Whole, assemble
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite
 from megamix.tools.verify.core.update_kinds import RightUpdate
-from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_noise
+from megamix.tools.verify.core.verdict import (
+    NOISE,
+    NOISIEST,
+    U32,
+    UNIT,
+    Tensors,
+    Verdict,
+    factor_bound,
+    gradient_bound,
+    norm_of,
+    note_noise,
+)
 
 # How much further from FP64 the gradient of a loss may be than that of logits; right families come to 1.4 times.
 LOSS_PATH = 4.0
@@ -112,6 +123,26 @@ def _tables(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], right:
             verdict.equal(number, "buffer", f"{name} on rank {rank}", got, want, explain)
 
 
+class _Matrix(NamedTuple):
+    """Gradients of a parameter, or of one matrix of a stack, FP64."""
+
+    name: str
+    of: str  # the parameter
+    grad: Tensor
+    want: Tensor  # FP64's at the same weights
+    near: Tensor  # one rank's in the precision of the layout
+    magnitudes: Tensor  # the sums of the micro-batches' magnitudes
+
+    @property
+    def noise(self) -> float:
+        return float((self.near - self.want).abs().max())
+
+    @property
+    def relative_noise(self) -> float:
+        norm = float(self.want.norm())
+        return float((self.near - self.want).norm()) / norm if norm else math.inf
+
+
 class _Judged:
     """One attempt and all its comparisons."""
 
@@ -171,13 +202,34 @@ class _Judged:
         self._loss_path(verdict, exact, native)
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
         divisor = self.divisor if self.dtype == torch.float16 else None
-        for name, grad in self.grads.items():
-            want = exact.grads[name]
-            noise = float((native.grads[name] - want).abs().max())
-            bound = gradient_bound(noise, exact.magnitudes[name], roundings, unit, divisor)
-            explain = partial(self.right.explain, name, self.grads, bound)
-            verdict.note(self.number, "gradient", name, float((grad - want).abs().max()), bound, explain)
+        known = len(verdict.differences)
+        matrices = [*self._matrices(exact, native)]
+        for one in matrices:
+            bound = gradient_bound(one.noise, one.magnitudes, roundings, unit, divisor)
+            explain = partial(self.right.explain, one.of, self.grads, bound)
+            verdict.note(self.number, "gradient", one.name, float((one.grad - one.want).abs().max()), bound, explain)
+        # A gradient that is mostly noise has no factor, such as that of a bias which the softmax takes out again.
+        judged = [one for one in matrices if one.relative_noise < NOISIEST[UNIT[self.dtype]]]
+        # One rank's factor may be right by chance, so each is held against the noise of all.
+        noise = max((abs(factor_of(one.near, one.want) - 1) for one in judged), default=0.0)
+        for one in judged if len(verdict.differences) == known else ():
+            bound = factor_bound(noise, one.want, one.magnitudes, roundings, unit, divisor)
+            factor = factor_of(one.grad, one.want)
+            text = f"{factor:.6g} times the right one, as a whole"
+            verdict.note(self.number, "factor of the gradient", one.name, abs(factor - 1), bound, text)
         self._loss(verdict, exact, native)
+
+    def _matrices(self, exact: Step, native: Step) -> Iterator[_Matrix]:
+        """Yield the gradients. The matrices of a stack come one by one: an expert's may be a twentieth of another's,
+        whose rounding is no measure of its own.
+        """
+        for name, grad in self.grads.items():
+            tensors = grad, exact.grads[name], native.grads[name], exact.magnitudes[name]
+            if grad.dim() < 3:
+                yield _Matrix(name, name, *tensors)
+            else:
+                for number, rows in enumerate(zip(*tensors, strict=True)):
+                    yield _Matrix(f"{name}[{number}]", name, *rows)
 
     def _loss_path(self, verdict: Verdict, exact: Step, native: Step) -> None:
         """Check that the model's loss, given targets, is no further from FP64 than its logits are.

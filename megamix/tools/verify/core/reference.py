@@ -31,7 +31,7 @@ class Step:
     loss: float
     losses: list[float]  # loss of each micro-batch
     grads: Tensors  # FP64, gradients of the loss without a scale
-    magnitudes: dict[str, float]  # by parameter: the largest sum of magnitudes over the micro-batches
+    magnitudes: Tensors  # FP64, of each element of a gradient: the sum of its magnitudes over the micro-batches
 
 
 class ExactOps(Ops):
@@ -176,9 +176,8 @@ def _step(
                 part = grad.to("cpu", torch.float64) * (share / own)
                 grads[name] += part
                 magnitudes[name] += part.abs()
-    largest = {name: float(total.max()) for name, total in magnitudes.items()}
     mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
-    return Step(mean, losses, grads, largest)
+    return Step(mean, losses, grads, magnitudes)
 
 
 def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

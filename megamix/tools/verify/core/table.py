@@ -11,7 +11,7 @@ from megamix.tools.verify.core.verdict import Verdict
 # Columns of the table, with the checks that each one counts.
 COLUMNS = {
     "loss": ("loss",),
-    "gradients": ("gradient",),
+    "gradients": ("gradient", "factor of the gradient"),
     "norm": ("norm", "largest"),
     "weights": ("weight", "initial weight", DIRECTION, f"{DIRECTION} in FP64"),
     "moments": ("exp_avg", "exp_avg_sq", "momentum_buffer", "velocity", "row_var", "col_var", "variance", SOURCE),

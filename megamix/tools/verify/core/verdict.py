@@ -100,16 +100,30 @@ def norm_of(grads: Tensors) -> float:
     return math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
 
 
-def gradient_bound(noise: float, magnitude: float, roundings: int, unit: float, divisor: float | None) -> float:
+def gradient_bound(noise: float, magnitudes: Tensor, roundings: int, unit: float, divisor: float | None) -> float:
     """Return how far a gradient may be from FP64's at the same weights.
 
     It is NOISE times the rounding error on one rank, the largest over the parameter. One rank does not round the sums
     over micro-batches and ranks. Each of these adds one rounding, in the sums' dtype, of a partial sum that is at most
-    the sum of magnitudes. Scaled gradients below FP16's normal numbers round to multiples of 2^-24.
+    the sum of `magnitudes`. Scaled gradients below FP16's normal numbers round to multiples of 2^-24.
     `divisor`: the factor in a scaled FP16 gradient, else None.
     """
     tiny = 2.0**-25 * roundings / divisor if divisor else 0.0
-    return NOISE * noise + roundings * unit * magnitude + tiny
+    return NOISE * noise + roundings * unit * float(magnitudes.max()) + tiny
+
+
+def factor_bound(
+    noise: float, right: Tensor, magnitudes: Tensor, roundings: int, unit: float, divisor: float | None
+) -> float:
+    """Return how far from 1 the factor of a gradient along FP64's may be.
+
+    `noise`: the largest error of a factor on one rank. Each sum adds an independent rounding to each element, as in
+    `gradient_bound`. In the factor they add up to one number, whose deviation is the root of their squares' sum.
+    """
+    tiny = 2.0**-25 * roundings / divisor if divisor else 0.0
+    square = right.square().sum()
+    deviation = roundings * unit * (right * magnitudes).norm() / square + tiny / square.sqrt()
+    return NOISE * (noise + float(deviation))
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
