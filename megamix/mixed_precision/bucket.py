@@ -75,7 +75,7 @@ class BucketBytes:
         storage = STORAGE[sharding.shard]
         states = [
             sum((span.end - span.start) * groups[span.group].state_bytes for span in plan.shard_spans(number))
-            for number in (range(plan.num_shards) if shard is None else [shard])
+            for number in (plan.unlike_shards() if shard is None else [shard])
         ]
         return cls(
             plan=plan,

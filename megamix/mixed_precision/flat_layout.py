@@ -135,6 +135,13 @@ class BucketPlan:
         )
         return tuple(span for span in clipped if span.start < span.end)
 
+    def unlike_shards(self) -> set[int]:
+        """Return the numbers of shards of which one has the spans of any shard: those at a span's border, and the next
+        ones.
+        """
+        at_borders = {border // self.shard_numel for span in self.spans for border in (span.start, span.end)}
+        return {shard for first in at_borders for shard in (first, first + 1) if shard < self.num_shards}
+
     def padded_ends(self) -> list[int]:
         """Return the end of each parameter's padding, where the next parameter starts."""
         return [*(slot.start for slot in self.slots[1:]), self.padded_numel]

@@ -95,6 +95,7 @@ def test_a_model_too_large_for_any_data_parallel_rank_is_cut_by_advice_that_fits
     assert cut_lines[-1].startswith("fits: ")
 
 
+@pytest.mark.uncounted
 def test_the_first_setting_of_shard_that_fits_is_named_and_comes_first_among_the_changes() -> None:
     overrides = ["parallelism.tp_size=1", "parallelism.pp_size=1", "training.global_batch_size=64"]
     lines = [*plan_lines(load_config(CONFIGS / "llama3.1-70b.toml", overrides), 64, "160GiB", "gpu", False)]
@@ -114,6 +115,7 @@ def test_a_pipeline_is_told_why_parameters_are_left_out() -> None:
     assert 'left out: parallelism.shard: got "parameters" with pp_size 4, but a pipeline would gather' in line
 
 
+@pytest.mark.uncounted
 def test_micro_batches_that_owners_add_up_are_a_change_of_their_own() -> None:
     config = load_config(CONFIGS / "llama3.1-8b.toml")  # 8 micro-batches a step, whose gradients stay
     lines = [*plan_lines(config, 64, "12GiB", "gpu", False)]
@@ -135,6 +137,7 @@ def test_why_a_share_of_the_gradients_saves_nothing_is_said_where_they_stay() ->
     assert title("training.micro_batch_size=1", "training.global_batch_size=8") == ""
 
 
+@pytest.mark.uncounted
 def test_where_no_change_is_enough_that_is_said() -> None:
     whole = ["parallelism.tp_size=1", "parallelism.pp_size=1", "model.num_layers=30"]
     config = load_config(CONFIGS / "llama3.1-70b.toml", whole)
@@ -142,6 +145,7 @@ def test_where_no_change_is_enough_that_is_said() -> None:
     assert "the model must be cut into more parts (parallelism.shard, " in last
 
 
+@pytest.mark.uncounted
 def test_shares_of_all_that_is_held_are_counted_on_more_ranks() -> None:
     config = load_config(CONFIGS / "llama3.1-8b.toml")  # 16 bytes of each parameter are 15 GiB on 8 ranks
     lines = [*plan_lines(config, 8, "16GB", "gpu", False)]
@@ -153,6 +157,7 @@ def test_shares_of_all_that_is_held_are_counted_on_more_ranks() -> None:
     assert re.search(r" and (16|32|64) data-parallel ranks: .*, fits, ", together)
 
 
+@pytest.mark.uncounted
 def test_sixteen_thousand_ranks_need_no_ranks() -> None:
     config = load_config(CONFIGS / "llama3.2-1b.toml", ["training.global_batch_size=32768"])
     (text,) = plan_lines(config, 16_384, None, "gpu", True)
