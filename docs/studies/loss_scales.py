@@ -101,16 +101,16 @@ def run(scale: LossScale, limits: Tensor) -> Outcome:
 
 
 def measure(small: bool = False) -> Findings:
-    # Small: headroom at full length all the same, since its promise is of 20,000 steps.
+    # Small: headroom at full length all the same where limits move, since its promise is of 20,000 steps.
     by_rule = {
         rule: {
-            world: run(new_scale(), limits)
+            world: run(new_scale(), limits[:300] if small and world == "fixed" else limits)
             for world, limits in worlds(300 if small and rule != "headroom" else STEPS).items()
         }
         for rule, new_scale in RULES.items()
     }
-    seeds = 2 if small else 12
-    return Findings(by_rule, [run(HeadroomLossScale(), worlds(STEPS, seed)[NOISY]) for seed in range(seeds)])
+    others = [run(HeadroomLossScale(), worlds(STEPS, seed)[NOISY]) for seed in range(1, 2 if small else 12)]
+    return Findings(by_rule, [by_rule["headroom"][NOISY], *others])
 
 
 def text(findings: Findings) -> str:
