@@ -63,6 +63,7 @@ def _observe_all(configs: list[Config]) -> list[Any]:
     return [observe(config, 2, 1) for config in configs]
 
 
+@pytest.mark.uncounted
 def test_verify_passes_an_axis_of_parts(rows: None, run_ranks) -> None:
     configs = [
         _verified("rows2tp2", "fp16", packing="documents"),
@@ -226,6 +227,7 @@ def test_replicas_over_dp_train_as_one_process_and_resume(run_ranks, tmp_path: P
             assert all(torch.equal(found[name], weight) for name, weight in weights[step].items()), step
 
 
+@pytest.mark.uncounted
 def test_verify_passes_replicas(run_ranks) -> None:
     configs = [
         make_config("replicas2dp2", dtype="fp16", shard="gradients"),

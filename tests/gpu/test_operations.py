@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,6 +23,8 @@ from megamix.mixed_precision import census, fused_update, links, unseen_writes
 from megamix.mixed_precision import engine as engine_module
 from megamix.model.transformer import Transformer
 from tests.gpu.h100 import fake_tensors
+
+pytestmark = pytest.mark.uncounted
 
 CONFIG = Path(__file__).parents[2] / "configs/llama3.2-1b.toml"
 BUCKETS, LAYERS = 22, 16

@@ -35,6 +35,7 @@ from tests.tools.bench.tiny import WORK, fork_ranks
 TINY = HostSettings(rounds=1, steps=1, layers=4, width=8, work=replace(WORK, micro_batch_size=1, lr=1e-3))
 
 
+@pytest.mark.uncounted
 def test_the_bench_runs_from_end_to_end_and_all_sides_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_ranks(monkeypatch)
     result = host(TINY)

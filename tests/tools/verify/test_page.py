@@ -76,6 +76,7 @@ def _verify(run_ranks, name: str, ranks: int = 1) -> Verdict:
     return judge_trainer(load_trainer(where, ranks=ranks), run_ranks(watch_trainer, ranks, where, 3))
 
 
+@pytest.mark.uncounted
 def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
     run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
