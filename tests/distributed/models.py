@@ -22,6 +22,16 @@ class Block(nn.Module):
         return x + self.gain * self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Bent(nn.Linear):
+    """A block that is compiled to three kernels instead of a dozen."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(super().forward(x))
+
+
 class TinyModel(nn.Module):
     """Embedding, three blocks, and a head. `tied`: the head is the embedding's weight. `recompute`: blocks run again in
     backward.
@@ -54,6 +64,15 @@ class TinyModel(nn.Module):
 def make_model(tied: bool = True, recompute: bool = False) -> TinyModel:
     torch.manual_seed(7)
     return TinyModel(tied, recompute)
+
+
+def compiled_model(tied: bool = True, *, compiled: bool = True) -> TinyModel:
+    """Return a model whose blocks are compiled, or the same model with blocks that are not."""
+    model = make_model(tied)
+    model.blocks = nn.ModuleList(Bent() for _ in model.blocks)
+    for block in model.blocks if compiled else ():
+        block.compile(dynamic=False)
+    return model
 
 
 def make_batch(step: int, rank: int, micro_batch: int) -> Tensor:

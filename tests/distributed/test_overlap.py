@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding, StaticLossScale, TorchLossScale
 from tests.conftest import FULL
 from tests.distributed.late_gather import late_gathers
-from tests.distributed.models import loss_of, make_batch, make_model
+from tests.distributed.models import compiled_model, loss_of, make_batch, make_model
 from tests.distributed.test_equals_reference import Case, differences, run_engine
 from tests.engines import bf16_engine, make_engine
 
@@ -197,10 +197,7 @@ def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[fl
     """Return (losses compiled, losses plain, number of the blocks' graphs)."""
 
     def train(compiled: bool) -> list[float]:
-        model = make_model()
-        if compiled:
-            for block in model.blocks:
-                block.compile(dynamic=False)
+        model = compiled_model(compiled=compiled)
         precision = Precision(torch.float16, loss_scale=StaticLossScale(2.0**8), reduce_dtype=reduce_dtype)
         settings = {"clip_grad": 0.5, "compile_update": compiled}
         engine = make_engine(model, None, precision, shard="states", bucket_size=1500, **settings)

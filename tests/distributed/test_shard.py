@@ -31,7 +31,7 @@ from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.update_slice import MASTER
 from tests.conftest import FULL
 from tests.distributed import test_equals_reference as plain
-from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
+from tests.distributed.models import TinyModel, compiled_model, loss_of, make_batch, make_model
 from tests.distributed.test_equals_reference import OPTIMIZERS, check_cases
 from tests.engines import bf16_engine, make_engine, train_step
 
@@ -226,10 +226,7 @@ def test_one_rank_adds_up_micro_batches_as_a_plain_loop_does() -> None:
 def _engine(
     shard: str = "parameters", group: dist.ProcessGroup | None = None, compiled: bool = False, grad_accum_steps: int = 1
 ) -> ShardedEngine:
-    model = make_model(tied=False)
-    if compiled:
-        for block in model.blocks:
-            block.compile(dynamic=False)
+    model = compiled_model(tied=False) if compiled else make_model(tied=False)
     return bf16_engine(model, shard=shard, topology=Topology.current(group), grad_accum_steps=grad_accum_steps)
 
 
