@@ -214,13 +214,13 @@ def _added_by_owners(seed: int, dp_size: int, count: int) -> list[plain.Case]:
 
 @pytest.mark.parametrize("dp_size", [2, 4])
 def test_micro_batches_that_owners_add_up_equal_a_plain_loop(run_ranks, dp_size: int) -> None:
-    cases = _added_by_owners(dp_size, dp_size, 40 if FULL else 8)
+    cases = _added_by_owners(dp_size, dp_size, 40 if FULL else 5)
     wrong = run_ranks(check_cases, dp_size, cases, deadline_s=600.0)
     assert not any(wrong), "\n".join(sum(wrong, [])[:5])
 
 
 def test_one_rank_adds_up_micro_batches_as_a_plain_loop_does() -> None:
-    assert check_cases(_added_by_owners(1, 1, 20 if FULL else 8)) == []
+    assert check_cases(_added_by_owners(1, 1, 20 if FULL else 5)) == []
 
 
 def _engine(

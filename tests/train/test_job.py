@@ -239,7 +239,7 @@ def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_rank
         size = (
             {"steps": 400, "global_batch_size": 32, "micro_batch_size": 16}
             if FULL
-            else {"steps": 100, "global_batch_size": 16, "micro_batch_size": 8}
+            else {"steps": 60, "global_batch_size": 16, "micro_batch_size": 8}
         )
         steps = size | {"eval_interval": 0}
         config = tiny_job(folder, precision={"dtype": dtype}, training=steps, metrics={"tensorboard": False})
