@@ -24,6 +24,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"num_kv_heads": 2, "head_dim": 20, "qk_norm": True},
     {"num_kv_heads": 2, "qkv_bias": True, "activation": "gelu_tanh"},
     {"qkv_bias": False, "bias": True},
+    {"activation": "geglu", "norm": "rmsnorm_1p", "norm_place": "both", "attention_gate": True},
 ]
 # As their makers publish them; transformers counts the same.
 PUBLISHED = {
@@ -32,6 +33,7 @@ PUBLISHED = {
     "llama3.1-8b": 8_030_261_248,
     "llama3.1-8b-long": 8_030_261_248,
     "llama3.1-70b": 70_553_706_496,
+    "gemma3-270m": 268_098_176,
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-0.6b": 596_049_920,
 }
@@ -68,6 +70,14 @@ def test_a_configuration_has_its_family_s_published_parameters_and_starts_on_8_d
     assert parameter_count(config.model) == sum(parameter.numel() for parameter in model.parameters()) == count
     copy = config.parallelism.tp_size * config.parallelism.pp_size
     assert check_world_size(config, max(8, copy)) == []
+
+
+def test_a_window_counts_the_pairs_of_query_and_key_that_it_leaves() -> None:
+    whole, windowed = (flops_per_token(config_of(windows=windows)) for windows in ((), (5, 0, 0)))
+    # A query of the first layer sees 1, 2, 3, 4 and then 5 keys of 12; each pair costs four products and their
+    # gradients, 12 operations an element, and what is counted is twice the causal half less the diagonal's.
+    pairs = 1 + 2 + 3 + 4 + 8 * 5
+    assert whole - windowed == 12 * 32 * (12 - (2 * pairs - 5) / 12)
 
 
 def test_the_70_b_configuration_s_layout_fits_its_comment() -> None:
