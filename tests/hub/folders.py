@@ -73,7 +73,7 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
             "gemma2": gemma | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": None if tied else 2.0},
             "gemma3_text": gemma | two_ropes | {"final_logit_softcapping": 2.0 if number % 4 == 1 else None},
             "phi3": {
-                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0 if tied or head_dim % 4 else 0.5},
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5 if half else 1.0},
                 "pad_token_id": None, "sliding_window": 5 if number % 4 == 2 else None,
             },
             "olmo3": {"sliding_window": 5, "layer_types": [_FULL, _SLIDES, _SLIDES][:layers]} | two_ropes,
