@@ -56,6 +56,7 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
         if number % 4 == 2:
             rope |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SEQ_LEN}
             rope |= {} if tied else {"beta_fast": 20.0, "attention_factor": 1.3}
+        half = not tied and head_dim % 4 == 0  # of a head, an even number of elements
         gemma = {
             "sliding_window": 5,
             "query_pre_attn_scalar": head_dim if tied else 7,
