@@ -1,23 +1,23 @@
 """The formats of GPT-2, Llama, Mistral, Ministral, Qwen 2 and 3, Gemma 2 and 3 (text), OLMo 2 and 3, Phi 3 and 4,
 Granite, SmolLM3 and Seed-OSS in the library transformers, with the tensor names of its modeling_*.py and the defaults
-and rules of its configuration_*.py.
+and rules of its configuration_*.py. `FORMATS`, at the end, has a row for each.
 
 A model that megamix's transformer cannot compute is refused. Keys that change neither weights nor logits, such as
 `use_cache`, are not read. Dropout is not read: it belongs to a training, not to a model.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from megamix.config import ModelConfig, RopeScaling, model_problems
+from megamix.config import DecoderConfig, ModelConfig, RopeScaling, model_problems
 from megamix.model.formats import OTHERS, Factor, Format, Json, Location, first_problem, shown
-from megamix.model.sizes import effective, head_dim, mlp_bias, qkv_bias, rotary_dim, window
+from megamix.model.sizes import effective, head_dim, rotary_dim, window
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_UNSET_OR_ONE = (None, 1, 1.0)
 _MOST_LAYERS = 10_000  # of a list with an entry for each layer
 # The sizes of the section [model], each with its key in config.json.
 GPT2_SIZES = {
@@ -29,61 +29,21 @@ ROTARY_SIZES = {
     "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim", "ffn_hidden_size": "intermediate_size",
 }  # fmt: skip
-# transformers' defaults of keys that config.json may lack.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8},
-    "qwen2": {"max_position_embeddings": 32768},
-    "qwen3": {"max_position_embeddings": 32768, "head_dim": 128},
-    "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
-    "ministral": {"max_position_embeddings": 131072, "num_key_value_heads": 8},
-    "gemma2": {
-        "max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True,
-        "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
-    },
-    "gemma3_text": {
-        "max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True,
-        "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
-    },
-    "olmo3": {
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_local_base_freq": 500000.0,
-    },
-    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
-    "granite": {"max_position_embeddings": 2048},
-    "smollm3": {
-        "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
-        "rope_theta": 2000000.0, "no_rope_layer_interval": 4, "sliding_window": None,
-    },
-    "seed_oss": {
-        "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True
-    },
+# transformers' defaults of keys that a rotary format's config.json may lack, unless its row has others.
+_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "attention_bias": False, "attention_out_bias": False, "mlp_bias": False,
+    "sliding_window": 4096, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+    "logits_scaling": 1.0, "attn_logit_softcapping": None, "final_logit_softcapping": None,
 }  # fmt: skip
-# Settings of a block that distinguish families: those of a Llama, and what another family has in their place.
-_BLOCK: dict[str, Any] = {
-    "norm": "rmsnorm", "activation": "swiglu", "windows": (), "window_rope_theta": None, "attention_gate": False,
-    "latent_attention": None, "attention_softcap": None, "logit_softcap": None,
-    "norm_place": "before", "qk_norm": False, "qk_norm_over": "head", "unrotated_layers": (), "attention_scale": None,
-    "embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0,
-}  # fmt: skip
-_OLMO: dict[str, Any] = {"norm_place": "after", "qk_norm": True, "qk_norm_over": "all"}
-_GEMMA: dict[str, Any] = {"norm": "rmsnorm_1p", "activation": "geglu", "norm_place": "both"}
-_BLOCK_OF: dict[str, dict[str, Any]] = {
-    "qwen3": {"qk_norm": True},
-    "olmo2": _OLMO,
-    "olmo3": _OLMO,
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA | {"qk_norm": True},
+# Keys of the section [model] that every format can express, beside the sizes and those of every family.
+_ANYWHERE = ("norm_eps", "rope_theta", "rope_scaling", "rotary_dim", "scaled_init")
+# The other keys, each with the value that a format has unless it says otherwise.
+_PLAIN: dict[str, Any] = {
+    key: known.default
+    for key, known in ModelConfig.model_fields.items()
+    if key not in (*DecoderConfig.model_fields, *ROTARY_SIZES, *_ANYWHERE)
 }
-# Settings that a family's config.json names, each with its key there.
-_CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
-_NAMED_BLOCK: dict[str, dict[str, str]] = {
-    "granite": {
-        "attention_scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier", "logit_divisor": "logits_scaling",
-    },
-    "gemma2": _CAPS,
-    "gemma3_text": _CAPS,
-}  # fmt: skip
 _GPT2 = {
     "embedding": Location("transformer.wte"),
     "position_embedding": Location("transformer.wpe"),
@@ -98,7 +58,6 @@ _GPT2 = {
     "norm": Location("transformer.ln_f"),
     "head": Location("lm_head"),
 }
-_QKV = ("blocks.attention.query", "blocks.attention.key", "blocks.attention.value")
 _LLAMA = {
     "embedding": Location("model.embed_tokens"),
     "blocks.attention_norm": Location("model.layers.{}.input_layernorm"),
@@ -115,59 +74,39 @@ _LLAMA = {
     "norm": Location("model.norm"),
     "head": Location("lm_head"),
 }
-_OLMO2 = {
-    name: place
-    for name, place in _LLAMA.items()
-    if not name.endswith("attention_norm") and name != "blocks.feed_forward_norm"
-} | {
+_OLMO = _LLAMA | {
     "blocks.attention_end_norm": Location("model.layers.{}.post_attention_layernorm"),
     "blocks.feed_forward_end_norm": Location("model.layers.{}.post_feedforward_layernorm"),
 }
-_GEMMA_PLACES = _LLAMA | {
-    "blocks.attention_end_norm": Location("model.layers.{}.post_attention_layernorm"),
-    "blocks.feed_forward_norm": Location("model.layers.{}.pre_feedforward_layernorm"),
-    "blocks.feed_forward_end_norm": Location("model.layers.{}.post_feedforward_layernorm"),
-}
+_GEMMA = _OLMO | {"blocks.feed_forward_norm": Location("model.layers.{}.pre_feedforward_layernorm")}
 _PHI3 = _LLAMA | {
-    **dict.fromkeys(_QKV, Location("model.layers.{}.self_attn.qkv_proj")),
-    **dict.fromkeys(
-        ("blocks.feed_forward.gate", "blocks.feed_forward.up"), Location("model.layers.{}.mlp.gate_up_proj")
-    ),
+    "blocks.attention.query": Location("model.layers.{}.self_attn.qkv_proj"),
+    "blocks.attention.key": Location("model.layers.{}.self_attn.qkv_proj"),
+    "blocks.attention.value": Location("model.layers.{}.self_attn.qkv_proj"),
+    "blocks.feed_forward.gate": Location("model.layers.{}.mlp.gate_up_proj"),
+    "blocks.feed_forward.up": Location("model.layers.{}.mlp.gate_up_proj"),
 }
 # Only sizes of weights: they determine those of the biases.
 _FACTORS: tuple[Factor, ...] = (
     ("embedding", 0, ("vocab_size",)),
     ("embedding", 1, ("hidden_size",)),
     ("position_embedding", 0, ("seq_len",)),
-    ("blocks.attention.query_norm", 0, ("head_dim",)),
     ("blocks.attention.query", 0, ("num_heads", "head_dim")),
     ("blocks.attention.key", 0, ("num_kv_heads", "head_dim")),
     ("blocks.feed_forward.up", 0, ("ffn_hidden_size",)),
 )
-
-
 _PHI3_FACTORS: tuple[Factor, ...] = (
     *_FACTORS[:2],
     ("blocks.attention.out", 1, ("num_heads", "head_dim")),
     ("blocks.feed_forward.down", 1, ("ffn_hidden_size",)),
 )
-_OLMO2_FACTORS = tuple(one for one in _FACTORS if one[0] != "blocks.attention.query_norm")  # it spans all heads
-# Families with windows.
-_SLIDING = ("mistral", "phi3", "ministral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3")
-_IN_ALL_LAYERS = ("mistral", "phi3")  # families whose windows are not by layer
-_TWO_ROPES = ("gemma3_text", "olmo3")  # families whose layers with a window have wavelengths of their own
-# Keys of a scaling of rotary positions beside its factor, each with our key.
-_ROPE_KEYS: dict[str, dict[str, str]] = {
-    "linear": {},
-    "llama3": {
-        "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_seq_len",
-    },
-    "yarn": {
-        "beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attention_factor",
-        "original_max_position_embeddings": "original_seq_len",
-    },
-}  # fmt: skip
+# Keys of each scaling of rotary positions under [model], and those that have another name in config.json.
+_ROPE_KEYS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_seq_len"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "original_seq_len"),
+}
+_ROPE_NAMES = {"original_seq_len": "original_max_position_embeddings"}
 
 
 class GPT2Format(Format):
@@ -192,139 +131,258 @@ class GPT2Format(Format):
         }  # fmt: skip
 
     def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-        return {
-            "norm": ("layernorm",), "position": ("learned",), "activation": ("gelu_tanh", "gelu"), "bias": (True,),
-            "qkv_bias": (True,), "mlp_bias": (True,), "num_kv_heads": (config.num_heads,),
-            "head_dim": (config.hidden_size // config.num_heads,),
-            **{key: (value,) for key, value in _BLOCK.items() if key not in ("norm", "activation")},
+        fits = _PLAIN | {
+            "norm": "layernorm", "position": "learned", "bias": True, "qkv_bias": True, "mlp_bias": True,
+            "num_kv_heads": config.num_heads, "head_dim": config.hidden_size // config.num_heads,
         }  # fmt: skip
+        return {key: (value,) for key, value in fits.items()} | {"activation": ("gelu_tanh", "gelu")}
 
 
-class RotaryFormat(Format):
-    """The format of Llama and of families that differ from it in biases, norms and factors. A Mistral without a window
-    is a Llama, and is exported as one.
+class _Part:
+    """A feature of some formats that takes more than a key to read or to write."""
+
+    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+        """Add to the section [model] what config.json says of the feature. Take away keys that no other may see.
+
+        Raises: ValueError with the reason to refuse it.
+        """
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the keys of config.json that describe the feature."""
+        return {}
+
+    def fits(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the values that the format can express, the nearest ones to those of `config`."""
+        return {}
+
+
+Slides = Callable[[Json, Mapping[str, Any], int], bool]  # (keys, section, layer) -> whether the layer has the window
+_KINDS = ("sliding_attention", "full_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows(_Part):
+    """The windows of layers. `layer_types` names the layers that have one, if it is there; otherwise the rule does.
+
+    `by_layer`: False if transformers reads no `layer_types`. `switch`: whether a key turns windows on.
     """
 
-    def read(self, json: Json) -> ModelConfig:
-        json = {"num_key_value_heads": None, "head_dim": None, **_DEFAULTS[self.model_type], **json}
-        attention_bias, feed_forward_bias = json.get("attention_bias", False), json.get("mlp_bias", False)
-        given = _BLOCK | _BLOCK_OF.get(self.model_type, {})
-        match self.model_type:
-            case "llama" | "granite" | "smollm3":
-                given |= {"bias": attention_bias, "mlp_bias": feed_forward_bias}
-            case "qwen2":
-                given |= {"qkv_bias": True}
-            case "qwen3" | "olmo2" | "olmo3" | "gemma2" | "gemma3_text":
-                given |= {"bias": attention_bias, "mlp_bias": False}
-            case "seed_oss":
-                out_bias = json.get("attention_out_bias", False)
-                given |= {"bias": out_bias, "qkv_bias": attention_bias, "mlp_bias": feed_forward_bias}
-        named = _NAMED_BLOCK.get(self.model_type, {})
-        given |= {ours: json.get(key, 1.0 if named is not _CAPS else None) for ours, key in named.items()}
-        if given["activation"] == "geglu":
-            problems = _unlike(json, "hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
-            if json.get("use_bidirectional_attention"):
-                problems.append("use_bidirectional_attention is set, attention in megamix is causal")
-            given |= _gemma_factors(json, problems)
+    rule: Slides = lambda keys, given, layer: True
+    by_layer: bool = True
+    switch: bool = False
+
+    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+        layers: Any = keys.get("num_hidden_layers")
+        size, kinds = keys["sliding_window"], keys.get("layer_types")
+        if not _at_least(layers, 1):
+            return  # refused as a size
+        if layers > _MOST_LAYERS:
+            told = f"megamix reads the windows of at most {_MOST_LAYERS}"
+            raise ValueError(f"num_hidden_layers is {shown(layers)}, {told}")
+        if self.switch and not keys.get("use_sliding_window"):
+            size = None
+        if not self.by_layer or kinds is None:
+            slides = [self.rule(keys, given, layer) and size is not None for layer in range(layers)]
+        elif not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
+            told = f"must be a list with num_hidden_layers {layers} entries, {' or '.join(_KINDS)}"
+            raise ValueError(f"layer_types is {shown(kinds)}, and {told}")
         else:
-            problems = _unlike(json, "hidden_act", "silu", ("silu", "swish"))
-        for key in ("attention_bias", "attention_out_bias", "mlp_bias"):
-            problems += _unlike(json, key, False, (False, True))
-        if self.model_type == "smollm3":
-            given["unrotated_layers"], more = _unrotated(json)
-            problems += more
-        if self.model_type in _SLIDING:
-            given["windows"], more = _windows(self.model_type, json, given["unrotated_layers"])
-            problems += more
-        if self.model_type == "phi3":
-            json, given["rotary_dim"], more = _partial(json)
-            problems += more
-        if self.model_type in _TWO_ROPES:
-            json, given["window_rope_theta"], more = _apart(json)
-            problems += more
-        theta, scaling, rope_problems = _read_rope(json)
-        if given["window_rope_theta"] == theta and scaling is None:
+            slides = [kind == _KINDS[0] for kind in kinds]
+        if not any(slides) or _at_least(size, keys["max_position_embeddings"]):  # as long as any sequence: it is none
+            return
+        if not _at_least(size, 1):
+            raise ValueError(f"sliding_window is {shown(size)}, and must be a positive whole number")
+        windows = tuple(size if slide else 0 for slide in slides)
+        period = next(n for n in range(1, layers + 1) if all(windows[at] == windows[at % n] for at in range(layers)))
+        given["windows"] = windows[:period]
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        windows = [window(config, layer) for layer in range(config.num_layers)]
+        keys: dict[str, Any] = {"sliding_window": max(windows) or None}
+        if self.by_layer:
+            keys["layer_types"] = [_KINDS[not size] for size in windows]
+        if self.switch:
+            keys["use_sliding_window"] = any(windows)
+        return keys
+
+    def fits(self, config: ModelConfig) -> dict[str, Any]:
+        has_one_size = len({*config.windows} - {0}) == 1
+        return {"windows": config.windows} if has_one_size and (self.by_layer or all(config.windows)) else {}
+
+
+class _Unrotated(_Part):
+    """Layers without rotary positions, as SmolLM3 has."""
+
+    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+        layers, rotated = keys.get("num_hidden_layers"), keys.get("no_rope_layers")
+        interval: Any = keys["no_rope_layer_interval"]
+        if rotated is None and isinstance(layers, int) and layers <= _MOST_LAYERS and _at_least(interval, 1):
+            rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+        if not isinstance(rotated, list) or len(rotated) != layers:
+            raise ValueError(f"no_rope_layers is {shown(rotated)}, and must be a list with an entry for each layer")
+        given["unrotated_layers"] = tuple(layer for layer, turns in enumerate(rotated) if not turns)
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        rotated = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
+        return {"no_rope_layers": rotated, "pad_token_id": None}  # the default of it is beyond a small vocabulary
+
+    def fits(self, config: ModelConfig) -> dict[str, Any]:
+        return {"unrotated_layers": config.unrotated_layers}
+
+
+class _Rope(_Part):
+    """The wavelengths of rotary positions. Older files have theta beside `rope_scaling`, newer files have it inside
+    `rope_parameters`.
+    """
+
+    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+        rope = _rope_table(keys)
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"rope_parameters or rope_scaling is {shown(rope)}, and must be a table")
+        theta: float = _first_set(rope.get("rope_theta"), keys.get("rope_theta"), 10000.0)
+        problems = [
+            f"partial_rotary_factor is {shown(table['partial_rotary_factor'])}, megamix rotates whole heads"
+            for table in (keys, rope)
+            if table.get("partial_rotary_factor") not in (None, 1, 1.0)
+        ]
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            problems.append("rope_parameters differ by layer, megamix has one table for all layers")
+        if problems:
+            raise ValueError("; ".join(problems))
+        given |= {"rope_theta": theta, "rope_scaling": _read_scaling(rope, keys["max_position_embeddings"])}
+        if given["rope_scaling"] is None and given.get("window_rope_theta") == theta:
             given["window_rope_theta"] = None
-        _refuse(json, problems + rope_problems)
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        # transformers 4 and 5 both read these two keys; 4 does not know 5's `rope_parameters`.
+        return {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config)}
+
+
+class _PartlyRotated(_Part):
+    """A share of each head that rotates, as in Phi, whose wavelengths megamix does not stretch."""
+
+    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+        rope = _rope_table(keys)
+        if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise ValueError(f"rope_scaling is {shown(rope)}, megamix does not stretch Phi's wavelengths")
+        share = _first_set(rope.get("partial_rotary_factor"), keys.get("partial_rotary_factor"), 1.0)
+        heads, size = keys.get("num_attention_heads"), keys["head_dim"]
+        if size is None and _at_least(heads, 1) and _at_least(keys.get("hidden_size"), 1):
+            size = keys["hidden_size"] // heads
+        if not (isinstance(share, float | int) and 0 < share <= 1 and _at_least(size, 1)):
+            raise ValueError(f"partial_rotary_factor is {shown(share)} of heads of {shown(size)}, and must be a share")
+        keys |= {"partial_rotary_factor": None, "rope_parameters": {**rope, "partial_rotary_factor": None}}
+        given["rotary_dim"] = None if share == 1 else int(size * share)
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        return {"partial_rotary_factor": rotary_dim(config) / head_dim(config)}
+
+    def fits(self, config: ModelConfig) -> dict[str, Any]:
+        size = head_dim(config)
+        return {"rotary_dim": int(size * (rotary_dim(config) / size)), "rope_scaling": None}
+
+
+class _TwoRopes(_Part):
+    """Wavelengths of their own in layers with a window. Newer files have two tables in `rope_parameters`."""
+
+    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+        rope, windowed = keys.get("rope_parameters"), {}
+        if isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values()):
+            windowed, keys["rope_parameters"] = (_first_set(rope.get(kind), {}) for kind in _KINDS)
+        if not isinstance(windowed, Mapping) or windowed.get("rope_type", "default") != "default":
+            raise ValueError(
+                f"rope_parameters of sliding_attention are {shown(windowed)}, megamix does not stretch them"
+            )
+        given["window_rope_theta"] = _first_set(windowed.get("rope_theta"), keys["rope_local_base_freq"])
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        own = _first_set(config.window_rope_theta, config.rope_theta)
+        whole = (_scaling(config) or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
+        ropes = {"full_attention": whole, "sliding_attention": {"rope_type": "default", "rope_theta": own}}
+        return {"rope_parameters": ropes, "rope_local_base_freq": own}  # transformers 5 reads the first, 4 the second
+
+    def fits(self, config: ModelConfig) -> dict[str, Any]:
+        return {"window_rope_theta": config.window_rope_theta}
+
+
+class _GemmaFactors(_Part):
+    """Gemma's activation, and its factors, which follow from sizes."""
+
+    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+        problems = _unlike(keys, "hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
+        if keys.get("use_bidirectional_attention"):
+            problems.append("use_bidirectional_attention is set, attention in megamix is causal")
+        width: Any = keys.get("hidden_size")
+        scalar: Any = keys.get("query_pre_attn_scalar", 256)
+        if not _at_least(scalar, 1) or scalar >= 2**63:
+            problems.append(f"query_pre_attn_scalar is {shown(scalar)}, and must be a positive whole number")
+        if problems:
+            raise ValueError("; ".join(problems))
+        # a wrong width is refused by itself
+        given["embedding_scale"] = math.sqrt(width) if _at_least(width, 1) and width < 2**63 else 1.0
+        given["attention_scale"] = None if scalar == keys["head_dim"] else scalar**-0.5
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        scale = _first_set(config.attention_scale, head_dim(config) ** -0.5)
+        return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": _scalar(scale)}
+
+    def fits(self, config: ModelConfig) -> dict[str, Any]:
+        scale = config.attention_scale
+        nearest = None if scale is None else _scalar(scale) ** -0.5
+        return {"embedding_scale": math.sqrt(config.hidden_size), "attention_scale": nearest}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RotaryFormat(Format):
+    """The format of Llama and of families that differ from it in norms, biases, factors and windows. A Mistral without
+    a window is a Llama, and is exported as one.
+    """
+
+    base: str = "model."
+    places: Mapping[str, Location] = field(default_factory=lambda: _LLAMA)
+    size_keys: Mapping[str, str] = field(default_factory=lambda: ROTARY_SIZES)
+    section: type[DecoderConfig] = ModelConfig
+    factors: tuple[Factor, ...] = _FACTORS
+    block: Mapping[str, Any] = field(default_factory=dict)  # keys of [model] whose value is the family's
+    named: Mapping[str, str] = field(default_factory=dict)  # further keys of [model], each with its key in config.json
+    parts: tuple[_Part, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers', of keys that config.json may lack
+
+    def read(self, json: Json) -> ModelConfig:
+        keys = {**_DEFAULTS, **self.defaults, **json}
+        given = {**self.block, **{ours: keys[theirs] for ours, theirs in self.named.items()}}
+        problems = []
+        if self.block.get("activation") != "geglu":
+            problems += _unlike(keys, "hidden_act", "silu", ("silu", "swish"))
+        for key in ("attention_bias", "attention_out_bias", "mlp_bias"):
+            problems += _unlike(keys, key, False, (False, True))
+        for part in (*self.parts, _Rope()):
+            try:
+                part.read(keys, given)
+            except ValueError as error:
+                problems.append(str(error))
+        _refuse(json, problems)
         return _possible(self.config_of(
-            json, norm_eps=json.get("rms_norm_eps", 1e-6),
-            position="rotary", rope_theta=theta, rope_scaling=scaling,
-            tie_embeddings=json.get("tie_word_embeddings", False), scaled_init=False, **given,
+            keys, norm_eps=keys["rms_norm_eps"], tie_embeddings=keys["tie_word_embeddings"], scaled_init=False, **given
         ))  # fmt: skip
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        scaling: dict[str, Any] | None = None
-        if config.rope_scaling is not None:
-            scaling = {"rope_type": config.rope_scaling.rule, "factor": config.rope_scaling.factor}
-            keys = _ROPE_KEYS[config.rope_scaling.rule]
-            values = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in keys.items()}
-            scaling |= {key: value for key, value in values.items() if value is not None}
-        named = _NAMED_BLOCK.get(self.model_type, {})
-        more: dict[str, Any] = {key: getattr(config, ours) for ours, key in named.items()}
-        if self.model_type in _SLIDING:
-            windows = [window(config, layer) for layer in range(config.num_layers)]
-            more["sliding_window"] = max(windows) or None
-            if self.model_type not in _IN_ALL_LAYERS:
-                more["layer_types"] = ["sliding_attention" if size else "full_attention" for size in windows]
-            if self.model_type in ("qwen2", "qwen3", "smollm3"):
-                more["use_sliding_window"] = any(windows)
-        if self.model_type in _TWO_ROPES:
-            own = _first_set(config.window_rope_theta, config.rope_theta)
-            whole = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
-            windowed = {"rope_type": "default", "rope_theta": own}
-            # transformers 5 reads the first, 4 the second.
-            more["rope_parameters"] = {"full_attention": whole, "sliding_attention": windowed}
-            more["rope_local_base_freq"] = own
-        match self.model_type:
-            case "llama" | "granite":
-                more["mlp_bias"] = mlp_bias(config)
-            case "smollm3":
-                rotated = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
-                more |= {"mlp_bias": mlp_bias(config), "no_rope_layers": rotated}
-                more["pad_token_id"] = None  # transformers' default is beyond a small vocabulary
-            case "seed_oss":
-                more |= {"mlp_bias": mlp_bias(config), "attention_out_bias": config.bias}
-            case "phi3":
-                more["partial_rotary_factor"] = rotary_dim(config) / head_dim(config)
-            case "gemma2" | "gemma3_text":
-                scale = _first_set(config.attention_scale, head_dim(config) ** -0.5)
-                more |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": round(scale**-2)}
-        return {
-            **self.sizes_of(effective(config)), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
-            # transformers 4 and 5 both read these two keys; 4 does not know 5's `rope_parameters`.
-            "rope_theta": config.rope_theta, "rope_scaling": scaling, "attention_dropout": 0.0,
-            "attention_bias": qkv_bias(config) if self.model_type == "seed_oss" else config.bias, **more,
+        values = effective(config)
+        keys = {
+            **self.sizes_of(values), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
+            "attention_bias": False, "attention_dropout": 0.0,
+            **{theirs: values[ours] for ours, theirs in self.named.items()},
         }  # fmt: skip
+        for part in (*self.parts, _Rope()):
+            keys |= part.write(config)
+        return keys
 
     def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-        alike = config.bias, config.bias, mlp_bias(config)
-        in_attention = config.bias, config.bias, False
-        bias, of_projections, of_feed_forward = {
-            "mistral": (False, False, False),
-            "phi3": (False, False, False),
-            "ministral": (False, False, False),
-            "qwen2": (False, True, False),
-            **dict.fromkeys(("qwen3", "olmo2", "olmo3", "gemma2", "gemma3_text"), in_attention),
-            "seed_oss": (config.bias, qkv_bias(config), mlp_bias(config)),
-        }.get(self.model_type, alike)
-        block = _BLOCK | _BLOCK_OF.get(self.model_type, {})
-        named = {*_NAMED_BLOCK.get(self.model_type, {})}
-        named |= {"unrotated_layers"} if self.model_type == "smollm3" else set()
-        named |= {"window_rope_theta"} if self.model_type in _TWO_ROPES else set()
-        if self.model_type in _SLIDING and len({*config.windows} - {0}) == 1:  # config.json has one size
-            block["windows"] = config.windows if self.model_type not in _IN_ALL_LAYERS or all(config.windows) else ()
-        if block["activation"] == "geglu":
-            block["embedding_scale"] = math.sqrt(config.hidden_size)
-            scale = config.attention_scale
-            block["attention_scale"] = None if scale is None else round(scale**-2) ** -0.5
-        rotates, scales = (head_dim(config),), (config.rope_scaling,)
-        if self.model_type == "phi3":
-            rotates, scales = (int(head_dim(config) * (rotary_dim(config) / head_dim(config))),), (None,)
-        return {
-            "position": ("rotary",), "rotary_dim": rotates, "rope_scaling": scales,
-            "bias": (bias,), "qkv_bias": (of_projections,), "mlp_bias": (of_feed_forward,),
-            **{key: (value,) for key, value in block.items() if key not in named},
-        }  # fmt: skip
+        bias = "bias" in self.named and config.bias
+        fits = _PLAIN | {"rotary_dim": head_dim(config), "bias": bias, "qkv_bias": bias, "mlp_bias": bias, **self.block}
+        for part in self.parts:
+            fits |= part.fits(config)
+        return {key: (value,) for key, value in fits.items() if key not in self.named}
 
 
 def _possible(model: ModelConfig) -> ModelConfig:
@@ -334,134 +392,59 @@ def _possible(model: ModelConfig) -> ModelConfig:
     return model
 
 
-def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
-    """Return theta, the scaling, and the reasons to refuse them. Older files have theta beside `rope_scaling`, newer
-    files have it inside `rope_parameters`.
+def _rope_table(keys: Json) -> Any:
+    return _first_set(keys.get("rope_parameters"), keys.get("rope_scaling"), {})
+
+
+def _read_scaling(rope: Json, seq_len: Any) -> RopeScaling | None:
+    """Return the scaling of rotary positions. `seq_len`: that of the earlier training, if the table does not say.
+
+    Raises: ValueError with the reason to refuse it.
     """
-    rope = _first_set(json.get("rope_parameters"), json.get("rope_scaling"), {})
-    if not isinstance(rope, Mapping):
-        return 0.0, None, [f"rope_parameters or rope_scaling is {shown(rope)}, and must be a table"]
-    theta: float = _first_set(rope.get("rope_theta"), json.get("rope_theta"), 10000.0)
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
-    problems = [
-        f"partial_rotary_factor is {shown(table['partial_rotary_factor'])}, megamix rotates whole heads"
-        for table in (json, rope)
-        if table.get("partial_rotary_factor") not in _UNSET_OR_ONE
-    ]
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        problems.append("rope_parameters differ by layer, megamix has one table for all layers")
-    if kind == "default" or problems:
-        return theta, None, problems
+    if kind == "default":
+        return None
     if kind not in [*_ROPE_KEYS]:  # a list compares by ==: the kind may be anything
-        known = ", ".join(map(repr, ("default", *_ROPE_KEYS)))
-        return theta, None, [*problems, f"rope_type is {shown(kind)}, megamix has {known}"]
-    for key in ("mscale", "mscale_all_dim", "truncate"):  # DeepSeek's and gpt-oss's
-        if rope.get(key) not in (None, True):
-            problems.append(f"rope_scaling: {key} is {shown(rope[key])}, which megamix does not have")
-    keys = {"factor": "factor", **_ROPE_KEYS[kind]}
-    given = {ours: rope[key] for key, ours in keys.items() if rope.get(key) is not None}
+        raise ValueError(f"rope_type is {shown(kind)}, megamix has {', '.join(map(repr, ('default', *_ROPE_KEYS)))}")
+    unknown = [key for key in ("mscale", "mscale_all_dim", "truncate") if rope.get(key) not in (None, True)]
+    if unknown:  # DeepSeek's and gpt-oss's
+        told = (f"rope_scaling: {key} is {shown(rope[key])}, which megamix does not have" for key in unknown)
+        raise ValueError("; ".join(told))
+    named = {key: rope.get(_ROPE_NAMES.get(key, key)) for key in _ROPE_KEYS[kind]}
+    given = {key: value for key, value in named.items() if value is not None}
     if kind != "linear":
-        given.setdefault("original_seq_len", json["max_position_embeddings"])
-        if isinstance(given["original_seq_len"], int) and given["original_seq_len"] >= 2**63:
-            told = shown(given["original_seq_len"])
-            return theta, None, [*problems, f"rope_scaling: original_max_position_embeddings is {told}"]
+        given.setdefault("original_seq_len", seq_len)
+        if _at_least(given["original_seq_len"], 2**63):
+            raise ValueError(f"rope_scaling: original_max_position_embeddings is {shown(given['original_seq_len'])}")
     try:
-        return theta, RopeScaling(rule=kind, **given), problems
+        return RopeScaling(rule=kind, **given)
     except ValidationError as error:
-        return theta, None, [f"rope_scaling: {first_problem(error, {})}"]
+        raise ValueError(f"rope_scaling: {first_problem(error, {})}") from None
 
 
-def _partial(json: Json) -> tuple[Json, int | None, list[str]]:
-    """Return the keys without Phi's share of a head that rotates, its elements, and the reasons to refuse them."""
-    rope = _first_set(json.get("rope_parameters"), json.get("rope_scaling"), {})
-    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
-        return json, None, [f"rope_scaling is {shown(rope)}, megamix does not stretch Phi's wavelengths"]
-    share = _first_set(rope.get("partial_rotary_factor"), json.get("partial_rotary_factor"), 1.0)
-    heads: Any = json.get("num_attention_heads")
-    size: Any = json.get("head_dim")
-    if size is None and _at_least(heads, 1) and _at_least(json.get("hidden_size"), 1):
-        size = json["hidden_size"] // heads
-    if not (isinstance(share, float | int) and 0 < share <= 1 and _at_least(size, 1)):
-        return json, None, [f"partial_rotary_factor is {shown(share)} of heads of {shown(size)}, and must be a share"]
-    json = {**json, "partial_rotary_factor": None, "rope_parameters": {**rope, "partial_rotary_factor": None}}
-    return json, None if share == 1 else int(size * share), []
+def _scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """Return the table `rope_scaling`."""
+    if (scaling := config.rope_scaling) is None:
+        return None
+    values = {_ROPE_NAMES.get(key, key): getattr(scaling, key) for key in _ROPE_KEYS[scaling.rule]}
+    return {"rope_type": scaling.rule, **{key: value for key, value in values.items() if value is not None}}
 
 
-def _apart(json: Json) -> tuple[Json, float, list[str]]:
-    """Return the keys with the rotary positions of layers without a window, theta of the others, and the reasons to
-    refuse them. Newer files have two tables in `rope_parameters`.
-    """
-    rope, windowed = json.get("rope_parameters"), {}
-    if isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values()):
-        windowed, whole = (_first_set(rope.get(kind), {}) for kind in ("sliding_attention", "full_attention"))
-        json = {**json, "rope_parameters": whole}
-    if not isinstance(windowed, Mapping) or windowed.get("rope_type", "default") != "default":
-        return json, 0.0, [f"rope_parameters of sliding_attention are {shown(windowed)}, megamix does not stretch them"]
-    return json, _first_set(windowed.get("rope_theta"), json["rope_local_base_freq"]), []
-
-
-def _gemma_factors(json: Json, problems: list[str]) -> dict[str, Any]:
-    """Return the factors that Gemma's sizes decide. Add the reasons to refuse them."""
-    width: Any = json.get("hidden_size")
-    scalar: Any = json.get("query_pre_attn_scalar", 256)
-    if not _at_least(scalar, 1) or scalar >= 2**63:
-        problems.append(f"query_pre_attn_scalar is {shown(scalar)}, and must be a positive whole number")
-        return {}
-    factor = math.sqrt(width) if _at_least(width, 1) and width < 2**63 else 1.0  # a wrong width is refused by itself
-    return {"embedding_scale": factor, "attention_scale": None if scalar == json["head_dim"] else scalar**-0.5}
-
-
-def _unrotated(json: Json) -> tuple[tuple[int, ...], list[str]]:
-    """Return SmolLM3's layers without rotary positions, and the reasons to refuse them."""
-    layers, interval = json.get("num_hidden_layers"), json["no_rope_layer_interval"]
-    rotated = json.get("no_rope_layers")
-    if rotated is None and isinstance(layers, int) and layers <= _MOST_LAYERS and _at_least(interval, 1):
-        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if not isinstance(rotated, list) or len(rotated) != layers:
-        return (), [f"no_rope_layers is {shown(rotated)}, and must be a list with an entry for each layer"]
-    return tuple(layer for layer, turns in enumerate(rotated) if not turns), []
-
-
-def _windows(model_type: str, json: Json, unrotated: tuple[int, ...]) -> tuple[tuple[int, ...], list[str]]:
-    """Return the windows of a model's layers, and the reasons to refuse them. `layer_types` names the layers that have
-    the window, if it is there; otherwise each family has a rule.
-    """
-    size, kinds = json.get("sliding_window", 4096), json.get("layer_types")
-    layers: Any = json.get("num_hidden_layers")
-    if not _at_least(layers, 1):
-        return (), []  # refused as a size
-    if layers > _MOST_LAYERS:
-        return (), [f"num_hidden_layers is {shown(layers)}, megamix reads the windows of at most {_MOST_LAYERS}"]
-    if model_type in ("qwen2", "qwen3", "smollm3") and not json.get("use_sliding_window"):
-        size = None
-    if model_type in _IN_ALL_LAYERS or kinds is None:
-        patterns = {"gemma2": 2, "olmo3": 4, "gemma3_text": json.get("sliding_window_pattern")}
-        every: Any = patterns.get(model_type, layers + 1)
-        first: Any = json.get("max_window_layers", 28) if model_type in ("qwen2", "qwen3") else 0
-        for key, value, least in (("sliding_window_pattern", every, 1), ("max_window_layers", first, 0)):
-            if not _at_least(value, least):
-                return (), [f"{key} is {shown(value)}, and must be a whole number, at least {least}"]
-        slides = [layer >= first and (layer + 1) % every != 0 for layer in range(layers)]
-        if model_type == "smollm3":
-            slides = [layer in unrotated for layer in range(layers)]
-        slides = [slide and size is not None for slide in slides]
-    else:
-        known = ("sliding_attention", "full_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            told = f"must be a list with num_hidden_layers {layers} entries, {' or '.join(known)}"
-            return (), [f"layer_types is {shown(kinds)}, and {told}"]
-        slides = [kind == known[0] for kind in kinds]
-    if not any(slides) or _at_least(size, json["max_position_embeddings"]):  # a window as long as any sequence is none
-        return (), []
-    if not _at_least(size, 1):
-        return (), [f"sliding_window is {shown(size)}, and must be a positive whole number"]
-    windows = tuple(size if slide else 0 for slide in slides)
-    period = next(n for n in range(1, layers + 1) if all(windows[at] == windows[at % n] for at in range(layers)))
-    return windows[:period], []
+def _scalar(scale: float) -> int:
+    """Return Gemma's whole number for a factor of the products of queries and keys, 1 / sqrt(number)."""
+    return max(1, round(scale**-2))
 
 
 def _at_least(value: Any, other: Any) -> bool:
     return isinstance(value, int) and isinstance(other, int) and value >= other
+
+
+def _whole(keys: Json, key: str, least: int) -> int:
+    """Return a number of config.json. Raises: ValueError with the reason to refuse it."""
+    value: Any = keys[key]
+    if not _at_least(value, least):
+        raise ValueError(f"{key} is {shown(value)}, and must be a whole number, at least {least}")
+    return int(value)
 
 
 def _unlike(json: Json, key: str, default: Any, allowed: tuple[Any, ...]) -> list[str]:
@@ -482,22 +465,70 @@ def _first_set(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-_ROTARY = (
-    ("llama", "LlamaForCausalLM"),
-    ("mistral", "MistralForCausalLM"),
-    ("ministral", "MinistralForCausalLM"),
-    ("qwen2", "Qwen2ForCausalLM"),
-    ("qwen3", "Qwen3ForCausalLM"),
-    ("granite", "GraniteForCausalLM"),
-    ("smollm3", "SmolLM3ForCausalLM"),
-    ("seed_oss", "SeedOssForCausalLM"),
-)
-FORMATS = (
+_BIAS = {"bias": "attention_bias"}
+_BIASES = _BIAS | {"mlp_bias": "mlp_bias"}
+_CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+_OLMO_BLOCK = {"norm_place": "after", "qk_norm": True, "qk_norm_over": "all", "mlp_bias": False}
+_GEMMA_BLOCK = {"norm": "rmsnorm_1p", "activation": "geglu", "norm_place": "both", "mlp_bias": False}
+_MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
+_QWEN = {"max_position_embeddings": 32768, "max_window_layers": 28}
+_QWEN_WINDOWS = _Windows(lambda keys, given, layer: layer >= _whole(keys, "max_window_layers", 0), switch=True)
+_SMOL_WINDOWS = _Windows(lambda keys, given, layer: layer in given.get("unrotated_layers", ()), switch=True)
+_GEMMA3_WINDOWS = _Windows(lambda keys, given, layer: (layer + 1) % _whole(keys, "sliding_window_pattern", 1) != 0)
+FORMATS: tuple[Format, ...] = (
     GPT2Format("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, GPT2_SIZES, ModelConfig, _FACTORS),
-    *(RotaryFormat(*names, "model.", _LLAMA, ROTARY_SIZES, ModelConfig, _FACTORS) for names in _ROTARY),
-    RotaryFormat("olmo2", "Olmo2ForCausalLM", "model.", _OLMO2, ROTARY_SIZES, ModelConfig, _OLMO2_FACTORS),
-    RotaryFormat("olmo3", "Olmo3ForCausalLM", "model.", _OLMO2, ROTARY_SIZES, ModelConfig, _OLMO2_FACTORS),
-    RotaryFormat("phi3", "Phi3ForCausalLM", "model.", _PHI3, ROTARY_SIZES, ModelConfig, _PHI3_FACTORS),
-    RotaryFormat("gemma2", "Gemma2ForCausalLM", "model.", _GEMMA_PLACES, ROTARY_SIZES, ModelConfig, _FACTORS),
-    RotaryFormat("gemma3_text", "Gemma3ForCausalLM", "model.", _GEMMA_PLACES, ROTARY_SIZES, ModelConfig, _FACTORS),
-)
+    RotaryFormat("llama", "LlamaForCausalLM", named=_BIASES),
+    RotaryFormat("mistral", "MistralForCausalLM", parts=(_Windows(by_layer=False),), defaults=_MISTRAL),
+    RotaryFormat("ministral", "MinistralForCausalLM", parts=(_Windows(),), defaults=_MISTRAL),
+    RotaryFormat("qwen2", "Qwen2ForCausalLM", block={"qkv_bias": True}, parts=(_QWEN_WINDOWS,), defaults=_QWEN),
+    RotaryFormat(
+        "qwen3", "Qwen3ForCausalLM", block={"qk_norm": True, "mlp_bias": False}, named=_BIAS, parts=(_QWEN_WINDOWS,),
+        defaults=_QWEN | {"head_dim": 128},
+    ),
+    RotaryFormat(
+        "granite", "GraniteForCausalLM", named=_BIASES | {
+            "attention_scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier", "logit_divisor": "logits_scaling",
+        },
+    ),
+    RotaryFormat(
+        "smollm3", "SmolLM3ForCausalLM", named=_BIASES, parts=(_Unrotated(), _SMOL_WINDOWS),
+        defaults={
+            "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
+            "rope_theta": 2000000.0, "no_rope_layer_interval": 4, "sliding_window": None,
+        },
+    ),
+    RotaryFormat(
+        "seed_oss", "SeedOssForCausalLM", named=_BIASES | {"bias": "attention_out_bias", "qkv_bias": "attention_bias"},
+        defaults=_MISTRAL | {"max_position_embeddings": 524288, "head_dim": 128, "attention_bias": True},
+    ),
+    RotaryFormat(
+        "olmo2", "Olmo2ForCausalLM", places=_OLMO, block=_OLMO_BLOCK, named=_BIAS, defaults={"rms_norm_eps": 1e-5},
+    ),
+    RotaryFormat(
+        "olmo3", "Olmo3ForCausalLM", places=_OLMO, block=_OLMO_BLOCK, named=_BIAS,
+        parts=(_Windows(lambda keys, given, layer: (layer + 1) % 4 != 0), _TwoRopes()),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_local_base_freq": 500000.0},
+    ),
+    RotaryFormat(
+        "phi3", "Phi3ForCausalLM", places=_PHI3, factors=_PHI3_FACTORS,
+        parts=(_Windows(by_layer=False), _PartlyRotated()),
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
+    ),
+    RotaryFormat(
+        "gemma2", "Gemma2ForCausalLM", places=_GEMMA, block=_GEMMA_BLOCK, named=_BIAS | _CAPS,
+        parts=(_GemmaFactors(), _Windows(lambda keys, given, layer: (layer + 1) % 2 != 0)),
+        defaults={
+            "max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        },
+    ),
+    RotaryFormat(
+        "gemma3_text", "Gemma3ForCausalLM", places=_GEMMA, block=_GEMMA_BLOCK | {"qk_norm": True}, named=_BIAS | _CAPS,
+        parts=(_GemmaFactors(), _GEMMA3_WINDOWS, _TwoRopes()),
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True,
+            "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
+        },
+    ),
+)  # fmt: skip

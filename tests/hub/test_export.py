@@ -77,6 +77,12 @@ def test_a_model_that_no_family_has_is_refused_with_the_keys_in_the_way(
     assert listing(tmp_path) == []
 
 
+def test_a_scale_of_attention_that_gemma_s_whole_number_cannot_say_is_exported_as_granite(tmp_path: Path) -> None:
+    write_hugging_face(LLAMA.model_copy(update={"attention_scale": 2.0}), tmp_path / "hf")
+    found = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (found["model_type"], found["attention_multiplier"]) == ("granite", 2.0)
+
+
 def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
     model = own_model(LLAMA)
     size = export_model(Source(tmp_path, LLAMA, InMemory(model), "fp32", None), tmp_path / "out", "bf16", 2000)
