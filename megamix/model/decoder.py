@@ -61,6 +61,9 @@ class Decoder(LanguageModel):
             # Blocks are compiled one by one: a whole compiled model's gradients all become ready at backward's end.
             for block in self.blocks:  # blocks that are alike share one graph
                 block.compile(dynamic=False)
+            # Dynamo has one limit for the graphs of all blocks, and runs those beyond it uncompiled.
+            kinds, dynamo = len({self.kind(config, layer) for layer in like}), torch._dynamo.config
+            dynamo.recompile_limit = max(dynamo.recompile_limit, 8 * kinds)
 
     @property
     def units(self) -> list[nn.Module]:
