@@ -2,8 +2,8 @@
 
 language_model      the base class of every family: what a job asks of a model
 decoder             the base class of families of our own layers: read it first
-transformer         GPT-2, Llama, Mistral and Qwen
-latent_attention    multi-head latent attention, one of the transformer's two
+transformer         GPT-2, Llama, Mistral, Qwen, Gemma and others: blocks by the settings of one section
+attention           the attention of its blocks: of several heads, or of latents
 transformers_model  any text model of transformers, by its own modules
 family              the family that a configuration names, and its size
 layers              the leaf modules: how they are drawn and divided, and what they cost

@@ -7,9 +7,10 @@ recompute the attention core; this is not needed here, because the attention kee
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Recipe = Callable[[], Tensor]
@@ -64,3 +65,13 @@ def recomputed(enabled: bool, *recipes: Recipe) -> Iterator[tuple[Tensor, ...]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield results
+
+
+@contextmanager
+def normed(enabled: bool, norm: nn.Module | None, x: Tensor) -> Iterator[Tensor]:
+    """Yield x behind a norm, which backward computes again if enabled; without a norm yield x."""
+    if norm is None:
+        yield x
+        return
+    with recomputed(enabled, partial(norm, x)) as (result,):
+        yield result

@@ -15,9 +15,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from megamix.config import ConfigError, LatentSizes, ModelConfig, config_from_dict, model_problems
 from megamix.hub.links import format_of
+from megamix.model.attention import LatentAttention
 from megamix.model.context import KeyValueCache
 from megamix.model.family import flops_per_token, parameter_count
-from megamix.model.latent_attention import LatentAttention
 from megamix.model.layers import RotaryTable
 from megamix.model.ops import Ops
 from megamix.model.sizes import fewest_params
