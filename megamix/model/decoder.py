@@ -224,11 +224,7 @@ class Decoder(LanguageModel):
         """
         layers = range(self.config.num_layers) if layers is None else layers
         num_positions = (tokens if targets is None else targets).shape[1] + (0 if cache is None else cache.length)
-        if num_positions > self.config.seq_len:
-            raise ValueError(
-                f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
-                f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
-            )
+        self.check_length(num_positions)
         documents: Documents | None = None
         if cache is not None:
             positions, documents = cache.places(tokens), cache.seen(tokens)

@@ -82,6 +82,14 @@ class LanguageModel(nn.Module):
         """Return the device of the parameters."""
         return next(self.parameters()).device
 
+    def check_length(self, num_positions: int) -> None:
+        """Refuse sequences that are longer than seq_len. Raises: ValueError."""
+        if num_positions > (most := self.config.seq_len):
+            raise ValueError(
+                f"tokens has {num_positions} positions, but model.seq_len is {most}: "
+                f"pass at most tokens[:, -{most}:] or build the model with a larger seq_len"
+            )
+
     def new_cache(self, room: int) -> Cache:
         """Return an empty cache, for texts of up to `room` tokens each."""
         raise NotImplementedError

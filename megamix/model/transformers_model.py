@@ -78,7 +78,7 @@ class TransformersModel(LanguageModel):
         like = range(config.num_layers) if like is None else like
         self.config, self.is_compiled = config, config.compile
         empty = torch.empty(0)
-        self.hf = _first_weights(config, torch.initial_seed()) if has_values(empty) else _built(config)
+        self.hf = _first_weights(config, torch.initial_seed()) if has_values(empty) else _built(config.config_json)
         if empty.is_meta:
             _fill_buffers(self.hf)
         if [*like] != [*range(config.num_layers)]:
@@ -95,8 +95,7 @@ class TransformersModel(LanguageModel):
 
     @property
     def blocks(self) -> nn.ModuleList:  # type: ignore[override]  # an attribute in the base class
-        holder, name = _place_of_blocks(self.hf)
-        return cast(nn.ModuleList, getattr(holder, name))
+        return _blocks(self.hf)
 
     @property
     def units(self) -> list[nn.Module]:
@@ -118,11 +117,7 @@ class TransformersModel(LanguageModel):
         found that they do. `num_documents`, `deal`, `layers`: not used.
         """
         num_positions = tokens.shape[1] + (0 if cache is None else cache.length)
-        if num_positions > self.config.seq_len:
-            raise ValueError(
-                f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
-                f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
-            )
+        self.check_length(num_positions)
         given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if positions is not None:
             given["position_ids"] = positions.expand(tokens.shape)
@@ -268,10 +263,9 @@ def _quiet() -> Any:
     return transformers
 
 
-def _built(config: TransformersConfig) -> Any:
-    """Return the model with weights of its own rules, FP32, on torch's default device."""
-    theirs = copy.deepcopy(config.theirs)
-    return _quiet().AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
+def _built(config_json: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the model with weights of its own rules, on torch's default device."""
+    return _quiet().AutoModelForCausalLM.from_config(copy.deepcopy(architecture(config_json)), dtype=dtype)
 
 
 def _first_weights(config: TransformersConfig, seed: int) -> Any:
@@ -288,7 +282,7 @@ def _first_weights(config: TransformersConfig, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         if config.init == "random" or not has_weights:
-            return _built(config)
+            return _built(config.config_json)
         model, told = _quiet().AutoModelForCausalLM.from_pretrained(
             folder,
             config=copy.deepcopy(config.theirs),
@@ -316,21 +310,18 @@ def _fill_buffers(hf: Any) -> None:
                 hf._init_weights(module)
 
 
-def _place_of_blocks(hf: Any) -> tuple[nn.Module, str]:
-    """Return the module that holds the blocks, and their name in it."""
-    lists = ((module, name, inner) for module in hf.modules() for name, inner in module.named_children())
-    return next(
-        (module, name)
-        for module, name, inner in lists
-        if isinstance(inner, nn.ModuleList) and len(inner) == hf.config.num_hidden_layers
-    )
+def _blocks(hf: Any) -> nn.ModuleList:
+    """Return the blocks: the first list of as many modules as there are layers."""
+    lists = (module for module in hf.modules() if isinstance(module, nn.ModuleList))
+    return next(found for found in lists if len(found) == hf.config.num_hidden_layers)
 
 
 def _take_blocks(hf: Any, like: Sequence[int], theirs: Any) -> None:
     """Give a model copies of these blocks alone, in this order. `theirs`: the configuration of such a model."""
-    holder, name = _place_of_blocks(hf)
-    blocks = getattr(holder, name)
-    setattr(holder, name, nn.ModuleList(copy.deepcopy(blocks[layer]) for layer in like))
+    blocks = _blocks(hf)
+    taken = [copy.deepcopy(blocks[layer]) for layer in like]
+    del blocks[:]
+    blocks.extend(taken)
     hf.config.num_hidden_layers = len(like)
     if kinds := getattr(theirs, "layer_types", None):
         hf.config.layer_types = kinds
@@ -348,8 +339,7 @@ def _ends_with_head(config_json: str) -> bool:
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # takes a second
 
     with unset_fake_temporarily(), FakeTensorMode(), torch.device("cpu"), torch.no_grad():
-        theirs = copy.deepcopy(architecture(config_json))
-        hf = _quiet().AutoModelForCausalLM.from_config(theirs, dtype=torch.bfloat16)
+        hf = _built(config_json, torch.bfloat16)
         output = hf.get_output_embeddings()
         if type(output) is not nn.Linear or output.bias is not None:
             return False
@@ -362,15 +352,13 @@ def _ends_with_head(config_json: str) -> bool:
 @cache
 def _kinds(config_json: str) -> list[int]:
     """Return for each layer the first layer whose block has the same parameters and the same type of attention."""
-    theirs = copy.deepcopy(architecture(config_json))
     with torch.device("meta"):
-        hf = _quiet().AutoModelForCausalLM.from_config(theirs)
-    holder, name = _place_of_blocks(hf)
-    types = getattr(theirs, "layer_types", None) or [""] * theirs.num_hidden_layers
+        hf = _built(config_json)
+    types = getattr(hf.config, "layer_types", None) or [""] * hf.config.num_hidden_layers
     first: dict[Any, int] = {}
     return [
         first.setdefault((kind, *((name, param.shape) for name, param in block.named_parameters())), layer)
-        for layer, (kind, block) in enumerate(zip(types, getattr(holder, name), strict=True))
+        for layer, (kind, block) in enumerate(zip(types, _blocks(hf), strict=True))
     ]
 
 
