@@ -15,7 +15,7 @@ from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
 from megamix.model.language_model import Cost, Costs, Draw, LanguageModel
 from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, TwoRotaryTables, param_rules
 from megamix.model.ops import Ops, has_values, takes_borders
-from megamix.model.span import Span
+from megamix.model.span import Chunks, Span
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter if they are tied
 
@@ -223,42 +223,46 @@ class Decoder(LanguageModel):
         Raises: ValueError if T exceeds seq_len.
         """
         layers = range(self.config.num_layers) if layers is None else layers
-        num_positions = (tokens if targets is None else targets).shape[1] + (0 if cache is None else cache.length)
+        whole = tokens if targets is None else targets
+        num_positions = whole.shape[1] + (0 if cache is None else cache.length)
         self.check_length(num_positions)
-        documents: Documents | None = None
-        if cache is not None:
-            positions, documents = cache.places(tokens), cache.seen(tokens)
-        elif positions is not None:
-            positions = positions.expand((tokens if targets is None else targets).shape)
-        deal = None if positions is None else deal
-        whole_positions, part = positions, None if self.span is None else self.span.begin(targets, deal)
+        positions = None if positions is None else positions.expand(whole.shape)
+        part = None if self.span is None else self.span.begin(targets, None if positions is None else deal)
+        own_positions = positions if cache is None else cache.places(tokens)
         if part is not None and targets is not None:
             targets, tokens = part.own(targets), tokens if layers.start else part.own(tokens)
-            positions = part.places[0] if positions is None else part.own(positions)
-        x = tokens if layers.start else self._embed(tokens, positions)
-        if cache is None and whole_positions is None and self.windowed and self.takes_borders(x):
-            # A GPU's kernel for windows takes borders, also those of whole sequences.
-            whole_positions = torch.arange(num_positions, device=x.device).expand(len(x), -1)
-            num_documents = len(x)
-        if cache is None and whole_positions is not None and (part is None or part.by_heads):
-            if 0 < num_documents <= most_borders(whole_positions) and self.takes_borders(x):
-                documents = find_borders(whole_positions)
-            else:
-                documents = find_documents(whole_positions, as_mask=self.is_compiled or x.device.type != "cpu")
-        if part is not None:
-            if part.by_heads:
-                part.documents = documents
-            else:
-                part.see(whole_positions, num_documents, x, by_borders=self.takes_borders(x))
-        context = documents if part is None else part
-        rotary = None if self.rotary is None else self.rotary(num_positions, positions)
+            own_positions = part.places[0] if positions is None else part.own(positions)
+        x = tokens if layers.start else self._embed(tokens, own_positions)
+        seen = cache.seen(tokens) if cache is not None else self._seen(x, num_positions, positions, num_documents, part)
+        rotary = None if self.rotary is None else self.rotary(num_positions, own_positions)
         for layer in layers:
-            x = self._run(self.blocks[layer], x, rotary, context, None if cache is None else cache.blocks[layer])
+            x = self._run(self.blocks[layer], x, rotary, seen, None if cache is None else cache.blocks[layer])
         if layers.stop < self.config.num_layers:
             return x
         x = self.norm(x if cache is None else x[:, -1:])
         out: Tensor = self.head(x, targets, self.slopes)
         return out
+
+    def _seen(
+        self, x: Tensor, num_positions: int, positions: Tensor | None, num_documents: int, part: Chunks | None
+    ) -> Documents | Chunks | None:
+        """Return what attention has to know of documents and of the rank's part. `positions`: those of all tokens."""
+        takes_borders = self.takes_borders(x)
+        if part is not None and not part.by_heads:
+            part.see(positions, num_documents, x, by_borders=takes_borders)
+            return part
+        if positions is None and self.windowed and takes_borders:
+            # A GPU's kernel for windows takes borders, also those of whole sequences.
+            positions, num_documents = torch.arange(num_positions, device=x.device).expand(len(x), -1), len(x)
+        documents: Documents | None = None
+        if positions is not None and takes_borders and 0 < num_documents <= most_borders(positions):
+            documents = find_borders(positions)
+        elif positions is not None:
+            documents = find_documents(positions, as_mask=self.is_compiled or x.device.type != "cpu")
+        if part is None:
+            return documents
+        part.documents = documents
+        return part
 
     def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         x: Tensor = self.embedding(tokens)
