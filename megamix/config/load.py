@@ -28,9 +28,8 @@ from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, pars
 from megamix.config.unread import Unread, drop_other_choices, drop_unread, is_set, with_defaults, without_defaults
 from megamix.plugins import MODULE, PluginError, import_plugins, require_plugins
 
-MOST_BYTES = (
-    256 * 1024
-)  # bytes of a file and its bases; tomllib needs a second for them, and over two thousand token files fit
+# Bytes of a file and its bases: tomllib needs a second for them, and over two thousand token files fit.
+MOST_BYTES = 256 * 1024
 MOST_FILES = 32  # files from one to its last base
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
 _WRITER_S = 3.0  # seconds for which we wait until somebody opens a named pipe for writing
@@ -114,9 +113,8 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
     unimported = _import_plugins(layers)  # first: a saved table's defaults are known to its plugin alone
     layers = [_without_saved_defaults(layer) for layer in layers]
     if unimported:
-        raise ConfigError(
-            [*problems, unimported], source
-        )  # names that it would have registered are not reported as unknown
+        # Names that the plugin would have registered are not reported as unknown.
+        raise ConfigError([*problems, unimported], source)
     tree = _merged(layers)
     errors = _errors(tree)
     bad = [item["loc"] for item in errors]
@@ -275,9 +273,8 @@ def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, 
             raise OSError(errno.EFBIG, f"a configuration has {MOST_BYTES // 1024} KiB at most")
         return data.decode("utf-8"), (found.st_dev, found.st_ino)
     except FileNotFoundError:
-        near = nearest(
-            path.stem, [file.stem for file in path.parent.glob("*.toml")]
-        )  # names that share their ending alone are not similar
+        # without their ending: names that share it alone are not similar
+        near = nearest(path.stem, [file.stem for file in path.parent.glob("*.toml")])
         meant = one_line(str(path.with_name(f"{near}.toml")))
         place = "as seen from that file; megamix's own are in configs/ of its repository: copy the one you want"
         path_of = "write the path of a TOML file" + (f", {place}" * (not may_be_pipe))

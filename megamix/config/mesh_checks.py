@@ -98,7 +98,7 @@ def _modules_are_not_divided(config: Config) -> Iterator[str]:
 
 
 def _tensor_parallel_divides(config: Config) -> Iterator[str]:
-    """Every layer is cut in tp_size equal parts: whole heads, columns of the feed-forward part, rows of the table."""
+    """Check that every layer divides into equal parts: whole heads, columns of the feed-forward part, table rows."""
     tp_size = config.parallelism.tp_size
     for key, size, share in _divided(config):
         if size % tp_size:
@@ -126,7 +126,7 @@ def _capped_scores_are_whole(config: Config) -> Iterator[str]:
 
 
 def _divided(config: Config) -> Iterator[tuple[str, int, str]]:
-    """(key, size, what a rank gets a share of) of everything that tensor parallelism cuts."""
+    """Yield key, size, and the name of a rank's share, of everything that tensor parallelism divides."""
     model = config.model
     yield "num_heads", model.num_heads, "query heads"
     if model.num_kv_heads is not None:
@@ -146,8 +146,8 @@ def _chunks_per_rank(section: ParallelismConfig, packing: str) -> int:
 
 
 def _context_parallel_divides(config: Config) -> Iterator[str]:
-    """Each rank has equal chunks of every sequence, and tensor-parallel ranks may divide these again. Ranks that divide
-    the heads have as many of each.
+    """Check that each rank gets equal chunks of every sequence, which tensor-parallel ranks may divide again, and ranks
+    that divide the heads as many of each.
     """
     section, seq_len = config.parallelism, config.model.seq_len
     if section.cp_size == 1:

@@ -1,6 +1,6 @@
 """The sections [model] and [data].
 
-GPT-2, Llama, Mistral and Qwen are settings of the same keys (docs/models.md); tokens are mixed and packed as
+GPT-2, Llama and their relatives are settings of the same keys (docs/models.md); tokens are mixed and packed as
 docs/data.md says.
 """
 
@@ -40,9 +40,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def _above_low(value: float, info: ValidationInfo) -> float:
-    low = (info.data or {}).get(
-        "low_freq_factor", 0.0
-    )  # it is absent if it failed its own check, or if there is no table
+    low = (info.data or {}).get("low_freq_factor", 0.0)  # absent if it failed its own check, or if there is no table
     if value <= low:
         raise ValueError(f"must be greater than low_freq_factor {low}")
     return value
@@ -51,9 +49,8 @@ def _above_low(value: float, info: ValidationInfo) -> float:
 class RopeScaling(Section):
     """Stretches rotary wavelengths, so that a model reads longer sequences than in its first training."""
 
-    model_config = ConfigDict(
-        validate_default=True
-    )  # the default of high_freq_factor may be too small for a low_freq_factor
+    # The default of high_freq_factor may be too small for a low_freq_factor.
+    model_config = ConfigDict(validate_default=True)
 
     rule: Annotated[Literal["linear", "llama3", "yarn"], Field(examples=["llama3"])]
     """linear stretches every wavelength by factor; llama3 and yarn only the long ones, as Llama 3.1 and YaRN do."""
@@ -136,7 +133,8 @@ class ModelConfig(DecoderConfig):
     """Inner width of the feed-forward part. Not set: 8/3 * hidden_size rounded up to a multiple of 64 for swiglu
     and geglu, 4 * hidden_size for the others."""
     norm: Literal["rmsnorm", "rmsnorm_1p", "layernorm"] = "rmsnorm"
-    """Normalisation in front of attention, feed-forward part and head; rmsnorm_1p multiplies by 1 + weight."""
+    """Normalisation of attention, feed-forward part (see norm_place) and the head's input; rmsnorm_1p multiplies by
+    1 + weight."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square (rmsnorm) or variance (layernorm) before its root."""
     position: Literal["rotary", "learned"] = "rotary"

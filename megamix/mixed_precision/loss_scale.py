@@ -56,9 +56,8 @@ class LossScale:
                 f"init_scale {init_scale:g} must lie between min_scale {min_scale:g} and max_scale {max_scale:g}"
             )
         self.min_scale, self.max_scale = float(min_scale), float(max_scale)  # the scale never leaves this range
-        self.loss_scale = torch.tensor(
-            float(init_scale), dtype=torch.float32
-        )  # FP32 (), on the engine's device after `to`
+        # FP32 (), on the engine's device after `to`
+        self.loss_scale = torch.tensor(float(init_scale), dtype=torch.float32)
 
     def to(self, device: torch.device) -> None:
         for name in self.state_names:

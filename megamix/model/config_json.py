@@ -18,7 +18,7 @@ from megamix.model.formats import OTHERS, Factor, Format, Json, Location, first_
 from megamix.model.sizes import effective, head_dim, rotary_dim, window
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_MOST_LAYERS = 10_000  # of a list with an entry for each layer
+_MOST_LAYERS = 10_000  # whose lists, with an entry for each layer, are read
 # The sizes of the section [model], each with its key in config.json.
 GPT2_SIZES = {
     "vocab_size": "vocab_size", "seq_len": "n_positions", "hidden_size": "n_embd", "num_layers": "n_layer",

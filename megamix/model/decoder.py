@@ -73,9 +73,9 @@ class Decoder(LanguageModel):
 
     def block(self, config: Any, layer: int) -> nn.Module:
         """Build the block of a layer. The block is called with hidden states, half (B, T, hidden_size), the rotary
-        tables' rows, documents and cache (megamix/model/context.py), each of these three None if there is none. It
-        returns hidden states. Its own operations on single positions, such as dropout, must go through its attribute
-        `ops`.
+        tables' rows, documents and cache (megamix/model/context.py), each of these three None if there is none. With
+        context parallelism `Chunks` (megamix/model/span.py) stand in the documents' place. It returns hidden states.
+        Its own operations on single positions, such as dropout, must go through its attribute `ops`.
         """
         raise NotImplementedError
 

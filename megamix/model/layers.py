@@ -159,24 +159,24 @@ RotaryTables = tuple[Tensor, ...]
 
 
 class RotaryTable(nn.Module):
-    """Tables of cos and sin of position * frequency, each FP32 (seq_len, head_dim / 2), not in the state dict."""
+    """Tables of cos and sin of position * frequency, each FP32 (seq_len, rotary_dim / 2), not in the state dict."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
+    def __init__(self, seq_len: int, rotary_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        self.seq_len, self.head_dim, self.theta, self.scaling = seq_len, head_dim, theta, scaling
+        self.seq_len, self.rotary_dim, self.theta, self.scaling = seq_len, rotary_dim, theta, scaling
         self._fill(torch.get_default_device())
 
     def _fill(self, device: torch.device) -> None:
         if device.type == "meta":  # no values needed, and the length may be huge; arange would import the compiler
-            shape = self.seq_len, self.head_dim // 2
+            shape = self.seq_len, self.rotary_dim // 2
             cos, sin = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         else:
             # Compute in FP64 until the end: in FP32 an angle of some thousand radians is already off by 1e-4.
-            pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
-            frequencies = self.theta ** -(pairs / self.head_dim)  # radians per position
+            pairs = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device=device)
+            frequencies = self.theta ** -(pairs / self.rotary_dim)  # radians per position
             factor = 1.0
             if self.scaling is not None:
                 frequencies, factor = _stretched(frequencies, self.scaling, self.theta)

@@ -152,9 +152,9 @@ class Ops:
         return F.gelu(x, approximate=approximate)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the pairs (i, i + head_dim / 2) of x (B, T, heads, head_dim).
+        """Rotate the pairs (i, i + rotary_dim / 2) of x (B, T, heads, rotary_dim).
 
-        cos and sin: FP32 (T, head_dim / 2), or (B, T, head_dim / 2) if positions differ between samples.
+        cos and sin: FP32 (T, rotary_dim / 2), or (B, T, rotary_dim / 2) if positions differ between samples.
         """
         if self._computes_wide(x):
             return wide.apply(wide.Rotary, x, cos, sin)

@@ -42,14 +42,14 @@ class Chunks:
     def __init__(self, deal: Tensor, rank: int, num_positions: int, *, by_heads: bool = False):
         self.num_positions, self.chunk = num_positions, num_positions // deal[0].numel()
         self.by_heads, self._deal, self._rank = by_heads, deal, rank
-        self._firsts = deal[:, rank] * self.chunk  # of each chunk: (B, chunks)
+        self._firsts = deal[:, rank] * self.chunk  # each chunk's first position: (B, chunks)
         within = torch.arange(self.chunk, device=deal.device)
         self.places = (self._firsts[..., None] + within).flatten(1)  # this rank's positions, INT64 (B, T / ranks)
-        self._order = deal.flatten(1).argsort(1)  # of each chunk: its place in rank order, (B, ranks * chunks)
+        self._order = deal.flatten(1).argsort(1)  # each chunk's place in rank order: (B, ranks * chunks)
         self.pieces: list[AttentionPiece] = []
-        self.segments: list[Segments] = []  # of each chunk's queries and the keys that they see
-        self._positions: Tensor | None = None  # of all, in their documents; None for one document each
-        self.documents: Documents | None = None  # of all positions, if the rank sees them
+        self.segments: list[Segments] = []  # for each chunk's queries, the keys that they see
+        self._positions: Tensor | None = None  # places in documents, (B, T); None for one document each
+        self.documents: Documents | None = None  # if the rank sees all positions
 
     def own(self, x: Tensor) -> Tensor:
         """Return this rank's positions. Shapes: (B, T, ...) -> (B, T / ranks, ...)."""
@@ -86,7 +86,7 @@ class Chunks:
             if positions is None:
                 positions = torch.arange(self.num_positions, device=like.device).expand(len(like), -1)
                 most = len(positions)
-            else:  # of two sizes, so that their number seldom changes a shape
+            else:  # one of two numbers, so that it seldom changes a shape
                 most = most_borders(positions)
                 most = most if 0 < num_documents <= most else len(positions) * self.chunk
             self.segments = [*self._find_segments(positions, most)]

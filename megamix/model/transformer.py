@@ -1,4 +1,4 @@
-"""The family of GPT-2, Llama, Mistral and Qwen: attention and feed-forward part, by the settings of one section."""
+"""The family of GPT-2, Llama, Gemma and their relatives: blocks by the settings of one section."""
 
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -93,7 +93,7 @@ def _stream_norm(config: ModelConfig, ops: Ops) -> nn.Module:
 
 
 class Transformer(Decoder):
-    """The family of GPT-2, Llama, Mistral and Qwen, which are settings of one section."""
+    """The family of GPT-2, Llama, Gemma and their relatives, which are settings of one section."""
 
     name, section, formats = "transformer", ModelConfig, FORMATS
 

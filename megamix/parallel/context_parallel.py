@@ -271,7 +271,7 @@ class _InPieces(torch.autograd.Function):
 class _Call(NamedTuple):
     """Inputs of one call of the kernel, with as many heads of queries as of keys."""
 
-    at: tuple[slice, ...]  # of the queries, in a tensor (B, heads, T / ranks, ...)
+    at: tuple[slice, ...]  # place of the queries in a tensor (B, heads, T / ranks, ...)
     query: Tensor
     key: Tensor
     value: Tensor

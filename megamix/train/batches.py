@@ -49,7 +49,7 @@ class Validation:
         """
         engine, batches = self._runner.engine, self._batches
         engine.module.eval()
-        # of each set: sum of losses, sum of their weights
+        # a row for each set: sum of losses, sum of their weights
         sums = torch.zeros(len(self._sets), 2, dtype=torch.float64, device=engine.device)
         for row, mine in zip(sums, self._sets.values(), strict=True):
             mine.prefetch(batches[0])

@@ -173,9 +173,7 @@ def join(config: Config, stack: ExitStack) -> Job:
 
 
 def _leave_ranks(kind: object, error: BaseException | None, trace: object) -> None:
-    of_some = isinstance(
-        error, NoAnswerError | NoMemoryError | PeerLostError | WrongDataError
-    )  # errors of some ranks only
+    of_some = isinstance(error, NoAnswerError | NoMemoryError | PeerLostError | WrongDataError)  # not of all ranks
     leave_ranks(alike=error is None or (not of_some and isinstance(error, EndedEarlyError | ConfigError)))
 
 

@@ -48,7 +48,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self.reduced: set[torch.dtype] = set()  # dtypes that ranks summed behind the forward
         self.loss_scale: float | None = None
         self.steps, self.overflowed = 0, False
-        self.losses: list[Tensor] = []  # of the last backward pass
+        self.losses: list[Tensor] = []  # those of the last backward pass
         self.first: NotFinite | None = None
         self.sent = False  # whether ranks sent more than a few numbers
         self.inside_forward = False  # forward of the whole model

@@ -65,9 +65,8 @@ class RightUpdate:
             error = (after[state].double() - new).abs()
             bound = 64 * U32 * max(self._sizes(state, new))
             if dtypes[state] != torch.float32:
-                bound += (
-                    2 * UNIT[dtypes[state]] * float(new.abs().max()) + 2.0**-25
-                )  # stochastic rounding included; 2**-25: FP16's subnormals
+                # stochastic rounding included; 2**-25: FP16's subnormals
+                bound += 2 * UNIT[dtypes[state]] * float(new.abs().max()) + 2.0**-25
             if error.max() > bound:
                 others = [grad * (1 - 64 * U32), grad * (1 + 64 * U32)]
                 others += [grad + unseen * part for part in (-1.0, -0.5, 0.5, 1.0) if unseen]
