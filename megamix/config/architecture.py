@@ -77,6 +77,11 @@ def _within_positions(seq_len: int, info: ValidationInfo) -> int:
     return seq_len
 
 
+def _value_of(key: str, kind: type, *default: object) -> Any:
+    """Return a property: a value of transformers' configuration."""
+    return property(lambda self: kind(getattr(self.theirs, key, *default)))
+
+
 class TransformersConfig(FamilyConfig):
     """Any text model of transformers, computed by its own modules, on data-parallel ranks. Its config.json decides the
     sizes; dropout is left out.
@@ -114,25 +119,10 @@ class TransformersConfig(FamilyConfig):
         """Return transformers' configuration, shared by all who ask."""
         return architecture(self.config_json)
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self.theirs.vocab_size)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.theirs.hidden_size)
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.theirs.num_hidden_layers)
-
-    @property
-    def tie_embeddings(self) -> bool:
-        return bool(getattr(self.theirs, "tie_word_embeddings", False))
-
-    @property
-    def init_std(self) -> float:
-        return float(getattr(self.theirs, "initializer_range", 0.02))
+    vocab_size, hidden_size = _value_of("vocab_size", int), _value_of("hidden_size", int)
+    num_layers = _value_of("num_hidden_layers", int)
+    tie_embeddings = _value_of("tie_word_embeddings", bool, False)
+    init_std = _value_of("initializer_range", float, 0.02)
 
     def with_layers(self, like: Sequence[int]) -> Self:
         """Return the section of a model that has these layers' blocks, in this order."""

@@ -58,7 +58,8 @@ def mesh_problems(config: Config, world_size: int) -> Iterator[str]:
             f"{world_size}; start a multiple of {others}, or write {fix}"
         )
     elif dp_size is not None and dp_size * others != world_size:
-        product = " * ".join(f"{name} {size}" for name, size in _with_dp(sizes, dp_size).items() if size > 1)
+        whole = {name: sizes.get(name, dp_size) for name in AXES}
+        product = " * ".join(f"{name} {size}" for name, size in whole.items() if size > 1)
         yield (
             f"parallelism.dp_size: got {dp_size}, parallel sizes must multiply to the number of ranks: {product} = "
             f"{dp_size * others}, but {world_size} were started; write dp_size = {world_size // others} or start "
@@ -81,10 +82,6 @@ def _sizes_that_fit(config: Config, sizes: Mapping[str, int], world_size: int) -
         if fits < size:
             smaller[name] = fits
     return smaller
-
-
-def _with_dp(sizes: Mapping[str, int], dp_size: int) -> dict[str, int]:
-    return {name: sizes.get(name, dp_size) for name in AXES}
 
 
 def _modules_are_not_divided(config: Config) -> Iterator[str]:

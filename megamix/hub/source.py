@@ -178,12 +178,9 @@ def _text(tables: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
 def _prefixes(valid: object) -> dict[str, str]:
     """Return the token file of each set of data.valid, by the set's name; empty unless each set is a single file."""
     sets = valid if isinstance(valid, dict) else {"": valid}
-    found = {name: path for name, sources in sets.items() if (path := _one_prefix(sources)) is not None}
+    found = {}
+    for name, sources in sets.items():
+        match sources:
+            case str(path) | [{"path": str(path)}]:
+                found[name] = path
     return found if len(found) == len(sets) else {}
-
-
-def _one_prefix(sources: object) -> str | None:
-    match sources:
-        case str(path) | [{"path": str(path)}]:
-            return path
-    return None

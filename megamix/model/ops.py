@@ -158,7 +158,7 @@ class Ops:
         """
         if self._computes_wide(x):
             return wide.apply(wide.Rotary, x, cos, sin)
-        first, second = x.float().chunk(2, -1)
+        first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)  # FP64 stays, for `verify`
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 

@@ -51,20 +51,20 @@ class Border:
     def enter(self, x: Tensor) -> Tensor:
         """Return all positions on every rank. Shapes: (B, T or T / tp_size, hidden) -> (B, T, hidden)."""
         if self.sequence:
-            return self._cross(_Crossing, x, self._gather, self._sum_positions)
-        return self._cross(_Crossing, x, _same, self._sum)
+            return self._cross(Crossing, x, self._gather, self._sum_positions)
+        return self._cross(Crossing, x, _same, self._sum)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum over the ranks. Shapes: (B, T, hidden) -> (B, T or T / tp_size, hidden)."""
         if self.sequence:
-            return self._cross(_Crossing, x, self._sum_positions, self._gather)
-        return self._cross(_Crossing, x, self._sum, _same)
+            return self._cross(Crossing, x, self._sum_positions, self._gather)
+        return self._cross(Crossing, x, self._sum, _same)
 
     def join_columns(self, x: Tensor) -> Tensor:
         """Put every rank's columns side by side. Shapes: (..., n) -> (..., n * tp_size)."""
         # Every rank computes the same from all columns, so all ranks have the same gradient. Each takes its own columns
         # of this gradient.
-        return self._cross(_Crossing, x, partial(self._gather, dim=-1), lambda grad: self._own(grad, -1))
+        return self._cross(Crossing, x, partial(self._gather, dim=-1), lambda grad: self._own(grad, -1))
 
     def own_positions(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's positions of `x`, whose `dim` has an entry for every position: its chunk with `sequence`,
@@ -92,7 +92,7 @@ class Border:
         return torch.cat(parts.unbind(), dim)
 
 
-class _Crossing(torch.autograd.Function):
+class Crossing(torch.autograd.Function):
     """An autograd function with one operation for forward, and another one for the gradient."""
 
     @staticmethod

@@ -9,6 +9,7 @@ are whole or causal, whose results are merged by their logsumexp; a GPU's kernel
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from megamix.model.decoder import Decoder
 from megamix.model.ops import SEES_ALL, Attend, AttentionRule, Keep, Ops, Segmented
 from megamix.model.span import AttentionPiece, Chunks, Span
 from megamix.model.wide import apply, aten
+from megamix.parallel.borders import Crossing
 
 
 def divide_positions(model: Decoder, cp: Collectives, *, by_heads: bool = False) -> None:
@@ -97,7 +99,8 @@ class _GatheredAttention(_DividedAttention):
         if not rule.window:
             return apply(_InPieces, query, own, part, self._cp, ops.attention_dtype(query))
         # Pieces have no window: gather keys and values, keep them, and attend with a mask.
-        key, value = apply(_Gather, own, part, self._cp).transpose(2, 3)
+        gather, sum_own = (partial(way, part=part, cp=self._cp) for way in (_gather, _sum_own))
+        key, value = apply(Crossing, own, gather, sum_own).transpose(2, 3)
         return self._attend(ops, query, key, value, Documents(mask=part.seen(rule.window)), SEES_ALL)
 
 
@@ -116,28 +119,16 @@ class _ExchangedHeads(_DividedAttention):
         heads = [x.shape[1] // size for x in (query, key, value)]
         # The heads of query, key and value that each rank gets, for one call: (ranks, B, heads, T / ranks, D).
         own = torch.cat([torch.unflatten(x, 1, (size, -1)) for x in (query, key, value)], 2).movedim(1, 0)
-        whole = apply(_Exchange, own, self._cp).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        exchange = partial(_exchanged, cp=self._cp)
+        whole = apply(Crossing, own, exchange, exchange).permute(1, 2, 0, 3, 4).flatten(2, 3)
         query, key, value = torch.split(whole, heads, 1)
         out = self._attend(ops, query, key, value, part.documents, rule)
         parts = torch.unflatten(out, 2, (size, -1)).movedim(2, 0)
-        return apply(_Exchange, parts, self._cp).transpose(0, 1).flatten(1, 2)
-
-
-class _Exchange(torch.autograd.Function):
-    """Send the r-th part to rank r, and return the parts that arrive, in rank order. Shapes: (ranks, ...), kept."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, cp: Collectives) -> Tensor:
-        ctx.cp = cp
-        return _exchanged(parts, cp)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grad, ctx.cp), None
+        return apply(Crossing, parts, exchange, exchange).transpose(0, 1).flatten(1, 2)
 
 
 def _exchanged(parts: Tensor, cp: Collectives) -> Tensor:
+    """Send the r-th part to rank r, and return the parts that arrive, in rank order. Shapes: (ranks, ...), kept."""
     parts = parts.contiguous()
     arrived, even = torch.empty_like(parts), [parts[0].numel()] * cp.axis.size
     cp.exchange(parts.view(-1), arrived.view(-1), even, even).wait()
@@ -153,20 +144,6 @@ def _sum_own(whole: Tensor, part: Chunks, cp: Collectives) -> Tensor:
     """Return this rank's positions of the ranks' sum. Shapes: (..., T, heads, D) -> (..., T / ranks, heads, D)."""
     parts = part.by_rank(whole)
     return cp.sum_parts(parts.view(cp.axis.size, -1)).view(parts.shape[1:])
-
-
-class _Gather(torch.autograd.Function):
-    """Gather all positions: own (2, B, T / ranks, kv_heads, D) -> (2, B, T, kv_heads, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, part: Chunks, cp: Collectives) -> Tensor:
-        ctx.part, ctx.cp = part, cp
-        return _gather(own, part, cp)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_own(grad, ctx.part, ctx.cp), None, None
 
 
 class _BySegments(torch.autograd.Function):

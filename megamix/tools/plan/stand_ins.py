@@ -14,6 +14,7 @@ from megamix.model import wide
 from megamix.model.context import Documents
 from megamix.model.ops import SEES_ALL, AttentionRule, Ops, Segmented, Segments
 from megamix.model.wide import apply
+from megamix.parallel.borders import Crossing
 
 
 @contextlib.contextmanager
@@ -108,19 +109,7 @@ class CompiledGpuShapes(GpuShapes):
         return apply(_Kernel, (0,), 0, x)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return apply(_Turned, x)
-
-
-class _Turned(torch.autograd.Function):
-    """Rotary positions in one kernel, whose backward needs the tables only."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.empty_like(grad)
+        return apply(Crossing, x, torch.empty_like, torch.empty_like)  # its backward needs the tables alone
 
 
 class _Kernel(torch.autograd.Function):
