@@ -90,7 +90,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.dtype = hidden.dtype
-        for rows in _chunks(hidden, weight.shape[0]):
+        chunk = max(tuned.LOSS_CHUNK[hidden.device.type != "cpu"], tuned.LOSS_ROWS * len(weight))
+        for rows in wide.row_slices(len(hidden), len(weight), chunk):
             wide_hidden = hidden[rows].to(dtype)
             logits = _product(wide_hidden, wide_weight.t())
             slope = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
@@ -106,11 +107,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         factor = grad / (len(grad_hidden) * SLOPE_SCALE)  # `grad` carries the loss scale
         return *(_scaled(wide, factor, ctx.dtype) for wide in (grad_hidden, grad_weight)), None, None, None
-
-
-def _chunks(hidden: Tensor, vocab_size: int) -> Iterator[slice]:
-    chunk = tuned.LOSS_CHUNK[hidden.device.type != "cpu"]
-    return wide.row_slices(len(hidden), vocab_size, max(chunk, tuned.LOSS_ROWS * vocab_size))
 
 
 def _parts(x: Tensor) -> Iterator[slice]:

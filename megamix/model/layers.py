@@ -198,15 +198,11 @@ class RotaryTable(nn.Module):
         return self.cos[rows], self.sin[rows]
 
 
-class TwoRotaryTables(nn.Module):
+class TwoRotaryTables(nn.ModuleList):
     """The table of layers without a window, and that of layers with one."""
 
-    def __init__(self, whole: RotaryTable, windowed: RotaryTable) -> None:
-        super().__init__()
-        self.whole, self.windowed = whole, windowed
-
     def forward(self, num_positions: int, positions: Tensor | None = None) -> RotaryTables:
-        return *self.whole(num_positions, positions), *self.windowed(num_positions, positions)
+        return tuple(rows for table in self for rows in table(num_positions, positions))
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling, theta: float) -> tuple[Tensor, float]:

@@ -126,7 +126,7 @@ class Transformer(Decoder):
         size = config.seq_len, sizes.rotary_dim(config)
         table = RotaryTable(*size, config.rope_theta, config.rope_scaling)
         if config.window_rope_theta is not None:
-            return None, TwoRotaryTables(table, RotaryTable(*size, config.window_rope_theta))
+            return None, TwoRotaryTables([table, RotaryTable(*size, config.window_rope_theta)])
         return None, table
 
     def head_dim(self) -> int:
