@@ -121,9 +121,9 @@ def test_the_loss_is_its_equation_with_its_gradients(cap: float | None, z_loss: 
 
 
 @pytest.mark.uncounted
-def test_each_kind_of_layer_has_room_for_its_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_each_kind_of_layer_has_room_for_its_compiled_graphs() -> None:
     """Dynamo counts the graphs of all blocks together, and leaves those beyond its limit uncompiled."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     Transformer(ModelConfig(**SIZES, compile=True))
     assert torch._dynamo.config.recompile_limit == 8
     Transformer(ModelConfig(**SIZES | {"num_layers": 4}, windows=[5, 0, 7], compile=True))
