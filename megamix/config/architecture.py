@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
@@ -19,13 +20,14 @@ from megamix.config.model_and_data import FamilyConfig, Text
 from megamix.plugins import FAMILIES
 
 _MOST_BYTES = 1 << 20
+_CODE = ("auto_map",)  # keys that name code, beside those of an implementation
 
 
 @cache
 def architecture(text: str) -> Any:
-    """Return transformers' configuration of a model, from the text of its config.json, without dropout.
+    """Return transformers' configuration of a model, from the text of its config.json, without dropout and jitter.
 
-    Raises: ValueError saying what is wrong.
+    Keys that name code, as kernels of attention, are not read. Raises: ValueError saying what is wrong.
     """
     try:
         from transformers import AutoConfig  # takes 2 s
@@ -33,18 +35,23 @@ def architecture(text: str) -> Any:
     except ImportError:
         raise ValueError("this family needs transformers 5; pip install 'megamix[transformers]'") from None
     try:
-        keys = json.loads(text)
-        kind = keys.pop("model_type")
-        found = AutoConfig.for_model(kind, **keys)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"config.json: transformers does not take it: {type(error).__name__}: {error}") from None
+        keys = {
+            key: value for key, value in json.loads(text).items() if key not in _CODE and "_implementation" not in key
+        }
+        with TemporaryDirectory() as folder:  # of a file: transformers reads some keys from a file alone
+            Path(folder, "config.json").write_text(json.dumps(keys), encoding="utf-8")
+            found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        kind, found.name_or_path = found.model_type, ""
+    except Exception as error:  # whatever a file makes transformers raise
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"config.json: transformers does not take it: {told}") from None
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or found.get_text_config() is not found:
         raise ValueError(
             f"config.json: model_type {kind!r} is no text model of its own; save its text model alone "
             "(model.language_model.save_pretrained) and give that folder"
         )
     for key, value in found.to_dict().items():
-        if "drop" in key and isinstance(value, float):
+        if ("drop" in key or "jitter" in key) and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(found, key, 0.0)
     return found
 

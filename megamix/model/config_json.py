@@ -164,12 +164,14 @@ _KINDS = ("sliding_attention", "full_attention")
 class _Windows(_Part):
     """The windows of layers. `layer_types` names the layers that have one, if it is there; otherwise the rule does.
 
-    `by_layer`: False if transformers reads no `layer_types`. `switch`: whether a key turns windows on.
+    `by_layer`: False if transformers reads no `layer_types`. `switch`: whether a key turns windows on. `marks`: whether
+    a window has other effects, so that one as long as any sequence stays.
     """
 
     rule: Slides = lambda keys, given, layer: True
     by_layer: bool = True
     switch: bool = False
+    marks: bool = False
 
     def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
         layers: Any = keys.get("num_hidden_layers")
@@ -181,14 +183,20 @@ class _Windows(_Part):
             raise ValueError(f"num_hidden_layers is {shown(layers)}, {told}")
         if self.switch and not keys.get("use_sliding_window"):
             size = None
-        if not self.by_layer or kinds is None:
+        if not self.by_layer and kinds is not None:
+            raise ValueError(
+                "layer_types is set, which such a model does not read; transformers takes a Mistral with it for a "
+                'Ministral: write model_type = "ministral"'
+            )
+        if kinds is None:
             slides = [self.rule(keys, given, layer) and size is not None for layer in range(layers)]
         elif not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
             told = f"must be a list with num_hidden_layers {layers} entries, {' or '.join(_KINDS)}"
             raise ValueError(f"layer_types is {shown(kinds)}, and {told}")
         else:
             slides = [kind == _KINDS[0] for kind in kinds]
-        if not any(slides) or _at_least(size, keys["max_position_embeddings"]):  # as long as any sequence: it is none
+        as_long_as_any_sequence = _at_least(size, keys["max_position_embeddings"]) and not self.marks
+        if not any(slides) or as_long_as_any_sequence:
             return
         if not _at_least(size, 1):
             raise ValueError(f"sliding_window is {shown(size)}, and must be a positive whole number")
@@ -198,7 +206,9 @@ class _Windows(_Part):
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         windows = [window(config, layer) for layer in range(config.num_layers)]
-        keys: dict[str, Any] = {"sliding_window": max(windows) or None}
+        # Without windows transformers' Gemma still asks for a number.
+        unused = config.seq_len if self.by_layer and not self.switch else None
+        keys: dict[str, Any] = {"sliding_window": max(windows) or unused}
         if self.by_layer:
             keys["layer_types"] = [_KINDS[not size] for size in windows]
         if self.switch:
@@ -287,13 +297,17 @@ class _TwoRopes(_Part):
 
     def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
         rope, windowed = keys.get("rope_parameters"), {}
-        if isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values()):
-            windowed, keys["rope_parameters"] = (_first_set(rope.get(kind), {}) for kind in _KINDS)
-        if not isinstance(windowed, Mapping) or windowed.get("rope_type", "default") != "default":
+        if rope:
+            if not isinstance(rope, Mapping) or not all(isinstance(rope.get(kind), Mapping) for kind in _KINDS):
+                raise ValueError(f"rope_parameters is {shown(rope)}, and must have a table for each of {_KINDS}")
+            windowed, whole = (rope[kind] for kind in _KINDS)
+            scaling = keys.get("rope_scaling")
+            keys["rope_parameters"] = {**whole, **(scaling if isinstance(scaling, Mapping) else {})}
+        if windowed.get("rope_type", windowed.get("type", "default")) != "default":
             raise ValueError(
                 f"rope_parameters of sliding_attention are {shown(windowed)}, megamix does not stretch them"
             )
-        given["window_rope_theta"] = _first_set(windowed.get("rope_theta"), keys["rope_local_base_freq"])
+        given["window_rope_theta"] = _first_set(windowed.get("rope_theta"), keys["rope_local_base_freq"], 10000.0)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         own = _first_set(config.window_rope_theta, config.rope_theta)
@@ -302,7 +316,8 @@ class _TwoRopes(_Part):
         return {"rope_parameters": ropes, "rope_local_base_freq": own}  # transformers 5 reads the first, 4 the second
 
     def fits(self, config: ModelConfig) -> dict[str, Any]:
-        return {"window_rope_theta": config.window_rope_theta}
+        stretches_all = any(config.windows) and config.rope_scaling is not None and config.window_rope_theta is None
+        return {"window_rope_theta": config.rope_theta if stretches_all else config.window_rope_theta}
 
 
 class _GemmaFactors(_Part):
@@ -310,6 +325,8 @@ class _GemmaFactors(_Part):
 
     def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
         problems = _unlike(keys, "hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
+        if "attention_softcap" not in given:
+            problems += _unlike(keys, "attn_logit_softcapping", None, (None,))  # transformers' Gemma 3 does not read it
         if keys.get("use_bidirectional_attention"):
             problems.append("use_bidirectional_attention is set, attention in megamix is causal")
         width: Any = keys.get("hidden_size")
@@ -368,6 +385,7 @@ class RotaryFormat(Format):
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         values = effective(config)
+        values["attention_scale"] = _first_set(config.attention_scale, head_dim(config) ** -0.5)
         keys = {
             **self.sizes_of(values), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
             "attention_bias": False, "attention_dropout": 0.0,
@@ -432,7 +450,7 @@ def _scaling(config: ModelConfig) -> dict[str, Any] | None:
 
 def _scalar(scale: float) -> int:
     """Return Gemma's whole number for a factor of the products of queries and keys, 1 / sqrt(number)."""
-    return max(1, round(scale**-2))
+    return max(1, round(max(scale, 1e-9) ** -2))
 
 
 def _at_least(value: Any, other: Any) -> bool:
@@ -474,7 +492,9 @@ _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _QWEN = {"max_position_embeddings": 32768, "max_window_layers": 28}
 _QWEN_WINDOWS = _Windows(lambda keys, given, layer: layer >= _whole(keys, "max_window_layers", 0), switch=True)
 _SMOL_WINDOWS = _Windows(lambda keys, given, layer: layer in given.get("unrotated_layers", ()), switch=True)
-_GEMMA3_WINDOWS = _Windows(lambda keys, given, layer: (layer + 1) % _whole(keys, "sliding_window_pattern", 1) != 0)
+_GEMMA3_WINDOWS = _Windows(
+    lambda keys, given, layer: (layer + 1) % _whole(keys, "sliding_window_pattern", 1) != 0, marks=True
+)
 FORMATS: tuple[Format, ...] = (
     GPT2Format("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, GPT2_SIZES, ModelConfig, _FACTORS),
     RotaryFormat("llama", "LlamaForCausalLM", named=_BIASES),
@@ -507,7 +527,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     RotaryFormat(
         "olmo3", "Olmo3ForCausalLM", places=_OLMO, block=_OLMO_BLOCK, named=_BIAS,
-        parts=(_Windows(lambda keys, given, layer: (layer + 1) % 4 != 0), _TwoRopes()),
+        parts=(_Windows(lambda keys, given, layer: (layer + 1) % 4 != 0, marks=True), _TwoRopes()),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_local_base_freq": 500000.0},
     ),
     RotaryFormat(
@@ -524,7 +544,8 @@ FORMATS: tuple[Format, ...] = (
         },
     ),
     RotaryFormat(
-        "gemma3_text", "Gemma3ForCausalLM", places=_GEMMA, block=_GEMMA_BLOCK | {"qk_norm": True}, named=_BIAS | _CAPS,
+        "gemma3_text", "Gemma3ForCausalLM", places=_GEMMA, block=_GEMMA_BLOCK | {"qk_norm": True},
+        named=_BIAS | {"logit_softcap": "final_logit_softcapping"},
         parts=(_GemmaFactors(), _GEMMA3_WINDOWS, _TwoRopes()),
         defaults={
             "max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True,

@@ -96,7 +96,8 @@ def _attention_params(config: ModelConfig) -> int:
 def effective(config: ModelConfig) -> dict[str, Any]:
     """Return the section's values; values that are not set are replaced by those in effect."""
     sizes = (head_dim, rotary_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias)
-    return dict(config) | {size.__name__: size(config) for size in sizes}
+    windows = config.windows if any(config.windows) else ()
+    return dict(config) | {size.__name__: size(config) for size in sizes} | {"windows": windows}
 
 
 # Dense peak of FP16 and BF16 products in operations per second, by the driver's name of the device. A slice of a device

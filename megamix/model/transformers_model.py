@@ -79,6 +79,11 @@ class TransformersModel(LanguageModel):
         self.config, self.is_compiled = config, config.compile
         empty = torch.empty(0)
         self.hf = _first_weights(config, torch.initial_seed()) if has_values(empty) else _built(config.config_json)
+        if frozen := [name for name, param in self.hf.named_parameters() if not param.requires_grad]:
+            raise ValueError(
+                f"model.folder: gradients do not train {frozen[0]} of a {self.hf.config.model_type} model; train "
+                "such a model through the library (docs/library.md)"
+            )
         if empty.is_meta:
             _fill_buffers(self.hf)
         if [*like] != [*range(config.num_layers)]:
@@ -209,7 +214,7 @@ class TransformersModel(LanguageModel):
         try:
             return cls.on_meta(config)
         except (RuntimeError, OverflowError, TypeError) as error:
-            raise ValueError(f"no memory holds a model of these sizes: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"config.json: transformers computes no such model: {_told(error)}") from None
 
     @classmethod
     def shapes(cls, config: TransformersConfig) -> dict[str, tuple[int, ...]]:
@@ -264,8 +269,19 @@ def _quiet() -> Any:
 
 
 def _built(config_json: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the model with weights of its own rules, on torch's default device."""
-    return _quiet().AutoModelForCausalLM.from_config(copy.deepcopy(architecture(config_json)), dtype=dtype)
+    """Return the model with weights of its own rules, on torch's default device.
+
+    Raises: ValueError saying what transformers does not take.
+    """
+    try:
+        return _quiet().AutoModelForCausalLM.from_config(copy.deepcopy(architecture(config_json)), dtype=dtype)
+    except Exception as error:  # whatever a config.json makes transformers' modules raise
+        raise ValueError(f"config.json: transformers builds no such model: {_told(error)}") from None
+
+
+def _told(error: Exception) -> str:
+    """Return an error of transformers as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def _first_weights(config: TransformersConfig, seed: int) -> Any:
@@ -279,22 +295,30 @@ def _first_weights(config: TransformersConfig, seed: int) -> Any:
         raise ValueError(
             f'model.init: got "folder", {folder} has no *.safetensors; write init = "random", or another folder'
         )
+    if config.init == "auto" and not has_weights and (others := [*folder.glob("*.bin"), *folder.glob("*.pt*")]):
+        raise ValueError(
+            f'model.init: got "auto", {folder} has no *.safetensors, but {others[0].name}, whose reading may run code; '
+            'save the model as safetensors, or write init = "random"'
+        )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         if config.init == "random" or not has_weights:
-            return _built(config.config_json)
-        model, told = _quiet().AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=copy.deepcopy(config.theirs),
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+            return _predicting(_built(config.config_json))
+        try:
+            model, told = _quiet().AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=copy.deepcopy(config.theirs),
+                dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:  # whatever broken files make transformers and safetensors raise
+            raise ValueError(f"model.folder: transformers cannot load {folder}: {_told(error)}") from None
     if wrong := [f"{kind.removesuffix('_keys')} {sorted(map(str, keys))[:4]}" for kind, keys in told.items() if keys]:
         raise ValueError(f"model.folder: the weights in {folder} are not those of its config.json: {'; '.join(wrong)}")
-    return model
+    return _predicting(model)
 
 
 @torch.no_grad()
@@ -311,9 +335,12 @@ def _fill_buffers(hf: Any) -> None:
 
 
 def _blocks(hf: Any) -> nn.ModuleList:
-    """Return the blocks: the first list of as many modules as there are layers."""
+    """Return the blocks: the first list of as many modules as there are layers. Raises: ValueError if there is none."""
     lists = (module for module in hf.modules() if isinstance(module, nn.ModuleList))
-    return next(found for found in lists if len(found) == hf.config.num_hidden_layers)
+    layers = hf.config.num_hidden_layers
+    if (found := next((each for each in lists if len(each) == layers > 0), None)) is None:
+        raise ValueError(f"config.json: num_hidden_layers is {layers}, and the model has no list of as many blocks")
+    return found
 
 
 def _take_blocks(hf: Any, like: Sequence[int], theirs: Any) -> None:
@@ -360,6 +387,26 @@ def _kinds(config_json: str) -> list[int]:
         first.setdefault((kind, *((name, param.shape) for name, param in block.named_parameters())), layer)
         for layer, (kind, block) in enumerate(zip(types, _blocks(hf), strict=True))
     ]
+
+
+@torch.no_grad()
+def _predicting(hf: Any) -> Any:
+    """Return the model. Raises: ValueError if logits depend on later tokens, or on noise in a forward of a training."""
+    trains, tokens = hf.training, torch.arange(1, 17)[None] % hf.config.vocab_size
+    changed = torch.where(torch.arange(16) < 8, tokens, (tokens + 1) % hf.config.vocab_size)
+    logits, others = (hf.eval()(input_ids=each, use_cache=False).logits for each in (tokens, changed))
+    in_training = hf.train()(input_ids=tokens, use_cache=False).logits
+    hf.train(trains)
+    for found, told in (
+        ((others - logits)[:, :8], "sees later tokens"),
+        (in_training - logits, "draws noise in training"),
+    ):
+        if float(found.abs().max()) > _ALIKE * float(logits.abs().max()):
+            raise ValueError(
+                f"model.folder: a model of type {hf.config.model_type} with this config.json {told}, which no job can "
+                "train right; take one that does not"
+            )
+    return hf
 
 
 @torch.no_grad()

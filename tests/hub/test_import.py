@@ -118,10 +118,19 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
         (LLAMA, {"model_type": "gemma2", "use_bidirectional_attention": True}, "attention in megamix is causal"),
         (
             LLAMA,
-            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            {
+                "model_type": "olmo3",
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "linear", "factor": 2.0},
+                    "full_attention": {"rope_type": "default"},
+                },
+            },
             "rope_parameters of sliding_attention are",
         ),
         (LLAMA, {"model_type": "qwen2", "layer_types": 3, "sliding_window": None}, "layer_types is 3, and must be a"),
+        (LLAMA, {"model_type": "mistral", "layer_types": ["full_attention"] * 2}, 'write model_type = "ministral"'),
+        (LLAMA, {"model_type": "gemma3_text", "head_dim": 6, "attn_logit_softcapping": 5.0}, "softcapping is 5.0"),
+        (LLAMA, {"model_type": "olmo3", "rope_parameters": {"rope_theta": 9.0}}, "must have a table for each of"),
         (LLAMA, {"model_type": "mistral", "sliding_window": "x"}, "sliding_window is 'x'"),
         (LLAMA, {"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, and must be a positive"),
         (GPT2, {"activation_function": "relu"}, "activation_function is 'relu'"),

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from megamix.axes import AXES, AxisKind
 from megamix.builders.data import training_source
 from megamix.cli import main
-from megamix.config import Config, ConfigError
+from megamix.config import Config, ConfigError, architecture
 from megamix.live_storage import LiveStorage
 from megamix.model import transformers_model
 from megamix.model.family import family_of
@@ -195,6 +195,54 @@ def test_what_does_not_go_together_is_refused_in_a_line(folder: Path, keys: dict
     assert told in problem
 
 
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+BERT |= {"max_position_embeddings": SEQ_LEN, "vocab_size": 64, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "told"),
+    [
+        ("bert", BERT, "bert with this config.json sees later tokens"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "with this config.json sees later tokens"),
+        ("olmo2", {"hidden_act": "no such"}, "transformers builds no such model: KeyError: .no such"),
+        ("olmo2", {"num_hidden_layers": 0}, "num_hidden_layers is 0, and the model has no list of as many blocks"),
+    ],
+)
+def test_a_model_that_a_job_cannot_train_right_is_refused(
+    folder: Path, kind: str, keys: dict[str, Any], told: str
+) -> None:
+    (folder / kind / "odd").mkdir(parents=True, exist_ok=True)
+    config = json.dumps({"model_type": kind, "vocab_size": 64, "pad_token_id": None, **KINDS.get(kind, {}), **keys})
+    (folder / kind / "odd" / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=told):
+        run_on_ranks(job(folder, kind, "odd", model={"folder": str(folder / kind / "odd")}))
+
+
+def test_keys_that_name_code_are_not_read_and_no_share_of_units_drops_out() -> None:
+    keys = {
+        "model_type": "olmo2",
+        **KINDS["olmo2"],
+        "vocab_size": 64,
+        "attention_dropout": 1,
+        "router_jitter_noise": 0.1,
+    }
+    keys |= {
+        "attn_implementation": "evil/kernel",
+        "_attn_implementation": "evil/kernel",
+        "auto_map": {"AutoConfig": "x--y.Z"},
+    }
+    found = architecture(json.dumps(keys))
+    assert found._attn_implementation != "evil/kernel"
+    assert not hasattr(found, "auto_map")
+    assert (found.attention_dropout, found.router_jitter_noise) == (0.0, 0.0)
+
+
+def test_a_config_json_is_read_as_transformers_reads_a_file() -> None:
+    keys = {"model_type": "mistral", **KINDS["olmo2"], "vocab_size": 64, "sliding_window": 8}
+    assert architecture(json.dumps(keys)).model_type == "mistral"
+    assert architecture(json.dumps(keys | {"layer_types": ["full_attention"] * 2})).model_type == "ministral"
+
+
 def test_an_axis_whose_ranks_divide_weights_and_read_different_samples_is_refused(folder: Path) -> None:
     experts = AxisKind("divided", reads=True)
     with mock.patch.dict(AXES, {"cp": experts}), pytest.raises(ConfigError, match="modules that ranks do not divide"):
@@ -235,3 +283,46 @@ def test_weights_that_are_not_those_of_the_config_are_refused(folder: Path) -> N
     (folder / "two" / "model.safetensors").rename(other / "model.safetensors")
     with pytest.raises(ValueError, match="are not those of its config.json: missing"):
         run_on_ranks(job(folder / "other", "olmo2", "x", data={"train": str(folder / "data/train"), "valid": None}))
+
+
+def test_a_folder_of_pickles_alone_and_a_broken_file_are_refused(folder: Path) -> None:
+    pickles = write_config(folder / "pickles", "olmo2")
+    (pickles / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has no \*.safetensors, but pytorch_model.bin, whose reading may run code"):
+        run_on_ranks(job(folder, "olmo2", "x", model={"folder": str(pickles)}))
+    (pickles / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match=r"model.folder: transformers cannot load .*: SafetensorError"):
+        run_on_ranks(job(folder, "olmo2", "x", model={"folder": str(pickles)}))
+
+
+def test_a_parameter_that_gradients_do_not_train_is_named(folder: Path) -> None:
+    config = job(folder, "olmo2", "x").model
+    with (
+        mock.patch.object(transformers_model, "_built", _with_a_frozen_norm(transformers_model._built)),
+        pytest.raises(ValueError, match="gradients do not train model.norm.weight of a olmo2 model; train such"),
+    ):
+        family_of(config).shapes(config)
+
+
+class _Noisy(torch.nn.Module):
+    """A model that drops units whatever its configuration says."""
+
+    config = SimpleNamespace(vocab_size=64, model_type="noisy")
+
+    def forward(self, input_ids: torch.Tensor, *, use_cache: bool) -> SimpleNamespace:
+        scores = torch.nn.functional.one_hot(input_ids, 64).float()
+        return SimpleNamespace(logits=torch.nn.functional.dropout(scores, 0.5, self.training))
+
+
+def test_noise_in_training_is_refused() -> None:
+    with pytest.raises(ValueError, match="a model of type noisy with this config.json draws noise in training"):
+        transformers_model._predicting(_Noisy())
+
+
+def _with_a_frozen_norm(build: Any) -> Any:
+    def built(*given: Any) -> Any:
+        hf = build(*given)
+        hf.model.norm.weight.requires_grad_(False)
+        return hf
+
+    return built

@@ -128,3 +128,21 @@ def test_each_kind_of_layer_has_room_for_its_compiled_graphs() -> None:
     assert torch._dynamo.config.recompile_limit == 8
     Transformer(ModelConfig(**SIZES | {"num_layers": 4}, windows=[5, 0, 7], compile=True))
     assert torch._dynamo.config.recompile_limit == 3 * 8
+
+
+@pytest.mark.parametrize("activation", ["geglu", "relu2"])
+def test_a_gate_and_the_activations_are_their_equations(activation: str) -> None:
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**SIZES, attention_gate=True, activation=activation, init_std=0.3)).double()
+    block = model.blocks[0]
+    x, rotary = torch.randn(1, T, 32, dtype=torch.float64), model.rotary(T)
+    part = block.feed_forward
+    inner = part.up(x).relu().square() if part.gate is None else F.gelu(part.gate(x), approximate="tanh") * part.up(x)
+    torch.testing.assert_close(part(x), part.down(inner), rtol=1e-12, atol=1e-12)
+    attention = block.attention
+    seen: list[Tensor] = []
+    attention.out.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    attention(x, rotary, None, None)
+    gate, attention.gate = attention.gate, None
+    attention(x, rotary, None, None)
+    torch.testing.assert_close(seen[0], seen[1] / (1 + (-gate(x)).exp()), rtol=1e-12, atol=1e-12)
