@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.config import DecoderConfig, ParallelismConfig
+from megamix.config import ConfigError, DecoderConfig, ParallelismConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.weights import Fill, without_values
@@ -79,9 +79,12 @@ def outline(
 
 def drawn(model: LanguageModel, seed: int, *, packed: bool = False) -> Fill:
     """Return the function that writes the first weights. Each owner writes its own share; the values are the same on
-    any mesh. `packed`: see `LanguageModel.draws`.
+    any mesh. `packed`: see `LanguageModel.draws`. Raises: ConfigError saying why files hold no such weights.
     """
-    draw = model.draws(seed, packed=packed)
+    try:
+        draw = model.draws(seed, packed=packed)
+    except ValueError as error:  # wrong input, which the command tells in a line
+        raise ConfigError([str(error)], "job") from error
 
     def fill(spec: ParamSpec, start: int, values: Tensor) -> None:
         draw(values, name=spec.name, full_shape=spec.full_shape, block=spec.block, first=start)

@@ -19,6 +19,7 @@ from megamix.cli import main
 from megamix.config import ModelConfig
 from megamix.data.tokenizer import END_OF_TEXT, Tokenizer
 from megamix.hub.convert import export_model, import_model
+from megamix.hub.links import format_of, formats
 from megamix.hub.source import Source, open_source
 from tests.checkpoint.faults import listing
 from tests.hub.folders import GPT2, LLAMA, InMemory, own_model, write_hugging_face
@@ -179,3 +180,28 @@ def test_a_piece_of_a_fused_tensor_is_made_of_all_its_parts(tmp_path: Path) -> N
     assert torch.equal(fused, want)
     read = open_source(tmp_path / "out").weights.read("blocks.1.attention.key.weight", Box((2, 3), (5, 4)))
     assert torch.equal(read, attention.key.weight[2:7, 3:7])
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "seq_len": 16, "hidden_size": 12, "num_layers": 2, "num_heads": 2, "tie_embeddings": False,
+    "scaled_init": False,
+}  # fmt: skip
+OLMO = {"norm_place": "after", "qk_norm": True, "qk_norm_over": "all"}
+YARN = {"rule": "yarn", "factor": 4.0, "original_seq_len": 8}
+
+
+def test_a_format_does_not_lose_what_a_windows_layers_rotate_by() -> None:
+    form = formats()["olmo3"]
+    longest = form.write(ModelConfig(**SMALL, **OLMO, windows=[16, 0], window_rope_theta=30.0))
+    again = form.read({"model_type": "olmo3", **longest})
+    assert (again.windows, again.window_rope_theta) == ((16, 0), 30.0)  # though no window is shorter than a sequence
+    with pytest.raises(ValueError, match="no family of Hugging Face"):
+        format_of(ModelConfig(**SMALL, **OLMO, windows=[4, 0], rope_scaling=YARN))
+    assert format_of(ModelConfig(**SMALL, **OLMO, windows=[4, 0], rope_scaling=YARN, window_rope_theta=1e4)) is form
+
+
+def test_a_format_writes_the_numbers_that_transformers_asks_for() -> None:
+    granite = formats()["granite"].write(ModelConfig(**SMALL, residual_scale=0.5))
+    assert granite["attention_multiplier"] == 6**-0.5
+    assert formats()["ministral"].write(ModelConfig(**SMALL))["sliding_window"] == 16
+    assert format_of(ModelConfig(**SMALL, windows=[0])).model_type == "llama"
