@@ -20,7 +20,7 @@ from megamix.config.model_and_data import FamilyConfig, Text
 from megamix.plugins import FAMILIES
 
 _MOST_BYTES = 1 << 20
-_CODE = ("auto_map",)  # keys that name code, beside those of an implementation
+_UNREAD = ("auto_map", "return_dict")  # keys that name code, or the form of results; those of kernels come to it
 
 
 @cache
@@ -36,7 +36,7 @@ def architecture(text: str) -> Any:
         raise ValueError("this family needs transformers 5; pip install 'megamix[transformers]'") from None
     try:
         keys = {
-            key: value for key, value in json.loads(text).items() if key not in _CODE and "_implementation" not in key
+            key: value for key, value in json.loads(text).items() if key not in _UNREAD and "_implementation" not in key
         }
         with TemporaryDirectory() as folder:  # of a file: transformers reads some keys from a file alone
             Path(folder, "config.json").write_text(json.dumps(keys), encoding="utf-8")
