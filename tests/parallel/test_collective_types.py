@@ -64,7 +64,7 @@ def _type_of_loss(family: str, sequence: bool) -> Any:
     section, topology = ParallelismConfig(tp_size=2, sequence_parallel=sequence), Topology.connect(tp=2)
     model, _ = build_model(config, section, topology, torch.device("cpu"))
     with (
-        mock.patch.object(borders._Crossing, "spmd_typecheck", staticmethod(_crossing), create=True),
+        mock.patch.object(borders.Crossing, "spmd_typecheck", staticmethod(_crossing), create=True),
         mock.patch.object(LinearCrossEntropy, "spmd_typecheck", staticmethod(_cross_entropy), create=True),
         spmd.checker.typecheck(),
     ):
@@ -92,8 +92,8 @@ def test_the_borders_of_divided_layers_fit(tp: Any, family: str, sequence: bool)
     [
         ("leave", lambda border, x: x, False),  # outputs are not summed
         ("enter", lambda border, x: x, False),  # gradients of inputs are not summed
-        ("leave", lambda border, x: border._cross(borders._Crossing, x, border._sum, borders._same), True),
-        ("enter", lambda border, x: border._cross(borders._Crossing, x, borders._same, border._sum), True),
+        ("leave", lambda border, x: border._cross(borders.Crossing, x, border._sum, borders._same), True),
+        ("enter", lambda border, x: border._cross(borders.Crossing, x, borders._same, border._sum), True),
     ],
 )
 def test_a_wrong_border_is_refused(tp: Any, border: str, wrong: Callable[..., Tensor], sequence: bool) -> None:
