@@ -20,7 +20,7 @@ from megamix.config.model_and_data import FamilyConfig, Text
 from megamix.plugins import FAMILIES
 
 _MOST_BYTES = 1 << 20
-_UNREAD = ("auto_map", "return_dict")  # keys that name code, or the form of results; those of kernels come to it
+_UNREAD = ("auto_map", "return_dict")  # keys that name code, or the form of results
 
 
 @cache

@@ -387,10 +387,12 @@ class RotaryFormat(Format):
         values = effective(config)
         values["attention_scale"] = _first_set(config.attention_scale, head_dim(config) ** -0.5)
         keys = {
-            **self.sizes_of(values), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
+            **self.sizes_of(values), "rms_norm_eps": config.norm_eps,
             "attention_bias": False, "attention_dropout": 0.0,
             **{theirs: values[ours] for ours, theirs in self.named.items()},
         }  # fmt: skip
+        if config.activation == "swiglu":
+            keys["hidden_act"] = "silu"
         for part in (*self.parts, _Rope()):
             keys |= part.write(config)
         return keys

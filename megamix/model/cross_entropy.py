@@ -26,8 +26,8 @@ Slopes = Callable[..., Tensor]  # `slopes`, or a form of it that is compiled or 
 
 def slopes(logits: Tensor, targets: Tensor, slope: Tensor, *, z_loss: float = 0.0) -> Tensor:
     """Return the log-likelihood of each target. Into `slope` write the derivative of the loss by each logit, times
-    SLOPE_SCALE. `slope` may be the same tensor as `logits`. `z_loss`: factor of logsumexp(logits)^2, which the loss
-    gets added (Chowdhery et al. 2022, PaLM, section 5).
+    SLOPE_SCALE. `slope` may be the same tensor as `logits`. `z_loss`: factor of logsumexp(logits)^2 in the
+    loss (Chowdhery et al. 2022, PaLM, section 5).
 
     Shapes: logits FP32 (rows, vocab), targets INT64 (rows,), slope half or FP32 (rows, vocab) -> FP32 (rows,).
     """

@@ -163,9 +163,13 @@ class Ops:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents | None = None,
         rule: AttentionRule = SEES_ALL,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return causal attention within each document.
 
         Shapes: query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim) -> like query.
@@ -173,9 +177,13 @@ class Ops:
         return self.attend(self, query, key, value, documents, rule)
 
     def whole_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents | None = None,
         rule: AttentionRule = SEES_ALL,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return attention whose keys are all here."""
         if documents is not None and documents.lengths:
             return self._attention_by_document(query, key, value, documents.lengths, rule)

@@ -218,13 +218,12 @@ class WideAttention(torch.autograd.Function):
 
 
 def widen_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Return an FP32 copy in which each head is repeated for its group of query heads.
+    """Return a wide copy in which each head is repeated for its group of query heads.
 
-    Shapes: x half (B, kv_heads, T, D) -> FP32 (B, num_heads, T, D).
+    Shapes: x half (B, kv_heads, T, D) -> FP32 (B, num_heads, T, D); FP64 stays.
     """
-    if x.shape[1] == num_heads:
-        return x.float()
-    return x.float().repeat_interleave(num_heads // x.shape[1], dim=1)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide if x.shape[1] == num_heads else wide.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def narrow_heads(grad: Tensor, like: Tensor) -> Tensor:
@@ -251,7 +250,7 @@ class CappedAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, cap: float) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.cap = cap
-        key, value = (_for_each_query_head(x, query) for x in (key, value))
+        key, value = (widen_heads(x, query.shape[1]) for x in (key, value))
         out = torch.empty_like(query)
         for rows in _score_rows(query, key):
             out[:, :, rows] = _capped_weights(query[:, :, rows], key, mask[..., rows, :], cap)[0] @ value
@@ -261,7 +260,7 @@ class CappedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, own_key, own_value, mask = ctx.saved_tensors
-        key, value = (_for_each_query_head(x, query) for x in (own_key, own_value))
+        key, value = (widen_heads(x, query.shape[1]) for x in (own_key, own_value))
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for rows in _score_rows(query, key):
             some, of_out = query[:, :, rows].to(key.dtype), grad[:, :, rows].to(key.dtype)
@@ -273,11 +272,6 @@ class CappedAttention(torch.autograd.Function):
             of_query[:, :, rows] = slope @ key
             of_key += slope.mT @ some
         return of_query, narrow_heads(of_key, own_key), narrow_heads(of_value, own_value), None, None
-
-
-def _for_each_query_head(x: Tensor, query: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
 
 
 def _score_rows(query: Tensor, key: Tensor) -> Iterator[slice]:

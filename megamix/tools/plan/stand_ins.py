@@ -68,9 +68,13 @@ class GpuShapes(Ops):
         return apply(_Kernel, x.shape[:-1], 0, x, weight)  # keeps 1 / rms of each row
 
     def whole_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents | None = None,
         rule: AttentionRule = SEES_ALL,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if rule.softcap:  # no kernel
             return super().whole_attention(query, key, value, documents, rule)
         if documents is not None and documents.borders is not None:

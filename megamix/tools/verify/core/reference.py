@@ -58,7 +58,8 @@ class Reference:
             logits = logits if logits.dtype == torch.float64 else logits.float()
             targets = batch.targets.flatten()
             total = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-            total = total + z_loss * logits.logsumexp(-1)[targets != IGNORE].square().sum()
+            if z_loss:
+                total = total + z_loss * logits.logsumexp(-1)[targets != IGNORE].square().sum()
             loss: Tensor = total / targets.numel()
             return loss
 
