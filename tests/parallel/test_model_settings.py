@@ -63,6 +63,12 @@ def test_each_setting_passes_verify_on_a_divided_mesh() -> None:
             assert not verdict.differences, (setting, layout, dtype, str(verdict.differences[0]))
 
 
+def test_windows_end_at_documents_whose_positions_ranks_divide() -> None:
+    config = make_config("cp2", dtype="fp16", packing="documents", model={"windows": [5, 0], "seq_len": 32})
+    with RankPool(2) as pool:
+        assert verify_layout(config, parse_layout("cp2"), pool).differences == []
+
+
 def test_gradients_of_latents_that_tp_ranks_do_not_sum_are_caught(run_ranks) -> None:
     config = make_config("tp2", loss_scale=4.0, model=SETTINGS["latents"])
     ranks = run_ranks(observe_bug, 2, config, "heads_of_one_rank")
