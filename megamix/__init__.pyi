@@ -1,10 +1,12 @@
 # The one list of what is public, for type checkers and editors; `__init__.py` reads it, and imports a name on its first
 # use. That is lazy loading by a stub, as in SPEC 1 of Scientific Python. Each line: from MODULE import NAME as NAME.
 from megamix import schedules as schedules
+from megamix.beside.added_loss import add_loss as add_loss
+from megamix.beside.records import record as record
+from megamix.beside.tally import Tally as Tally
 from megamix.checkpoint.checkpoints import Checkpoints as Checkpoints
 from megamix.comm.starters import start_ranks as start_ranks
 from megamix.comm.topology import Topology as Topology
-from megamix.inspect.records import record as record
 from megamix.mixed_precision.adamw import AdamW as AdamW
 from megamix.mixed_precision.engine import ShardedEngine as ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale as HeadroomLossScale

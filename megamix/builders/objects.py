@@ -161,7 +161,7 @@ def build_training(config: Config, device: torch.device) -> MicroBatchRunner:
     it.
     """
     stages = plan_pipeline(config)
-    topology = Topology.connect(**axis_sizes(config.parallelism))
+    topology = Topology.connect(ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
     model, placements = build_model(config.model, config.parallelism, topology, device, stages)
     accumulation = grad_accum_steps(config, topology.dp.size)
     fill = drawn(model, config.training.seed)

@@ -39,12 +39,15 @@ class Topology:
     """A mesh of named axes, as seen by one rank. Neighbouring ranks differ in the last axis first.
 
     `megamix.axes.AXES` says what the ranks along each axis have in common. An axis without a size has one rank.
+    `ep_size`: the neighbouring owners that divide the experts of a model. They are ranks of other axes: "ep" is no
+    further axis, and takes no ranks of its own.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     place_in_mesh: int = 0
     ranks: Sequence[int] | None = None  # numbers of the mesh's ranks in the world; None: their places in the mesh
     groups: Mapping[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict, compare=False, repr=False)
+    ep_size: int = 1
 
     def __post_init__(self) -> None:
         for name in self.sizes:
@@ -53,16 +56,24 @@ class Topology:
                     f"the mesh has an axis {name!r}, which is none of {', '.join(AXES)}: add it by "
                     "megamix.plugins.register_axis"
                 )
+        if self.ep_size > 1 and (owners := self.owners.size) % self.ep_size:
+            raise ValueError(
+                f"ep_size {self.ep_size} must divide {owners}, the number of ranks that share out the masters; take "
+                f"{math.gcd(owners, self.ep_size)}"
+            )
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1 or name == "dp")
         return f"{self.world.size} rank(s)" + (f" ({sizes})" if self.dp.size < self.world.size else "")
 
     def along(self, *names: str) -> Axis:
-        """Return the ranks that differ from this one only in these axes. They are connected if the mesh is.
+        """Return the ranks that differ from this one only in these axes, or with "ep" alone those that divide the
+        experts. They are connected if the mesh is.
 
         Raises: ValueError if there is no such axis.
         """
+        if names == ("ep",):
+            return self._axis(self._ep_places)
         for name in names:
             if name not in AXES:
                 raise ValueError(f"there is no axis {name!r}; there are {', '.join(AXES)}")
@@ -112,6 +123,11 @@ class Topology:
         return self.along(*self._named(lambda kind: kind.parts))
 
     @cached_property
+    def readers(self) -> Axis:
+        """Return the ranks whose losses are those of different tokens: of different samples, or parts of one."""
+        return self.along(*self._named(lambda kind: kind.reads or kind.parts))
+
+    @cached_property
     def owners(self) -> Axis:
         """Return the ranks that each own a share of the part of the model that all of them hold."""
         return self.along(*self._sharded)
@@ -125,8 +141,15 @@ class Topology:
         """Return the ranks that own shares of this rank's block of a parameter. `divided`: the axis whose ranks divide
         the parameter; None: no ranks divide it.
         """
+        if divided == "ep" and self.ep_size > 1:
+            return self._axis(self._places(self._sharded)[self.owners.rank % self.ep_size :: self.ep_size])
         holders = self._named(lambda kind: kind.weights != "copied")
         return self.along(*(name for name in holders if name not in ("pp", divided)))
+
+    @property
+    def _ep_places(self) -> list[int]:
+        first = self.owners.rank // self.ep_size * self.ep_size
+        return self._places(self._sharded)[first : first + self.ep_size]
 
     @property
     def _sharded(self) -> list[str]:
@@ -192,11 +215,11 @@ class Topology:
         return Topology({"dp": len(ranks)}, dist.get_rank(group), ranks=ranks, groups={ranks: group})
 
     @staticmethod
-    def place(rank: int, **sizes: int) -> Topology:
+    def place(rank: int, *, ep_size: int = 1, **sizes: int) -> Topology:
         """Return the place of rank `rank` in a job's mesh, by arithmetic alone and without connected axes. `sizes`:
         number of ranks along each axis, by the axis's name; an axis that is not named has 1.
 
-        Raises: ValueError if there is no such axis or rank.
+        Raises: ValueError if there is no such axis or rank, or if ep_size does not divide the owners.
         """
         if unknown := sizes.keys() - AXES.keys():
             raise ValueError(f"there is no axis {min(unknown)!r}; there are {', '.join(AXES)}")
@@ -207,10 +230,10 @@ class Topology:
             raise ValueError(
                 f"rank {rank} is none of a mesh of {product} = {world_size} ranks; give one from 0 to {world_size - 1}"
             )
-        return Topology(mesh, rank)
+        return Topology(mesh, rank, ep_size=ep_size)
 
     @staticmethod
-    def connect(timeout_s: float | None = None, **sizes: int) -> Topology:
+    def connect(timeout_s: float | None = None, *, ep_size: int = 1, **sizes: int) -> Topology:
         """Return this rank's place in the mesh of the whole world, with connected axes. Every rank must call it.
 
         `sizes`: number of ranks along each axis except dp, by the axis's name. The size of dp is the number of ranks of
@@ -218,14 +241,15 @@ class Topology:
         Raises: ValueError if there is no such axis, or the sizes do not divide the world.
         """
         if not dist.is_initialized():
-            return Topology.place(0, **sizes)
+            return Topology.place(0, ep_size=ep_size, **sizes)
         world_size, size = dist.get_world_size(), math.prod(sizes.values())
         if world_size % size:
             product = " * ".join(f"{name} {ranks}" for name, ranks in sizes.items())
             raise ValueError(
                 f"{product} = {size} must divide the number of ranks, which is {world_size}; start a multiple of {size}"
             )
-        return Topology.place(dist.get_rank(), **sizes, dp=world_size // size).connected(timeout_s)
+        placed = Topology.place(dist.get_rank(), ep_size=ep_size, **sizes, dp=world_size // size)
+        return placed.connected(timeout_s)
 
     def connected(self, timeout_s: float | None = None) -> Topology:
         """Return this mesh with its axes connected. Every rank of the world must call it, and be in the mesh."""
@@ -233,7 +257,9 @@ class Topology:
         # The order is the same on every rank, because a group's ranks meet when it is created. With NCCL each of these
         # calls splits the world, which requires every rank to be in one group of each axis. It is.
         own = (self.along(name) for name in reversed([*self.sizes]))
-        for axis in (*own, self.owners, self.owners_of(None), self.data, self.parts, self.replicas, self.stage):
+        reading = (self.data, self.parts, self.readers)
+        experts = (self.along("ep"), self.owners_of("ep"))
+        for axis in (*own, self.owners, self.owners_of(None), *reading, *experts, self.replicas, self.stage):
             _connect(axis, groups, timeout_s)
         if 0 < self.pp.rank < self.pp.size - 1:
             # A rank between the ends makes a group of itself alone. torch names these groups by their ranks and by the

@@ -148,6 +148,33 @@ def _rotary_dim_fits(config: Config) -> Iterator[str]:
         yield f"model.rotary_dim: got {turned}, must be even and at most head_dim {size}; write rotary_dim = {fix}"
 
 
+def _experts_go_together(config: Config) -> Iterator[str]:
+    if (experts := config.model.experts) is None:
+        return
+    said, layers = "model.experts", config.model.num_layers
+    in_group, rest = divmod(experts.num_experts, experts.num_groups)
+    if rest:
+        fix = largest_divisor(experts.num_experts, experts.num_groups)
+        yield (
+            f"{said}.num_groups: got {experts.num_groups}, must divide num_experts {experts.num_experts}; write "
+            f"num_groups = {fix}"
+        )
+    elif experts.top_groups > experts.num_groups:
+        yield (
+            f"{said}.top_groups: got {experts.top_groups}, num_groups is {experts.num_groups}; write top_groups = "
+            f"{experts.num_groups}"
+        )
+    elif experts.top_k > (most := in_group * experts.top_groups):
+        yield f"{said}.top_k: got {experts.top_k}, a token can choose among {most} experts; write top_k = {most}"
+    if experts.dense_layers >= layers:
+        yield (
+            f"{said}.dense_layers: got {experts.dense_layers}, and num_layers is {layers}, so no layer would have "
+            f"experts; write dense_layers = {layers - 1} or leave [{said}] out"
+        )
+    if config.model.mlp_bias or (config.model.bias and config.model.mlp_bias is None):
+        yield f"model.mlp_bias: got true, but experts have no biases; write mlp_bias = false or leave [{said}] out"
+
+
 def _lr_falls(config: Config) -> Iterator[str]:
     lr, min_lr = config.optimizer.lr, config.optimizer.min_lr
     if min_lr > lr:
@@ -286,6 +313,7 @@ _MODEL_CHECKS = (
     _unrotated_layers_are_there,
     _windows_have_layers,
     _rotary_dim_fits,
+    _experts_go_together,
 )
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     *_MODEL_CHECKS,

@@ -18,7 +18,9 @@ _STAGES = {
 
 
 # The key of each axis that has a setting of its own.
-AXIS_KEYS = {"pp": "pp_size", "replicas": "replicas", "dp": "dp_size", "cp": "cp_size", "tp": "tp_size"}
+AXIS_KEYS = {
+    "pp": "pp_size", "replicas": "replicas", "dp": "dp_size", "cp": "cp_size", "ep": "ep_size", "tp": "tp_size",
+}  # fmt: skip
 
 
 def axis_sizes(section: ParallelismConfig) -> dict[str, int]:
@@ -65,6 +67,16 @@ def mesh_problems(config: Config, world_size: int) -> Iterator[str]:
             f"{dp_size * others}, but {world_size} were started; write dp_size = {world_size // others} or start "
             f"{dp_size * others}"
         )
+    else:
+        yield from _owners_divide_experts(config, world_size // others * sizes["cp"])
+
+
+def _owners_divide_experts(config: Config, num_owners: int) -> Iterator[str]:
+    if num_owners % (ep_size := config.parallelism.ep_size):
+        yield (
+            f"parallelism.ep_size: got {ep_size}, must divide dp_size * cp_size = {num_owners}, whose ranks divide the "
+            f"experts; write ep_size = {math.gcd(num_owners, ep_size)}"
+        )
 
 
 def _key(axis: str) -> str:
@@ -110,6 +122,26 @@ def _norms_are_whole(config: Config) -> Iterator[str]:
         yield (
             f'parallelism.tp_size: got {config.parallelism.tp_size}, but model.qk_norm_over = "all" needs all heads '
             "on one rank; write tp_size = 1"
+        )
+
+
+def _ranks_divide_experts(config: Config) -> Iterator[str]:
+    """Check that ranks divide experts evenly, where there are any, and nothing else of theirs."""
+    section, experts = config.parallelism, getattr(config.model, "experts", None)
+    if experts is None and section.ep_size > 1:
+        yield (
+            f"parallelism.ep_size: got {section.ep_size}, but the model has no experts; write ep_size = 1, or a table "
+            "[model.experts]"
+        )
+    elif experts is not None and experts.num_experts % section.ep_size:
+        yield (
+            f"parallelism.ep_size: got {section.ep_size}, must divide model.experts.num_experts {experts.num_experts}; "
+            f"write ep_size = {largest_divisor(experts.num_experts, section.ep_size)}"
+        )
+    if experts is not None and section.tp_size > 1:
+        yield (
+            f"parallelism.tp_size: got {section.tp_size}, but tensor-parallel ranks do not divide experts; write "
+            "tp_size = 1, and ep_size for more memory"
         )
 
 
@@ -268,6 +300,7 @@ MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _modules_are_not_divided,
     _tensor_parallel_divides,
     _norms_are_whole,
+    _ranks_divide_experts,
     _capped_scores_are_whole,
     _context_parallel_divides,
     _stages_suit_schedule,

@@ -85,6 +85,39 @@ class LatentSizes(Section):
     """Elements of a head's value (v_head_dim)."""
 
 
+class ExpertsConfig(Section):
+    """A mixture of experts: each token passes a few of many feed-forward parts, and none is dropped."""
+
+    num_experts: Annotated[PositiveInt, Field(examples=[64])]
+    """Experts of a layer."""
+    top_k: Annotated[PositiveInt, Field(examples=[8])]
+    """Experts that a token passes."""
+    ffn_hidden_size: Annotated[PositiveInt, Field(examples=[768])]
+    """Inner width of one expert."""
+    shared_ffn_hidden_size: PositiveInt | None = None
+    """Inner width of one more feed-forward part, which every token passes. Not set: there is none."""
+    dense_layers: NonNegativeInt = 0
+    """First layers that have the feed-forward part of model.ffn_hidden_size in place of experts."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Score of an expert, from the router's logit: softmax is over all experts of the layer."""
+    normalize: bool = True
+    """Whether a token's scores of its experts are divided by their sum. With softmax this is the softmax over them."""
+    scale: PositiveFloat = 1.0
+    """Factor of those scores."""
+    num_groups: PositiveInt = 1
+    """Groups of neighbouring experts; a token's experts lie in the best top_groups, each judged by its two best
+    experts."""
+    top_groups: PositiveInt = 1
+    """Groups in which a token's experts lie."""
+    bias_rate: NonNegativeFloat = 0.001
+    """Step by which each update moves an expert's bias, which counts in the choice alone, towards equal loads. 0: there
+    are no biases."""
+    balance_loss: NonNegativeFloat = 0.0
+    """Factor of the loss of unequal loads within each sequence."""
+    z_loss: NonNegativeFloat = 0.0
+    """Factor of the mean of logsumexp(router logits)^2 in a training's gradient. 1e-3 is usual."""
+
+
 class FamilyConfig(Section):
     """Holds the one key that every model has: its family."""
 
@@ -180,6 +213,10 @@ class ModelConfig(DecoderConfig):
         Field(examples=[{"kv_rank": 512, "unrotated_dim": 128, "rotary_dim": 64, "value_dim": 128}]),
     ] = None
     """Sizes of multi-head latent attention. Not set: the attention of the keys above."""
+    experts: Annotated[
+        ExpertsConfig | None, Field(examples=[{"num_experts": 64, "top_k": 8, "ffn_hidden_size": 768}])
+    ] = None
+    """Experts in place of the feed-forward part. Not set: there are none."""
     attention_scale: PositiveFloat | None = None
     """Factor of the products of queries and keys. Not set: 1 / sqrt(elements of a head's query)."""
     embedding_scale: PositiveFloat = 1.0

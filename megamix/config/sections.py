@@ -91,6 +91,9 @@ class ParallelismConfig(Section):
     """What context-parallel ranks send for attention. "gather": the keys and values of all positions; each rank attends
     with its own queries. "heads": each rank exchanges its positions for all positions of some heads; cp_size * tp_size
     must divide num_kv_heads."""
+    ep_size: PositiveInt = 1
+    """Expert-parallel ranks: neighbours among dp_size * cp_size that divide the experts of model.experts, and take no
+    ranks of their own. Must divide num_experts."""
     tp_size: PositiveInt = 1
     """Tensor-parallel ranks: neighbours that divide each layer. Must divide heads, ffn_hidden_size and vocab_size."""
     pp_size: PositiveInt = 1

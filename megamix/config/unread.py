@@ -47,6 +47,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "model.rope_scaling.beta_slow": _one_of("model.rope_scaling.rule", "yarn"),
     "model.rope_scaling.attention_factor": _one_of("model.rope_scaling.rule", "yarn"),
     "model.qk_norm_over": _one_of("model.qk_norm", True),
+    "model.experts.top_groups": _at_least("model.experts.num_groups", 2),
     "model.unrotated_layers": _one_of("model.position", "rotary"),
     "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),
     "lr_schedule.decay_steps": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),

@@ -39,6 +39,7 @@ param_gather   all-gather of half parameters while the next forward runs
 unit_hooks     hooks where a unit's forward and backward begin and end
 unit_gather    in place of param_gather: a unit's half parameters, for its forward and again for its backward
 moving_buffers  running statistics, which a skipped step leaves as they were
+tallies        counts of a step over all ranks, and the vectors that they move
 examination    on demand: a close look at the same step
 engine         the conductor
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megamix.beside.added_loss import added_losses_times
 from megamix.clock import Clock
+from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import refusals
 from megamix.mixed_precision.bucket import Bucket, OwnedRange, make_buckets
@@ -39,6 +40,7 @@ from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.step import Examination, StepProgress, StepResult, lr_of, put_lr_table
+from megamix.mixed_precision.tallies import Tallies
 from megamix.mixed_precision.unit_gather import UnitGather
 from megamix.mixed_precision.unseen_writes import UnseenWrites
 from megamix.mixed_precision.update_slice import UpdateGroup
@@ -166,6 +168,8 @@ class ShardedEngine:
             lambda: model.training and not grads.inside_backward,
             self.topology.parts.size,
         )
+        readers = make_collectives(self.topology.readers, self.device)
+        self._tallies = Tallies(model, readers, self.progress, self.device)
         self._unseen_writes = UnseenWrites(buckets, self.plan.param_names, self.progress)
         self._gather: ParamGather | UnitGather
         if buckets[0].storage.params_pass:
@@ -250,7 +254,8 @@ class ShardedEngine:
             if ends or self._grads.takes_each:
                 self._grads.end_micro_batch(ends)
 
-    def backward_pass(self, micro_batch: int, completes: Collection[str], loss: Tensor | None = None) -> Context[None]:
+    @contextmanager
+    def backward_pass(self, micro_batch: int, completes: Collection[str], loss: Tensor | None = None) -> Iterator[None]:
         """Collect, by the ready hooks, the gradients of one backward pass through the model or through a stage of it.
 
         `completes`: names of the parameters whose gradients are complete after this pass. A bucket's sum over the ranks
@@ -258,9 +263,10 @@ class ShardedEngine:
         parameters that it reads outside the model's output.
         """
         grads = self._grads.backward_pass(micro_batch, completes)
-        if isinstance(self._gather, UnitGather):
-            return self._gather.backward_pass(grads, loss)
-        return self._gather.backward_pass(grads)
+        gather = self._gather
+        gathered = gather.backward_pass(grads, loss) if isinstance(gather, UnitGather) else gather.backward_pass(grads)
+        with added_losses_times(self.progress.factor()), gathered:
+            yield
 
     def collect(self, names: Iterable[str]) -> None:
         """Collect the gradients that a pass has put into `param.grad` of these parameters without firing hooks."""
@@ -298,6 +304,7 @@ class ShardedEngine:
         self._grads.discard()
         self._end_examination()
         self.progress.reset()
+        self._tallies.reset()
         self._moving_buffers.put_back(torch.ones_like(self.stop_request, dtype=torch.bool))
 
     def examine_next_step(self) -> None:
@@ -321,6 +328,7 @@ class ShardedEngine:
         """
         with self.progress.alone("step()"):
             by_piece, stats = self._sum_and_agree("step()")
+            tallied = self._tallies.take()
             # The scale that this step's backward used. `update_` below may change the scale for the next step.
             scale_used = self.progress.scale_used
             with self._grads.freed_after(), self._examined() as examination:
@@ -333,6 +341,7 @@ class ShardedEngine:
             self.skipped_steps += stats.found_inf
             self.loss_scale.update_(stats.found_inf, stats.max_abs, scale_used)
             self._guard.note_written()
+            self._tallies.move(tallied, stats.found_inf)
             self._moving_buffers.put_back(stats.found_inf)
             return StepResult(
                 loss=(stats.loss_sum / stats.weight_sum).float(),
@@ -344,6 +353,7 @@ class ShardedEngine:
                 stop_requested=stats.stop_requested,
                 by_piece=by_piece,
                 recorded=stats.recorded,
+                tallied=tallied,
                 examination=examination,
             )
 
@@ -363,6 +373,7 @@ class ShardedEngine:
         """
         _, stats = self._sum_and_agree("probe_loss_scale()")
         self._grads.reset()
+        self._tallies.reset()
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.progress.scale_used)
         self._moving_buffers.put_back(torch.ones_like(stats.found_inf))
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megamix.beside.records import Listener, Reduce
 
 
 def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
@@ -52,9 +53,6 @@ class Examination:
     updates: Tensor
 
 
-Reduce = Literal["mean", "sum", "max", "min"]
-
-
 class Recorded(NamedTuple):
     """Holds the values that one rank has recorded in a step. A name without values was recorded in an earlier step."""
 
@@ -84,44 +82,36 @@ class StepResult(NamedTuple):
     stop_requested: Tensor  # FP64 (): the largest of all ranks' `engine.stop_request`; 0: no rank asks to stop
     by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.plan.pieces`
     recorded: Recorded  # values given to `megamix.record`
+    tallied: Mapping[str, Tensor]  # counts of all ranks by the name of their `Tally`, FP32 (size,) each
     examination: Examination | None = None  # set after `engine.examine_next_step()`
 
     def __repr__(self) -> str:
-        """Return the numbers of the step in a line; waits for the device. by_piece and recorded stay out."""
+        """Return the numbers of the step in a line; waits for the device. Tables stay out."""
         names = ("loss", "grad_norm", "max_abs", "loss_scale", "lr")
         numbers = [f"{name}={float(getattr(self, name)):.6g}" for name in names]
         return f"StepResult({', '.join(numbers)}, found_inf={bool(self.found_inf)})"
 
 
-class StepProgress:
+class StepProgress(Listener):
     """Tracks how far this rank's step is, from its first micro-batch to `engine.step()`.
 
     `scale_used` FP32 (): the loss scale of this step's backward. `loss_sum` FP32 () and `weight_sum` FP64 (): sums over
     the losses so far that this rank counts, without the loss scale. `micro_batches`: the number of micro-batches so
     far.
-    `recorded_rows`: the rows of `Recorded.table`, FP32 (2,), by name and reduce; the tensors stay from step to step,
-    because compiled code refers to them. `counts()`: whether a value recorded now counts.
+    `recorded_rows`: the rows of `Recorded.table`.
     """
-
-    latest: ClassVar[Callable[[], StepProgress | None]] = lambda: None  # progress of the last engine in use
 
     def __init__(self, grad_accum_steps: int, device: torch.device, counts: Callable[[], bool], num_parts: int = 1):
         """Begin before the first step. `num_parts`: number of ranks whose losses are parts of one loss."""
+        super().__init__(device, counts)
         self.grad_accum_steps, self._num_parts = grad_accum_steps, num_parts
         self.micro_batches, self._ended = 0, False
         self.examined = False  # True: this step is examined, or the next one will be
         self.scale_used = torch.ones((), dtype=torch.float32, device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.recorded_rows: dict[tuple[str, Reduce], Tensor] = {}
         self._nothing = Recorded((), self.loss_sum.new_zeros(0, 2), torch.zeros_like(self.weight_sum))
-        self.counts = counts
         self._busy = threading.Lock()
-        self.claim()
-
-    def claim(self) -> None:
-        """Make `megamix.record` report to this step from now on."""
-        StepProgress.latest = weakref.ref(self)
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
@@ -182,6 +172,10 @@ class StepProgress:
             self.loss_sum += part.detach().view(())
             self.weight_sum += weight / self._num_parts
         return part * self.scale_used
+
+    def factor(self) -> Tensor:
+        """Return what a loss is multiplied by in this step's backward, FP32 ()."""
+        return self.scale_used / self._num_parts
 
     def add(self, micro_batches: int, last: bool) -> bool:
         """Add to the number of micro-batches; return whether the step is complete. `last`: the step ends with these

@@ -3,6 +3,8 @@
 language_model      the base class of every family: what a job asks of a model
 decoder             the base class of families of our own layers: read it first
 transformer         GPT-2, Llama, Mistral, Qwen, Gemma and others: blocks by the settings of one section
+feed_forward        the feed-forward part of its blocks
+experts             experts in its place, and the router that chooses them
 attention           the attention of its blocks: of several heads, or of latents
 transformers_model  any text model of transformers, by its own modules
 family              the family that a configuration names, and its size

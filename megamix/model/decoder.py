@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megamix.beside.tally import Tally
 from megamix.config import DecoderConfig
 from megamix.model.context import Documents, KeyValueCache, find_borders, find_documents, most_borders
 from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
@@ -163,7 +164,8 @@ class Decoder(LanguageModel):
                         f"module {name} has buffers, and nothing says how they are filled: give it an `_apply` that "
                         "fills them, as megamix.model.layers.RotaryTable does"
                     )
-                if kept := module._buffers.keys() - module._non_persistent_buffers_set:
+                kept = module._buffers.keys() - module._non_persistent_buffers_set
+                if kept and not isinstance(module, Tally):
                     raise ValueError(
                         f"module {name} has persistent buffers {', '.join(sorted(kept))}, which no weights of a family "
                         "hold: register them with persistent=False, and let its `_apply` fill them"

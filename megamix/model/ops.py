@@ -40,6 +40,24 @@ def takes_borders(x: Tensor, head_dim: int) -> bool:
     return fits and (x.is_meta or (x.is_cuda and _flash_takes_borders(x.device)))
 
 
+def host_counts(counts: Tensor, total: int) -> list[int]:
+    """Return counts as numbers; on a GPU the host waits for them. Without values, as in a memory plan, they are the
+    equal parts of `total`.
+    """
+    if has_values(counts):
+        numbers: list[int] = counts.tolist()
+        return numbers
+    share, rest = divmod(total, len(counts))
+    return [share + (number < rest) for number in range(len(counts))]
+
+
+def _groups_on_device(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a GPU multiplies groups without telling the host their sizes: torch's kernel takes BF16, with rows
+    that begin at multiples of 16 bytes. A meta tensor stands for a GPU's.
+    """
+    return x.dtype == torch.bfloat16 and not x.is_cpu and all(size % 8 == 0 for size in weight.shape[1:])
+
+
 class Segments(NamedTuple):
     """Borders of segments of queries and of keys, INT32 (segments + 1,) each, among those of all sequences."""
 
@@ -70,6 +88,10 @@ Product = Callable[["Ops", Tensor, Tensor, Tensor | None], Tensor]
 LookUp = Callable[["Ops", Tensor, Tensor], Tensor]
 Attend = Callable[["Ops", Tensor, Tensor, Tensor, Any, AttentionRule], Tensor]
 Keep = Callable[["Ops", Tensor, float], Tensor]
+Choose = Callable[["Ops", Tensor, int], Tensor]
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+AtExperts = Callable[["Ops", Tensor, Tensor, Tensor, Compute], Tensor]
+OverSequence = Callable[["Ops", Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,6 +113,13 @@ class Ops:
     look_up: LookUp = lambda ops, tokens, weight: ops.whole_embedding(tokens, weight)
     attend: Attend = lambda ops, *inputs: ops.whole_attention(*inputs)
     keep: Keep = lambda ops, x, share: ops.whole_keep(x, share)
+    # A token's experts, INT64 (..., top_k), by their scores FP32 (..., experts), the best first.
+    choose: Choose = lambda ops, scores, top_k: scores.topk(top_k, -1).indices
+    # The experts' outputs, (rows, hidden_size), of rows (rows, hidden_size) with their factors FP32 (rows,), sorted by
+    # expert, and INT64 (experts,) rows of each. The last argument computes them where the experts' weights are.
+    at_experts: AtExperts = lambda ops, rows, weights, counts, compute: compute(rows, weights, counts)
+    # Counts of whole sequences, INT64 (B, experts), from those of the positions that are here.
+    over_sequence: OverSequence = lambda ops, counts: counts
 
     def _sums_wide(self, x: Tensor) -> bool:
         return self.wide and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
@@ -119,6 +148,29 @@ class Ops:
         if self._computes_wide(weight):
             return wide.apply(wide.WideLinear, x, weight, bias)
         return F.linear(x, weight, bias)
+
+    def scores(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the products of x (..., in) and weight (out, in) in FP32; FP64 stays. Half tensors stay half until
+        then.
+        """
+        if x.dtype in (torch.float16, torch.bfloat16):
+            return wide.apply(wide.WideScores, x, weight)
+        return F.linear(x, weight)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """Return the product of each row with its group's matrix.
+
+        Shapes: x (rows, in) sorted by group, weight (groups, out, in), counts INT64 (groups,) -> (rows, out).
+        """
+        if _groups_on_device(x, weight):
+            return torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0).int())
+        if has_values(counts):
+            of_groups = counts.tolist()  # on a GPU the host waits here
+        else:  # a memory plan's rows are spread evenly
+            of_groups = [len(part) for part in torch.empty(len(x), device="meta").tensor_split(len(weight))]
+        return wide.apply(
+            wide.GroupedLinear, x, weight, of_groups, torch.float32 if self._computes_wide(x) else x.dtype
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if self._sums_wide(x):

@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from megamix.config import ModelConfig, default_ffn_hidden_size
+from megamix.config import ExpertsConfig, ModelConfig, default_ffn_hidden_size
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,12 @@ def ffn_hidden_size(config: ModelConfig) -> int:
     return config.ffn_hidden_size or default_ffn_hidden_size(config.activation, config.hidden_size)
 
 
+def experts(config: ModelConfig, layer: int) -> ExpertsConfig | None:
+    """Return the experts of a layer; None for a layer without."""
+    section = config.experts
+    return section if section is not None and layer >= section.dense_layers else None
+
+
 def qkv_bias(config: ModelConfig) -> bool:
     return config.bias if config.qkv_bias is None else config.qkv_bias
 
@@ -75,9 +81,16 @@ def fewest_params(config: ModelConfig) -> int:
     """Return the number of parameters in matrices and in tables of tokens. It is a lower bound of the number of all
     parameters, and nearly as large.
     """
-    hidden_size, tables = config.hidden_size, config.vocab_size * (1 if config.tie_embeddings else 2)
-    feed_forward = (3 if is_gated(config.activation) else 2) * ffn_hidden_size(config)
-    return hidden_size * tables + config.num_layers * (_attention_params(config) + hidden_size * feed_forward)
+    section, tables = config.experts, config.vocab_size * (1 if config.tie_embeddings else 2)
+    dense = config.num_layers if section is None else min(section.dense_layers, config.num_layers)
+    inner, routers = dense * ffn_hidden_size(config), 0
+    if section is not None:
+        of_experts = section.num_experts * section.ffn_hidden_size + (section.shared_ffn_hidden_size or 0)
+        inner += (config.num_layers - dense) * of_experts
+        routers = (config.num_layers - dense) * section.num_experts
+    matrices = 3 if is_gated(config.activation) else 2
+    attention = config.num_layers * _attention_params(config)
+    return config.hidden_size * (tables + matrices * inner + routers) + attention
 
 
 def _attention_params(config: ModelConfig) -> int:

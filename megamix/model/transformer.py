@@ -1,7 +1,6 @@
 """The family of GPT-2, Llama, Gemma and their relatives: blocks by the settings of one section."""
 
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,46 +10,12 @@ from megamix.model import sizes
 from megamix.model.attention import Attention, LatentAttention
 from megamix.model.config_json import FORMATS
 from megamix.model.context import BlockCache, Documents
-from megamix.model.decoder import Branch, Decoder
-from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm, RotaryTable, RotaryTables, TwoRotaryTables
+from megamix.model.decoder import Decoder
+from megamix.model.experts import Experts
+from megamix.model.feed_forward import FeedForward
+from megamix.model.layers import Embedding, LayerNorm, RMSNorm, RotaryTable, RotaryTables, TwoRotaryTables
 from megamix.model.ops import Ops
-from megamix.model.recompute import normed, recomputed
-
-
-class FeedForward(Branch):
-    """The feed-forward part: down(f(gate(x)) * up(x)) with SiLU or GELU, or down(f(up(x))) with the exact GELU, its
-    tanh form, or relu(x)^2 (So et al. 2021, Primer).
-    """
-
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
-        super().__init__()
-        ffn_hidden_size, self.ops = sizes.ffn_hidden_size(config), ops
-        self.selective = config.recompute == "selective"
-        size, bias, end_std = config.hidden_size, sizes.mlp_bias(config), sizes.branch_end_std(config)
-        widen = partial(Linear, size, ffn_hidden_size, bias, ops, std=config.init_std, divides="columns")
-        self.gate = widen() if sizes.is_gated(config.activation) else None
-        self.up = widen()
-        self.down = Linear(ffn_hidden_size, size, bias, ops, std=end_std, divides="rows")
-        self.activation = config.activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        widened = [self.up(x)] if self.gate is None else [self.gate(x), self.up(x)]
-        activate = partial(self._activate, *widened)
-        with recomputed(self.selective, activate) as (inner,):
-            down: Tensor = self.down(inner)
-        return down
-
-    def _activate(self, x: Tensor, *up: Tensor) -> Tensor:
-        match self.activation:
-            case "swiglu":
-                return self.ops.swiglu(x, *up)
-            case "geglu":
-                return self.ops.gelu(x, "tanh") * up[0]
-            case "relu2":
-                return x.relu().square()
-            case "gelu_tanh":
-                return self.ops.gelu(x, "tanh")
-        return self.ops.gelu(x)
+from megamix.model.recompute import normed
 
 
 class Block(nn.Module):
@@ -68,7 +33,7 @@ class Block(nn.Module):
         self.attention = LatentAttention(config, latent, ops, layer) if latent else Attention(config, ops, layer)
         self.attention_end_norm = _stream_norm(config, ops) if after else None
         self.feed_forward_norm = _stream_norm(config, ops) if before else None
-        self.feed_forward = FeedForward(config, ops)
+        self.feed_forward = self._feed_forward(config, ops, layer)
         self.feed_forward_end_norm = _stream_norm(config, ops) if after else None
 
     def forward(
@@ -78,6 +43,11 @@ class Block(nn.Module):
             x = x + self._end(self.attention(hidden, rotary, documents, cache), self.attention_end_norm)
         with normed(self.selective, self.feed_forward_norm, x) as hidden:
             return x + self._end(self.feed_forward(hidden), self.feed_forward_end_norm)
+
+    def _feed_forward(self, config: ModelConfig, ops: Ops, layer: int) -> nn.Module:
+        if (experts := sizes.experts(config, layer)) is not None:
+            return Experts(config, experts, ops)
+        return FeedForward(config, ops, sizes.ffn_hidden_size(config))
 
     def _end(self, branch: Tensor, norm: nn.Module | None) -> Tensor:
         """Return what is added to the residual stream."""
@@ -96,6 +66,7 @@ class Transformer(Decoder):
     """The family of GPT-2, Llama, Gemma and their relatives, which are settings of one section."""
 
     name, section, formats = "transformer", ModelConfig, FORMATS
+    tables = (*Decoder.tables, "*.router.weight")
 
     def __init__(self, config: ModelConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
         """Build the model. Raises: ValueError if the sizes do not go together. This is for a section that a program has
@@ -112,7 +83,7 @@ class Transformer(Decoder):
 
     @classmethod
     def kind(cls, config: ModelConfig, layer: int) -> Hashable:
-        return layer in config.unrotated_layers, sizes.window(config, layer)
+        return layer in config.unrotated_layers, sizes.window(config, layer), sizes.experts(config, layer) is None
 
     def token_embedding(self) -> Embedding:
         table = super().token_embedding()

@@ -7,7 +7,7 @@ half tensors.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,23 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """Call function.apply, with a type for its result."""
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # untyped in torch
     return result
+
+
+Operation = Callable[[Tensor], Tensor]
+
+
+class Crossing(torch.autograd.Function):
+    """An autograd function with one operation for forward, and another one for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Operation, back: Operation) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 class WideLinear(torch.autograd.Function):
@@ -66,6 +83,50 @@ def row_slices(num_rows: int, row_size: int, max_elements: int = MAX_WIDE_ELEMEN
     """Yield slices of num_rows rows, each of at most max_elements elements but of at least one row."""
     step = max(1, max_elements // row_size)
     return (slice(start, start + step) for start in range(0, num_rows, step))
+
+
+class WideScores(torch.autograd.Function):
+    """Products of x (..., in) and weight (out, in), half -> FP32 (..., out), on any device. Keeps x and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).float()
+        return (grad @ weight.float()).to(x.dtype), grad_weight.to(weight.dtype)
+
+
+class GroupedLinear(torch.autograd.Function):
+    """A linear layer of each group: x (rows, in) sorted by group, weight (groups, out, in), numbers of the groups' rows
+    -> (rows, out), computed in `compute_dtype` and rounded once. Keeps x and weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], compute_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts, ctx.compute_dtype = counts, compute_dtype
+        out = x.new_empty(len(x), weight.shape[1])
+        groups = zip(torch.split(x, counts), weight, torch.split(out, counts), strict=True)
+        for rows, matrix, into in groups:
+            into.copy_(F.linear(rows.to(compute_dtype), matrix.to(compute_dtype)))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
+        groups = (torch.split(rows, ctx.counts) for rows in (x, grad, of_x))
+        for number, (rows, slope, into) in enumerate(zip(*groups, strict=True)):
+            slope = slope.to(ctx.compute_dtype)
+            into.copy_(slope @ weight[number].to(ctx.compute_dtype))
+            of_weight[number] = slope.t() @ rows.to(ctx.compute_dtype)
+        return of_x, of_weight, None, None
 
 
 class WideEmbedding(torch.autograd.Function):

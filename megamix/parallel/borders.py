@@ -6,18 +6,14 @@ one process, and none of them meets a distributed tensor.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megamix.comm.collectives import Collectives
-from megamix.model.wide import apply
+from megamix.model.wide import Crossing, apply
 
 SEQUENCE = -2  # the dim of positions in activations (B, T, hidden)
-
-Operation = Callable[[Tensor], Tensor]
 
 
 class Border:
@@ -90,20 +86,6 @@ class Border:
         """Return the ranks' tensors, concatenated along `dim`."""
         parts = self.tp.gather(x.reshape(-1)).view(self.tp.axis.size, *x.shape)
         return torch.cat(parts.unbind(), dim)
-
-
-class Crossing(torch.autograd.Function):
-    """An autograd function with one operation for forward, and another one for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Operation, back: Operation) -> Tensor:
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
 
 
 def _same(x: Tensor) -> Tensor:

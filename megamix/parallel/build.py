@@ -17,6 +17,7 @@ from megamix.model.family import family_of
 from megamix.model.language_model import LanguageModel
 from megamix.parallel.borders import Border
 from megamix.parallel.context_parallel import divide_positions
+from megamix.parallel.expert_parallel import divide_experts
 from megamix.parallel.stages import StagePlan, keep_layers
 from megamix.parallel.tensor_parallel import divide_layers, place_params, take_blocks
 from megamix.plugins import MORE_AXES
@@ -47,6 +48,8 @@ def divide_work(
         divide_positions(_ours(model), connect(topology.cp), by_heads=parallelism.cp_method == "heads")
     if topology.tp.size > 1:
         divide_layers(_ours(model), Border(connect(topology.tp), sequence=parallelism.sequence_parallel))
+    if topology.along("ep").size > 1:
+        divide_experts(_ours(model), connect(topology.along("ep")))
     for name, divide in MORE_AXES.registered.items():
         if (axis := topology.along(name)).size > 1:
             divide(model, connect(axis), **{key: value for key, value in getattr(parallelism, name) if key != "size"})

@@ -21,8 +21,7 @@ from megamix.model.context import Documents
 from megamix.model.decoder import Decoder
 from megamix.model.ops import SEES_ALL, Attend, AttentionRule, Keep, Ops, Segmented
 from megamix.model.span import AttentionPiece, Chunks, Span
-from megamix.model.wide import apply, aten
-from megamix.parallel.borders import Crossing
+from megamix.model.wide import Crossing, apply, aten
 
 
 def divide_positions(model: Decoder, cp: Collectives, *, by_heads: bool = False) -> None:
@@ -40,7 +39,13 @@ def divide_positions(model: Decoder, cp: Collectives, *, by_heads: bool = False)
     way = _ExchangedHeads if by_heads else _GatheredAttention
     shared = {id(ops): ops for module in model.modules() if isinstance(ops := getattr(module, "ops", None), Ops)}
     divided = {
-        key: replace(ops, attend=way(cp, ops.attend), keep=_OwnPositions(span, ops.keep)) for key, ops in shared.items()
+        key: replace(
+            ops,
+            attend=way(cp, ops.attend),
+            keep=_OwnPositions(span, ops.keep),
+            over_sequence=lambda _, counts: cp.gather(counts.flatten()).sum(0).view_as(counts),
+        )
+        for key, ops in shared.items()
     }
     for block in model.blocks:
         # Backward may run a block again after the forwards of other micro-batches.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megamix.beside.records import Reduce
 from megamix.builders.objects import DTYPES
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives
@@ -21,7 +22,7 @@ from megamix.inspect.culprits import headroom, peaks_by_param
 from megamix.inspect.records import gather_recorded
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import EXPONENT_BIAS, layer_of
-from megamix.mixed_precision.step import Examination, Recorded, Reduce, StepResult
+from megamix.mixed_precision.step import Examination, Recorded, StepResult
 from megamix.model.family import flops_per_token
 from megamix.model.sizes import dense_peak
 from megamix.report.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision, StepMetrics, recorded_tags

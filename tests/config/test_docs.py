@@ -12,7 +12,15 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from megamix.cli import main
-from megamix.config import Config, DataSource, LatentSizes, RopeScaling, TransformersConfig, config_schema
+from megamix.config import (
+    Config,
+    DataSource,
+    ExpertsConfig,
+    LatentSizes,
+    RopeScaling,
+    TransformersConfig,
+    config_schema,
+)
 from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig
 from megamix.config.model_and_data import DataStage
@@ -31,6 +39,7 @@ TABLES = {
     "[metrics.wandb]": WandbConfig,
     "[model.rope_scaling]": RopeScaling,
     "[model.latent_attention]": LatentSizes,
+    "[model.experts]": ExpertsConfig,
     '[model] with family = "transformers"': TransformersConfig,
     "[[data.train]]": DataSource,
     "[[data.stages]]": DataStage,

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs/quickstart.toml"
 SCALING = {"rule": "linear", "factor": 2.0}
 # Of each key: a value that is not its default, and beside what it is not read.
+EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24}
 CASES: dict[str, tuple[object, Tree]] = {
     "model.rope_theta": (5e5, {"model": {"position": "learned"}}),
     "model.rope_scaling": (SCALING, {"model": {"position": "learned"}}),
@@ -33,6 +34,7 @@ CASES: dict[str, tuple[object, Tree]] = {
     "model.rope_scaling.beta_slow": (2.0, {"model": {"rope_scaling": SCALING}}),
     "model.rope_scaling.attention_factor": (1.5, {"model": {"rope_scaling": SCALING}}),
     "model.qk_norm_over": ("all", {}),
+    "model.experts.top_groups": (2, {"model": {"experts": EXPERTS | {"num_groups": 1}}}),
     "model.rotary_dim": (2, {"model": {"position": "learned"}}),
     "model.window_rope_theta": (100.0, {}),
     "model.unrotated_layers": ([0], {"model": {"position": "learned"}}),

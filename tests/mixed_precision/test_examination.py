@@ -74,7 +74,7 @@ def _trained(examined: bool, dtype: torch.dtype, grad_dtype: torch.dtype, recomp
         for micro_batch in range(ACCUM):
             loss = loss_of(model, make_batch(step, dist.get_rank(), micro_batch), flavour=dist.get_rank())
             engine.backward(loss * float("inf") if step == 1 else loss)
-        *result, recorded, examination = engine.step()
+        *result, recorded, _, examination = engine.step()
         assert (examination is not None) == examined
         said += [*result, recorded.table]
     engine.wait()

@@ -116,7 +116,7 @@ def test_a_slot_keeps_its_step_until_it_is_read() -> None:
         live.fill_(attempt)
         pieces.fill_(attempt)
         recorded = Recorded(names[:attempt], torch.full((min(attempt, 3), 2), float(attempt)), live.double())
-        readout.write(attempt, StepResult(live, live > 4, live, live, live, live, live, pieces, recorded))
+        readout.write(attempt, StepResult(live, live > 4, live, live, live, live, live, pieces, recorded, {}))
         live.fill_(-1)  # a live tensor in the slot would show this
         pieces.fill_(-1)
         recorded.table.fill_(-1)

@@ -74,7 +74,9 @@ class TracedWork:
         It needs no connection to other ranks.
         """
         part = family_of(self.model).on_meta(self.model, like)
-        topology = Topology.place(0, **axis_sizes(self.division))
+        topology = Topology.place(
+            0, dp=self.division.ep_size, ep_size=self.division.ep_size, **axis_sizes(self.division)
+        )
         take_blocks(part, topology)
         divide_work(part, self.division, topology, ShapesAlone)
         return part

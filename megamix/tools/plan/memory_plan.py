@@ -83,7 +83,7 @@ def plan_rank(
 ) -> MemoryPlan:
     """Return the plan of one of a pipeline's ranks; see `plan_memory`. `stages`: those of all ranks, if known."""
     stages = plan_pipeline(config) if stages is None else stages
-    mesh = Topology.place(0, dp=dp_size, **axis_sizes(config.parallelism))
+    mesh = Topology.place(0, dp=dp_size, ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
     part = _plan_part(config, dp_size, mesh.pp.ranks[pp_rank], machine, stages)
     activations = _activations(part)
     passes = _passes(part, activations)
@@ -117,7 +117,7 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
     return part.held, _host(config, part)
 
 
-_DIVIDING = ("cp_size", "cp_method", "tp_size", "sequence_parallel")
+_DIVIDING = ("cp_size", "cp_method", "ep_size", "tp_size", "sequence_parallel")
 
 
 def _division(section: ParallelismConfig) -> ParallelismConfig:
@@ -143,7 +143,7 @@ def _plan_part(
     config: Config, dp_size: int, rank: int, machine: Machine, stages: list[StagePlan], *, own_states: bool = False
 ) -> _RankPart:
     section, training = config.parallelism, config.training
-    topology = Topology.place(rank, dp=dp_size, **axis_sizes(config.parallelism))
+    topology = Topology.place(rank, dp=dp_size, ep_size=section.ep_size, **axis_sizes(section))
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, section, topology, stages)
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)

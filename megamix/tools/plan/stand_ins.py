@@ -13,8 +13,7 @@ from torch.autograd.function import once_differentiable
 from megamix.model import wide
 from megamix.model.context import Documents
 from megamix.model.ops import SEES_ALL, AttentionRule, Ops, Segmented, Segments
-from megamix.model.wide import apply
-from megamix.parallel.borders import Crossing
+from megamix.model.wide import Crossing, apply
 
 
 @contextlib.contextmanager

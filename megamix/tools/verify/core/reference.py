@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from megamix.beside.added_loss import added_losses_times
 from megamix.config import Config
 from megamix.data.loader import IGNORE, Batch
 from megamix.model.family import family_of
@@ -162,7 +163,8 @@ def _step(
         loss = loss_of(model, moved(batch, device))
         losses.append(loss.item())
         own = scale * (share / max(shares)) or scale  # a micro-batch with fewer targets is multiplied by less
-        found = torch.autograd.grad(loss * own, [*params.values()], allow_unused=True)
+        with added_losses_times(own):
+            found = torch.autograd.grad(loss * own, [*params.values()], allow_unused=True)
         for name, grad in zip(params, found, strict=True):
             if grad is not None:
                 part = grad.to("cpu", torch.float64) * (share / own)

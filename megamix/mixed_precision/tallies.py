@@ -1,0 +1,50 @@
+"""The vectors that a step's counts move (megamix/beside/tally.py): counted by each rank, moved once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megamix.beside.tally import Tally
+from megamix.comm.collectives import Collectives
+from megamix.mixed_precision.step import StepProgress
+from megamix.names import by_plain_name
+
+
+class Tallies:
+    """The tallies of a rank's model. Their counts lie one behind the other, so that ranks sum them at once."""
+
+    def __init__(self, model: nn.Module, readers: Collectives, progress: StepProgress, device: torch.device) -> None:
+        """Let the model's tallies count into the step under way. `readers`: the ranks that see other tokens of the
+        step.
+        """
+        tallies = {name: module for name, module in model.named_modules() if isinstance(module, Tally)}
+        self._by_name, self._readers = by_plain_name(tallies.items()), readers
+        self._sizes = [len(tally.value) for tally in tallies.values()]
+        self._counts = torch.zeros(sum(self._sizes), dtype=torch.float32, device=device)
+        for tally, counts in zip(tallies.values(), self._split(self._counts), strict=True):
+            tally.connect(counts, progress.counts)
+
+    def _split(self, counts: Tensor) -> list[Tensor]:
+        return [*torch.split(counts, self._sizes)]
+
+    def reset(self) -> None:
+        """Forget what the step has counted."""
+        self._counts.zero_()
+
+    def take(self) -> Mapping[str, Tensor]:
+        """Return the counts of all ranks by tally, FP32 (size,), and begin a new step. Every rank must call it."""
+        if not self._by_name:
+            return {}
+        summed = self._readers.sum_whole(self._counts).clone()  # one rank's sum is the counts themselves
+        self.reset()
+        return dict(zip(self._by_name, self._split(summed), strict=True))
+
+    @torch.no_grad()
+    def move(self, counts: Mapping[str, Tensor], skipped: Tensor) -> None:
+        """Move each tally by its rule, unless the step is skipped. Shapes: skipped BOOL ()."""
+        for name, tally in self._by_name.items():
+            moved = tally.rule(tally.value, counts[name])
+            torch.where(skipped, tally.value, moved, out=tally.value)

@@ -1,0 +1,88 @@
+"""Experts that ranks divide: each rank sends its rows to the ranks that hold their experts, and gets the outputs back.
+
+A rank holds a run of neighbouring experts. An expert sees the rows of all ranks in the order of the ranks, so its
+products have the bits of one process with these rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megamix.comm.collectives import Collectives
+from megamix.model.decoder import Decoder
+from megamix.model.experts import Experts
+from megamix.model.ops import Compute, Ops, host_counts
+from megamix.model.wide import Crossing, apply
+
+
+def divide_experts(model: Decoder, ep: Collectives) -> None:
+    """Make experts whose stacks are this rank's blocks compute for all ranks of `ep`. Their calls are collective then,
+    in evaluation, too.
+    """
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.ops = replace(module.ops, at_experts=_Exchange(ep))
+
+
+class _Exchange:
+    """Computes each row at its expert's rank. The host waits for the device once, for the numbers of rows."""
+
+    def __init__(self, ep: Collectives):
+        self._ep = ep
+        # As in borders.py: the compiler can trace only some collectives of some backends.
+        self._away: Callable[..., Tensor] = torch.compiler.disable(self._compute_away)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def __call__(self, ops: Ops, rows: Tensor, weights: Tensor, counts: Tensor, compute: Compute) -> Tensor:
+        return self._away(rows, weights, counts, compute)
+
+    def _compute_away(self, rows: Tensor, weights: Tensor, counts: Tensor, compute: Compute) -> Tensor:
+        way = _Way.between(self._ep, counts, len(rows))
+        arrived = apply(Crossing, rows, way.there, way.back)
+        arrived_weights = apply(Crossing, weights, way.there, way.back)
+        out = compute(arrived, arrived_weights, way.counts)
+        return apply(Crossing, out, way.back, way.there)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The way of this rank's rows, sorted by expert, to the experts' ranks. There, rows of an expert follow each other,
+    those of the first rank first.
+    """
+
+    ep: Collectives
+    to: list[int]  # rows to each rank
+    of: list[int]  # rows from each rank
+    order: Tensor  # INT64 (rows here,): places among the arrived rows, which are sorted by rank and then by expert
+    counts: Tensor  # INT64 (experts here,): rows of each expert
+
+    @staticmethod
+    def between(ep: Collectives, counts: Tensor, num_rows: int) -> _Way:
+        """Return the way of `num_rows` rows. Every rank must call it. Shapes: counts INT64 (experts,)."""
+        size, rank = ep.axis.size, ep.axis.rank
+        by_rank = ep.gather(counts).view(size, size, -1)  # rows of each rank for each rank's experts
+        arriving = by_rank[:, rank]
+        both = host_counts(torch.cat((by_rank[rank].sum(1), arriving.sum(1))), 2 * num_rows)
+        experts = torch.arange(arriving.numel(), device=counts.device) % arriving.shape[1]
+        order = experts.repeat_interleave(arriving.flatten(), output_size=sum(both[size:])).argsort(stable=True)
+        return _Way(ep, both[:size], both[size:], order, arriving.sum(0))
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Return the rows of this rank's experts. Shapes: (rows, ...) -> (rows here, ...)."""
+        return self._exchanged(rows, self.to, self.of)[self.order]
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Return the rows that this rank has sent. Shapes: (rows here, ...) -> (rows, ...)."""
+        arrived = torch.empty_like(rows).index_copy_(0, self.order, rows)
+        return self._exchanged(arrived, self.of, self.to)
+
+    def _exchanged(self, rows: Tensor, to: list[int], of: list[int]) -> Tensor:
+        arrived = rows.new_empty(sum(of), *rows.shape[1:])
+        size = math.prod(rows.shape[1:])
+        sent, into = rows.contiguous().view(-1), arrived.view(-1)
+        self.ep.exchange(sent, into, [size * number for number in to], [size * number for number in of]).wait()
+        return arrived
