@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from megamix.arguments import Failed, Parser, add_config, check_plugins, lines_told
 from megamix.config import Config, ConfigError, axis_sizes, load_config
 from megamix.supervise.console import say
-from megamix.tools.verify.core.layout import Layout, at_own_size, size_told
+from megamix.tools.verify.core.layout import Layout
+from megamix.tools.verify.core.own_size import at_own_size, size_told
 
 if TYPE_CHECKING:
     from megamix.tools.audit.report import AuditReport

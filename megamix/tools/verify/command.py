@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from megamix.arguments import Parser, add_config, check_plugins, print_lines
 from megamix.config import load_config
 from megamix.progress import ProgressLine
-from megamix.tools.verify.core.layout import at_own_size, parse_layouts
+from megamix.tools.verify.core.layout import parse_layouts
+from megamix.tools.verify.core.own_size import at_own_size
 
 MOST_PARTS = 3  # parts of a job that is interrupted twice
 

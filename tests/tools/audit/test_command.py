@@ -18,7 +18,8 @@ from megamix.machine import native_halves
 from megamix.tools.audit import command
 from megamix.tools.audit.report import AuditReport
 from megamix.tools.audit.warnings import AuditWarning
-from megamix.tools.verify.core.layout import at_own_size, parse_layout
+from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.core.own_size import at_own_size
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.toml"
 SMALL = ["model.vocab_size=64", "model.seq_len=8", "model.hidden_size=24", "model.num_layers=2"]

@@ -29,6 +29,7 @@ from megamix.mixed_precision.unseen_writes import UnseenWrites
 from megamix.mixed_precision.update_slice import UpdateGroup
 from megamix.model import decoder
 from megamix.model.layers import RotaryTable
+from megamix.model.ops import SEES_ALL, Ops
 from megamix.parallel import build, tensor_parallel
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import ObservedStep
@@ -379,5 +380,16 @@ def documents_seen_across() -> Iterator[None]:
         yield
 
 
-BUGS |= {"schedule_one_update_late": schedule_one_update_late, "documents_seen_across": documents_seen_across}
+def window_ignored() -> object:
+    """The last rank's queries see all keys before them, by a window that is too long."""
+    right = Ops.attention
+
+    def wrong(self, query, key, value, documents=None, rule=SEES_ALL):
+        last = dist.get_rank() == dist.get_world_size() - 1
+        return right(self, query, key, value, documents, replace(rule, window=1000) if last and rule.window else rule)
+
+    return mock.patch.object(Ops, "attention", wrong)
+
+
+BUGS |= {bug.__name__: bug for bug in (schedule_one_update_late, documents_seen_across, window_ignored)}
 BUGS |= MUON_BUGS

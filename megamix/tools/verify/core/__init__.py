@@ -1,6 +1,7 @@
 """The parts that every judge shares: the right step, bounds, and the kinds of mistakes.
 
-layout          a layout's name and the settings it means; the size at which it is verified
+layout          a layout's name and the settings it means
+own_size        the size at which a job is verified: short sequences, and windows that end within them
 verdict         a layout's result, and the bounds that every judge shares
 table           the printed form of results
 reference       the same step on one rank: in FP64, and in the training's own precision to know its rounding

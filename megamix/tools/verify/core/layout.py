@@ -1,4 +1,4 @@
-"""Names of layouts, the settings they mean, and the size at which they are verified.
+"""Names of layouts, and the settings they mean.
 
 Imports no torch, so that a wrong name is reported at once.
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megamix import tuned
 from megamix.axes import AXES, OWN_AXES
 from megamix.config import AXIS_KEYS, Config, ConfigError, check_world_size, reading_ranks
 from megamix.config.checks import check_config
 
 _SHARDS = ("states", "gradients", "parameters")
 ACCUMULATION = 2  # micro-batches of a step: with one alone, a wrong sum over them would not show
-# Longer sequences and larger batches prove nothing more. 2, 3, 4, 6, 8 and 12 ranks divide 24 positions evenly.
-SEQ_LEN, MICRO_BATCH_SIZE = 24, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +101,3 @@ def without_dropout(config: Config) -> Config:
     Other units would drop out in one process, and bounds that allow for that would hide every mistake.
     """
     return config.with_keys(model={"dropout": 0.0})
-
-
-def at_own_size(config: Config, overrides: Iterable[str], layouts: Sequence[str] = ()) -> Config:
-    """Return the configuration with short sequences and small micro-batches, unless an override sets them. The
-    context-parallel ranks of the named layouts can divide the sequences.
-    """
-    sizes = [{axis: int(size) for axis, size in re.findall(r"(cp|tp)(\d+)", name)} for name in layouts]
-    divided = [tuned.DEALT_CHUNKS * of["cp"] * of.get("tp", 1) for of in sizes if "cp" in of]
-    seq_len = -(-SEQ_LEN // math.lcm(*divided)) * math.lcm(*divided)
-    given = {text.partition("=")[0].strip() for text in overrides}
-    if "model.seq_len" not in given:
-        config = config.with_keys(model={"seq_len": min(seq_len, config.model.seq_len)})
-    if "training.micro_batch_size" not in given:
-        config = config.with_keys(training={"micro_batch_size": MICRO_BATCH_SIZE})
-    return config
-
-
-def size_told(config: Config) -> str:
-    """Return the line of the report on the sizes that were verified."""
-    size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
-    return f"at {size} (overrides take another size)"

@@ -13,7 +13,8 @@ from megamix.config import Config
 from megamix.progress import ProgressLine, duration
 from megamix.supervise.console import say
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
-from megamix.tools.verify.core.layout import Layout, size_told, without_dropout
+from megamix.tools.verify.core.layout import Layout, without_dropout
+from megamix.tools.verify.core.own_size import size_told
 from megamix.tools.verify.core.table import COLUMNS, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.layouts.judge import judge

@@ -14,7 +14,8 @@ from megamix.arguments import Failed
 from megamix.config import Config
 from megamix.supervise.console import say
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
-from megamix.tools.verify.core.layout import Layout, size_told
+from megamix.tools.verify.core.layout import Layout
+from megamix.tools.verify.core.own_size import size_told
 from megamix.tools.verify.runs.judge_runs import run_results, twice_problems
 from megamix.tools.verify.runs.watched_run import BORDERS, STEPS
 

@@ -1,0 +1,67 @@
+"""`verify` shortens what reaches beyond its short sequences, and says so: a rank that ignores a window is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamix.config import Config
+from megamix.tools.verify.core.own_size import at_own_size, size_told
+from megamix.tools.verify.layouts.judge import judge
+from tests.model.their_models import SEQ_LEN, write_config
+from tests.tools.verify.jobs import UPDATES, make_config, observe_bug
+from tests.train.jobs import tiny_job
+
+LONG = {"seq_len": 64, "windows": [64, 0]}
+YARN = {"rope_scaling": {"rule": "yarn", "factor": 4.0}}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "cp2"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_a_rank_that_ignores_a_long_window_is_named(run_ranks, layout: str, dtype: str) -> None:
+    config = at_own_size(make_config(layout, dtype=dtype, loss_scale=4.0, model=LONG), [], [layout])
+    right, wrong = (
+        judge(config, run_ranks(observe_bug, 2, config, bug), torch.device("cpu"), UPDATES, None).differences
+        for bug in ("", "window_ignored")
+    )
+    assert right == []
+    assert (wrong[0].attempt, wrong[0].check) == (0, "gradient")
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "told"),
+    [
+        (LONG, [], "model.seq_len=24 model.windows=[8, 0]"),
+        (LONG | {"windows": [64, 5]}, [], "model.seq_len=24 model.windows=[8, 5]"),
+        (LONG, ["model.windows=[64, 0]"], "model.seq_len=24 model.windows=[64, 0]"),
+        (LONG, ["model.seq_len=64"], "model.seq_len=64 model.windows=[21, 0]"),
+        ({"seq_len": 2, "windows": [2]}, [], "model.seq_len=2 model.windows=[1]"),
+        (LONG | {"windows": [0]}, [], "model.seq_len=24"),
+        (YARN, [], "model.seq_len=8 model.rope_scaling.original_seq_len=8"),
+        (YARN, ["model.rope_scaling.original_seq_len = 8192"],
+         "model.seq_len=8 model.rope_scaling.original_seq_len=8192"),
+        ({"rope_scaling": {"rule": "linear", "factor": 4.0}}, [], "model.seq_len=8"),
+    ],
+)  # fmt: skip
+def test_what_reaches_beyond_a_sequence_is_shortened_and_told(
+    model: dict[str, object], overrides: list[str], told: str
+) -> None:
+    size = size_told(at_own_size(make_config("dp1", model=model), overrides))
+    assert size == f"at training.micro_batch_size=2 {told} (overrides take another size)"
+
+
+def _theirs(folder: Path, kind: str, **keys: object) -> Config:
+    written = write_config(folder, kind, **keys)
+    return at_own_size(
+        tiny_job(folder, model={"family": "transformers", "folder": str(written), "seq_len": SEQ_LEN}), []
+    )
+
+
+def test_windows_of_a_model_of_transformers_are_shortened(tmp_path: Path) -> None:
+    windowed = _theirs(tmp_path, "gemma3_text", sliding_window=4096)
+    assert windowed.model.theirs.sliding_window == 8
+    assert "model.seq_len=24 sliding_window=8 (" in size_told(windowed)
+    whole = _theirs(tmp_path, "olmo2")
+    assert "model.seq_len=24 (" in size_told(whole)
