@@ -15,10 +15,14 @@ def add_loss(x: Tensor, loss: Tensor) -> Tensor:
     """Return x, whose backward adds the gradient of `loss` to that of the step's own loss.
 
     Call it on hidden states on the way to the step's loss. So an added loss is right on each stage of a pipeline, and
-    in a block that backward runs again. It gets the own loss's scale and divisor, and is no part of the loss that is
-    reported; `megamix.record` reports it apart. Without an engine its factor is 1.
+    in a block that backward runs again. The gradient is that of a loss given to `engine.backward` with `loss` in it:
+    it gets the own loss's scale, and is divided by the weights. It is no part of the loss that is reported;
+    `megamix.record` reports it apart. Without an engine its factor is 1.
     Shapes: loss (), FP32 or FP64, a mean over this micro-batch's tokens.
+    Raises: ValueError for a loss of another shape.
     """
+    if loss.dim():
+        raise ValueError(f"add_loss: loss must be of shape (), got {tuple(loss.shape)}; pass its mean()")
     added: Tensor = _AddedLoss.apply(x, loss)  # type: ignore[no-untyped-call]  # untyped in torch
     return added
 
@@ -28,13 +32,30 @@ class _AddedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.dtype, ctx.device = loss.dtype, loss.device
+        ctx.save_for_backward(loss)
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones((), dtype=ctx.dtype, device=ctx.device) * _AddedLoss.factor
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ops.megamix.gradient_of_added_loss(grad, loss)
+
+
+def _gradient(grad: Tensor, loss: Tensor) -> Tensor:
+    return torch.ones_like(loss).mul_(_AddedLoss.factor)
+
+
+def _gradient_on_meta(grad: Tensor, loss: Tensor) -> Tensor:
+    return torch.empty_like(loss)
+
+
+# An operation of its own, because the compiler traces backward with forward, before the factor is known. It takes
+# `grad`, which only backward has: without it the compiler would compute the result in forward.
+_LIBRARY: Any = torch.library.Library("megamix", "DEF")  # type: ignore[no-untyped-call]  # untyped in torch
+_LIBRARY.define("gradient_of_added_loss(Tensor grad, Tensor loss) -> Tensor")
+_LIBRARY.impl("gradient_of_added_loss", _gradient, "CompositeExplicitAutograd")
+_LIBRARY.impl("gradient_of_added_loss", _gradient_on_meta, "Meta")
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+
+from megamix.beside.records import Listener
 
 
 class Tally(nn.Module):
@@ -23,32 +26,37 @@ class Tally(nn.Module):
         super().__init__()
         self.rule = rule
         self.register_buffer("value", torch.zeros(size, dtype=torch.float32))
-        self._counts: Tensor | None = None  # FP32 (size,): this rank's in the step under way, once there is an engine
-        self._counting: Callable[[], bool] = bool
+        self._step: weakref.ref[Listener] | None = None  # the engine's; a strong reference would keep its memory
+        self._counts: Tensor | None = None  # FP32 (size,): this rank's in the step under way
 
     def add(self, counts: Tensor) -> None:
         """Count in a forward, from any number of places. The host does not wait.
 
         Counts in evaluation, without gradients, and in a backward that repeats a forward do not count. The sum over
-        ranks is one of FP32, which is exact for whole numbers below 2^24. Shapes: counts (size,), of any dtype.
+        ranks is one of FP32, which is exact for whole numbers up to 2^24. Shapes: counts (size,), of any dtype.
+        Raises: ValueError for another shape.
         """
-        if self._counts is not None and torch.is_grad_enabled() and self._counting():
+        if counts.shape != self.value.shape:
+            raise ValueError(
+                f"Tally.add: counts must be of shape {tuple(self.value.shape)}, got {tuple(counts.shape)}; pass one "
+                "number for each place"
+            )
+        step = None if self._step is None else self._step()
+        if step is not None and self._counts is not None and torch.is_grad_enabled() and step.counts():
             self._counts += counts.detach()
+
+    def connect(self, counts: Tensor, step: Listener) -> None:
+        """Count into `counts`, FP32 (size,), while `step` counts."""
+        self._counts, self._step = counts, weakref.ref(step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # half() would round the values, and to_empty() would lose them.
         before = self.value
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         device = self.value.device
-        self.value = torch.zeros(before.shape, device=device) if before.is_meta else before.to(device)
+        self.value = torch.zeros_like(before, device=device) if before.is_meta else before.to(device)
         return self
 
-    def connect(self, counts: Tensor, counting: Callable[[], bool]) -> None:
-        """Count into `counts`, FP32 (size,), while `counting`."""
-        self._counts, self._counting = counts, counting
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tally:
-        """Return a copy that belongs to no engine."""
-        copy = Tally(len(self.value), self.rule)
-        copy.value = self.value.clone()
-        return copy
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: it belongs to no engine."""
+        return vars(self) | {"_step": None, "_counts": None}

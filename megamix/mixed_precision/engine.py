@@ -328,13 +328,13 @@ class ShardedEngine:
         """
         with self.progress.alone("step()"):
             by_piece, stats = self._sum_and_agree("step()")
-            tallied = self._tallies.take()
             # The scale that this step's backward used. `update_` below may change the scale for the next step.
             scale_used = self.progress.scale_used
             with self._grads.freed_after(), self._examined() as examination:
                 with self.clock.span("update"):
                     number = self.applied_updates + 1
                     scalars, grad_norm = decide(stats, scale_used, self.clip_grad, self.optimizer, number)
+                    tallied = self._tallies.take()
                 for bucket in self._update.in_turn(self._gather.order, scalars):
                     self._gather.updated(bucket)
             self.applied_updates += ~stats.found_inf

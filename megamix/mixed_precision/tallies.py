@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megamix.beside.tally import Tally
 from megamix.comm.collectives import Collectives
+from megamix.mixed_precision.refusals import require_equal
 from megamix.mixed_precision.step import StepProgress
 from megamix.names import by_plain_name
 
@@ -18,14 +19,17 @@ class Tallies:
 
     def __init__(self, model: nn.Module, readers: Collectives, progress: StepProgress, device: torch.device) -> None:
         """Let the model's tallies count into the step under way. `readers`: the ranks that see other tokens of the
-        step.
+        step. Raises: ValueError for a rule whose result is no next value, or ranks with other tallies.
         """
         tallies = {name: module for name, module in model.named_modules() if isinstance(module, Tally)}
         self._by_name, self._readers = by_plain_name(tallies.items()), readers
         self._sizes = [len(tally.value) for tally in tallies.values()]
+        require_equal(readers, device, [*self._by_name], self._sizes)
+        for name, tally in self._by_name.items():
+            _check_rule(name, tally)
         self._counts = torch.zeros(sum(self._sizes), dtype=torch.float32, device=device)
         for tally, counts in zip(tallies.values(), self._split(self._counts), strict=True):
-            tally.connect(counts, progress.counts)
+            tally.connect(counts, progress)
 
     def _split(self, counts: Tensor) -> list[Tensor]:
         return [*torch.split(counts, self._sizes)]
@@ -38,7 +42,7 @@ class Tallies:
         """Return the counts of all ranks by tally, FP32 (size,), and begin a new step. Every rank must call it."""
         if not self._by_name:
             return {}
-        summed = self._readers.sum_whole(self._counts).clone()  # one rank's sum is the counts themselves
+        summed = self._readers.sum_whole(self._counts)
         self.reset()
         return dict(zip(self._by_name, self._split(summed), strict=True))
 
@@ -48,3 +52,12 @@ class Tallies:
         for name, tally in self._by_name.items():
             moved = tally.rule(tally.value, counts[name])
             torch.where(skipped, tally.value, moved, out=tally.value)
+
+
+def _check_rule(name: str, tally: Tally) -> None:
+    moved, wanted = tally.rule(tally.value, torch.zeros_like(tally.value)), tally.value
+    if (moved.shape, moved.dtype) != (wanted.shape, wanted.dtype):
+        raise ValueError(
+            f"the rule of the tally {name} must return {wanted.dtype} of shape {tuple(wanted.shape)}, got "
+            f"{moved.dtype} of shape {tuple(moved.shape)}; return the next value"
+        )

@@ -1,0 +1,71 @@
+"""A small model whose layers count their tokens' choices and have a loss of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megamix import Tally, add_loss
+
+VOCAB, WIDTH, PLACES = 29, 16, 5
+
+
+def counted_up(value: Tensor, counts: Tensor) -> Tensor:
+    return value + counts
+
+
+class Chooser(nn.Module):
+    """Gives each token a place. `adds`: its loss is added where it arises; otherwise the caller takes it."""
+
+    def __init__(self, adds: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, PLACES, bias=False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.chosen = Tally(PLACES, counted_up)
+        self.adds = adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x).float()
+        self.chosen.add(F.one_hot(logits.argmax(-1), PLACES).flatten(0, -2).sum(0))
+        loss = 0.1 * logits.logsumexp(-1).square().mean()
+        out = x + torch.tanh(self.linear(x))
+        if self.adds:
+            return add_loss(out, loss)
+        self.loss = loss
+        return out
+
+
+class Choosers(nn.Module):
+    def __init__(self, adds: bool = True, recompute: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Chooser(adds) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.recompute = recompute
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def choosers(**settings: Any) -> Choosers:
+    torch.manual_seed(3)
+    return Choosers(**settings)
+
+
+def loss_of(called: Any, tokens: Tensor) -> Tensor:
+    """Return the loss of the next tokens. `called`: the model or its engine."""
+    return F.cross_entropy(called(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens_of(*place: int) -> Tensor:
+    """Return the tokens of a micro-batch, a function of its place in the training: INT64 (3, 9)."""
+    seed = sum(number * 100**power for power, number in enumerate(place))
+    return torch.randint(VOCAB, (3, 9), generator=torch.Generator().manual_seed(seed))
