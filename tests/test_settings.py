@@ -139,6 +139,7 @@ DIFFERS = {
             "cp_size",
             "cp_method",
             "tp_size",
+            "ep_size",
             "pp_size",
             "pp_schedule",
             "pp_stages_per_rank",

@@ -56,15 +56,18 @@ class Topology:
                     f"the mesh has an axis {name!r}, which is none of {', '.join(AXES)}: add it by "
                     "megamix.plugins.register_axis"
                 )
-        if self.ep_size > 1 and (owners := self.owners.size) % self.ep_size:
+        owners = {name: self.sizes[name] for name in self._sharded}
+        if (number := math.prod(owners.values())) % self.ep_size:
+            product = " * ".join(f"{name} {size}" for name, size in owners.items())
             raise ValueError(
-                f"ep_size {self.ep_size} must divide {owners}, the number of ranks that share out the masters; take "
-                f"{math.gcd(owners, self.ep_size)}"
+                f"ep_size {self.ep_size} must divide {product} = {number}, the number of ranks that share out the "
+                f"masters; take {math.gcd(number, self.ep_size)}"
             )
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1 or name == "dp")
-        return f"{self.world.size} rank(s)" + (f" ({sizes})" if self.dp.size < self.world.size else "")
+        experts = f", ep {self.ep_size}" if self.ep_size > 1 else ""
+        return f"{self.world.size} rank(s)" + (f" ({sizes})" if self.dp.size < self.world.size else "") + experts
 
     def along(self, *names: str) -> Axis:
         """Return the ranks that differ from this one only in these axes, or with "ep" alone those that divide the
@@ -139,7 +142,7 @@ class Topology:
 
     def owners_of(self, divided: str | None) -> Axis:
         """Return the ranks that own shares of this rank's block of a parameter. `divided`: the axis whose ranks divide
-        the parameter; None: no ranks divide it.
+        the parameter, or "ep"; None: no ranks divide it.
         """
         if divided == "ep" and self.ep_size > 1:
             return self._axis(self._places(self._sharded)[self.owners.rank % self.ep_size :: self.ep_size])

@@ -68,14 +68,17 @@ def mesh_problems(config: Config, world_size: int) -> Iterator[str]:
             f"{dp_size * others}"
         )
     else:
-        yield from _owners_divide_experts(config, world_size // others * sizes["cp"])
+        yield from _owners_divide_experts(config, sizes | {"dp": world_size // others})
 
 
-def _owners_divide_experts(config: Config, num_owners: int) -> Iterator[str]:
-    if num_owners % (ep_size := config.parallelism.ep_size):
+def _owners_divide_experts(config: Config, sizes: Mapping[str, int]) -> Iterator[str]:
+    ep_size = config.parallelism.ep_size
+    owners = {_key(name): sizes[name] for name in AXES if AXES[name].weights == "sharded"}
+    if (number := math.prod(owners.values())) % ep_size:
+        product = " * ".join(f"{key} {size}" for key, size in owners.items())
         yield (
-            f"parallelism.ep_size: got {ep_size}, must divide dp_size * cp_size = {num_owners}, whose ranks divide the "
-            f"experts; write ep_size = {math.gcd(num_owners, ep_size)}"
+            f"parallelism.ep_size: got {ep_size}, must divide {product} = {number}, whose ranks divide the experts; "
+            f"write ep_size = {math.gcd(number, ep_size)}"
         )
 
 
@@ -126,7 +129,7 @@ def _norms_are_whole(config: Config) -> Iterator[str]:
 
 
 def _ranks_divide_experts(config: Config) -> Iterator[str]:
-    """Check that ranks divide experts evenly, where there are any, and nothing else of theirs."""
+    """Check that ranks divide experts evenly, where there are any, and that no others divide the model."""
     section, experts = config.parallelism, getattr(config.model, "experts", None)
     if experts is None and section.ep_size > 1:
         yield (
@@ -138,11 +141,12 @@ def _ranks_divide_experts(config: Config) -> Iterator[str]:
             f"parallelism.ep_size: got {section.ep_size}, must divide model.experts.num_experts {experts.num_experts}; "
             f"write ep_size = {largest_divisor(experts.num_experts, section.ep_size)}"
         )
-    if experts is not None and section.tp_size > 1:
-        yield (
-            f"parallelism.tp_size: got {section.tp_size}, but tensor-parallel ranks do not divide experts; write "
-            "tp_size = 1, and ep_size for more memory"
-        )
+    for axis, size in axis_sizes(section).items() if experts is not None else ():
+        if size > 1 and axis != "pp" and AXES[axis].weights == "divided":
+            yield (
+                f"parallelism.{_key(axis)}: got {size}, but ranks along {axis} do not divide experts; write "
+                f"{_key(axis)} = 1, and ep_size for more memory"
+            )
 
 
 def _capped_scores_are_whole(config: Config) -> Iterator[str]:

@@ -122,7 +122,7 @@ class ParallelismConfig(Section):
     """Seconds that a rank may make no progress, computing or waiting for another one, before all ranks end."""
 
 
-MORE_AXES.reserved = (*ParallelismConfig.model_fields, *AXES)
+MORE_AXES.reserved = (*ParallelismConfig.model_fields, *AXES, "ep")
 
 
 class CheckpointConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -103,7 +103,7 @@ def take_census(model: nn.Module, optimizer: Optimizer, topology: Topology, shar
     for name, param in by_plain_name(model.named_parameters(remove_duplicate=False)).items():
         if param.requires_grad and param.numel():
             names.setdefault(param, []).append(name)
-        elif param.numel() and topology.tp.size * topology.pp.size > 1:
+        elif param.numel() and topology.tp.size * topology.pp.size * topology.ep_size > 1:
             raise ValueError(
                 f"parameter {name} is frozen, but ranks that divide the model must train every parameter: the parts of "
                 "a frozen one are unknown; give it a group with lr_factor=0, or let every rank hold the model"
@@ -123,17 +123,22 @@ def take_census(model: nn.Module, optimizer: Optimizer, topology: Topology, shar
         axis = axes.setdefault(at.owners, len(axes))
         spec = ParamSpec.whole(name, shape, group, tuple(aliases))
         spec = replace(spec, matrices=optimizer.matrices(name, at.full_shape))
-        specs.append(replace(spec, full_shape=at.full_shape, offset=at.offset, axis=axis, counts=at.counts))
+        spec = replace(spec, full_shape=at.full_shape, offset=at.offset, along=at.along)
+        specs.append(replace(spec, axis=axis, counts=at.counts))
     if sharding.shard == "parameters":
-        specs = _with_units(specs, model, sharding.units)
+        others = {number for axis, number in axes.items() if {*axis.ranks} - {*topology.owners.ranks}}
+        specs = _with_units(specs, model, sharding.units, others)
     return Census(specs, [*groups], [*axes])
 
 
-def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn.Module]) -> list[ParamSpec]:
+def _with_units(
+    specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn.Module], with_others: Collection[int]
+) -> list[ParamSpec]:
     """Return the specs with the numbers of their units, 1 for the first.
 
-    The root has number 0. Its parameters are those in no unit or in several, and those whose owners are not the
-    data-parallel ranks alone. Raises: ValueError if a unit is inside another one.
+    The root has number 0. Its parameters are those in no unit or in several, and those whose owners are not
+    data-parallel ranks alone: `with_others` has the numbers of their axes. Raises: ValueError if a unit is inside
+    another one.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -147,7 +152,7 @@ def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn
         # A parameter in two units has a name in each, so all names must lie in one unit.
         names = (spec.name, *spec.aliases)
         of = (k for k, unit in enumerate(units, start=1) if all(name.startswith(tuple(paths[unit])) for name in names))
-        number = 0 if spec.axis else next(of, 0)
+        number = 0 if spec.axis in with_others else next(of, 0)
         numbers.append(number)
         sizes[number] += spec.numel
     joined = [0, *_joined(sizes[1:], sum(sizes))]

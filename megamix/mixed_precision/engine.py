@@ -101,7 +101,7 @@ class ShardedEngine:
         # Parameters, their places and the links between ranks: arithmetic first, then one agreement of all ranks.
         census = take_census(model, self.optimizer, self.topology, sharding)
         layout = build_layout(census.specs, [axis.size for axis in census.axes], sharding.bucket_size)
-        self._links = Links.connect(self.topology, census.axes, precision, sharding, self.device)
+        self._links = Links.connect(self.topology, census, precision, sharding, self.device)
         self.world = self._links.world  # all ranks of the model
         self.plan = self._agree(layout, census, precision, sharding, compile_update)
 
@@ -173,7 +173,10 @@ class ShardedEngine:
         self._unseen_writes = UnseenWrites(buckets, self.plan.param_names, self.progress)
         self._gather: ParamGather | UnitGather
         if buckets[0].storage.params_pass:
-            self._gather = UnitGather(model, units, overlap, buckets, grads, self._unseen_writes, clock, observers)
+            owners = self._links.owners[0]
+            self._gather = UnitGather(
+                model, units, overlap, buckets, owners, grads, self._unseen_writes, clock, observers
+            )
         else:
             self._gather = ParamGather(model, units, overlap, buckets, grads, clock, observers)
         self._links.require_equal_order([bucket.plan for bucket in self._gather.order])

@@ -34,6 +34,7 @@ class ParamSpec:
     # False: another owner has this same gradient, and only that copy is summed. Not in the repr, because the owners
     # compare the reprs, and this field differs between them.
     counts: bool = field(default=True, repr=False)
+    along: str = field(default="tp", repr=False)  # the axis whose ranks hold all blocks, in order, or "ep"
     aliases: tuple[str, ...] = ()
     unit: int = field(default=0, repr=False)  # number of the unit that gathers it; 0: the root
     # Rows of each matrix that the optimizer takes whole. The matrices lie one below the other in the full parameter,
@@ -188,8 +189,8 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
     ends of a pipeline have different backwards, but must sum their common table at the same place in the order.
     A bucket is closed at the end of a unit, or once it holds `bucket_size` elements, so size 1 gives a bucket per
     parameter.
-    If an optimizer takes whole matrices, no shard border cuts a matrix, provided that this costs little padding and
-    that the ranks have whole matrices. Then no element of a matrix travels for the update.
+    If an optimizer takes whole matrices, no shard border of an axis cuts a matrix, provided that this costs little
+    padding and that the axis's ranks have whole matrices. Then no element of a matrix travels for the update.
     Raises: ValueError if there is nothing to train or bucket_size is not positive.
     """
     if not specs:
@@ -198,32 +199,9 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
         bucket_size = default_bucket_size(sum(spec.numel for spec in specs), axis_sizes[0])
     if bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}; None picks a size by itself")
-    flat = _cut(specs, axis_sizes, bucket_size, uncut=False)
-    if not any(spec.matrices for spec in specs) or any(
-        spec.matrices and spec.shape != spec.full_shape for spec in specs
-    ):
-        return flat
-    uncut = _cut(specs, axis_sizes, bucket_size, uncut=True)
-    return uncut if uncut.padded_numel <= (1 + tuned.MOST_PADDING) * flat.padded_numel else flat
-
-
-def _cut(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int, *, uncut: bool) -> FlatLayout:
-    """Cut the parameters into buckets. `uncut`: each matrix lies within one shard. So do norms and biases, which fill
-    the gaps.
-    """
     buckets: list[BucketPlan] = []
     for axis, num_shards in enumerate(axis_sizes):
-        for pack in (True, False) if uncut else (False,):
-            held: list[ParamSpec] = []
-            for spec in reversed(specs):
-                if spec.axis != axis or (uncut and pack != bool(spec.matrices or len(spec.full_shape) < 2)):
-                    continue
-                if held and (held[-1].unit != spec.unit or sum(spec.numel for spec in held) >= bucket_size):
-                    buckets.append(_bucket(held, num_shards, pack=pack))
-                    held = []
-                held.append(spec)
-            if held:
-                buckets.append(_bucket(held, num_shards, pack=pack))
+        buckets += _buckets([spec for spec in specs if spec.axis == axis], num_shards, bucket_size)
     places = {spec.name: place for place, spec in enumerate(reversed(specs))}
 
     def turn(bucket: BucketPlan) -> int:  # sorted() is stable: shared buckets keep their order
@@ -231,6 +209,36 @@ def _cut(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int
         return len(specs) if shared else max(places[slot.spec.name] for slot in bucket.slots)
 
     return FlatLayout(tuple(sorted(buckets, key=turn)))
+
+
+def _buckets(specs: Sequence[ParamSpec], num_shards: int, bucket_size: int) -> list[BucketPlan]:
+    """Return the buckets of one axis's parameters."""
+    flat = _cut(specs, num_shards, bucket_size, uncut=False)
+    matrices = [spec for spec in specs if spec.matrices]
+    if not matrices or any(spec.shape != spec.full_shape for spec in matrices):
+        return flat
+    uncut = _cut(specs, num_shards, bucket_size, uncut=True)
+    most = (1 + tuned.MOST_PADDING) * sum(bucket.padded_numel for bucket in flat)
+    return uncut if sum(bucket.padded_numel for bucket in uncut) <= most else flat
+
+
+def _cut(specs: Sequence[ParamSpec], num_shards: int, bucket_size: int, *, uncut: bool) -> list[BucketPlan]:
+    """Cut the parameters into buckets. `uncut`: each matrix lies within one shard. So do norms and biases, which fill
+    the gaps.
+    """
+    buckets: list[BucketPlan] = []
+    for pack in (True, False) if uncut else (False,):
+        held: list[ParamSpec] = []
+        for spec in reversed(specs):
+            if uncut and pack != bool(spec.matrices or len(spec.full_shape) < 2):
+                continue
+            if held and (held[-1].unit != spec.unit or sum(spec.numel for spec in held) >= bucket_size):
+                buckets.append(_bucket(held, num_shards, pack=pack))
+                held = []
+            held.append(spec)
+        if held:
+            buckets.append(_bucket(held, num_shards, pack=pack))
+    return buckets
 
 
 def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> BucketPlan:

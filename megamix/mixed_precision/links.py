@@ -5,13 +5,14 @@ the model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology, num_on_machine
+from megamix.mixed_precision.census import Census
 from megamix.mixed_precision.flat_layout import BucketPlan
 from megamix.mixed_precision.refusals import require_equal
 from megamix.mixed_precision.settings import Precision, Sharding
@@ -27,24 +28,25 @@ class Links:
 
     device: torch.device
     world: Collectives  # all ranks of the model
-    tp: Collectives  # ranks that divide this rank's parameters
+    along: Mapping[str, Collectives]  # ranks that divide this rank's parameters, by `ParamSpec.along`
     pp: Collectives  # ranks that hold other layers
     replicas: Collectives  # ranks that own the same share
     owners: list[Collectives]  # one per axis of `ParamSpec.axis`, the data-parallel ranks first
 
     @staticmethod
     def connect(
-        topology: Topology, axes: Sequence[Axis], precision: Precision, sharding: Sharding, device: torch.device
+        topology: Topology, census: Census, precision: Precision, sharding: Sharding, device: torch.device
     ) -> Links:
-        for axis in axes:
+        for axis in census.axes:
             _warn_of_load(axis, precision, device)
+        dividing = {spec.along for spec in census.specs if spec.shape != spec.full_shape}
         return Links(
             device,
             world=make_collectives(topology.world, device),
-            tp=make_collectives(topology.tp, device),
+            along={name: make_collectives(topology.along(name), device) for name in sorted(dividing)},
             pp=make_collectives(topology.pp, device),
             replicas=make_collectives(topology.replicas, device),
-            owners=[sharding.collectives(axis, device) for axis in axes],
+            owners=[sharding.collectives(axis, device) for axis in census.axes],
         )
 
     def require_equal_order(self, plans: Sequence[BucketPlan]) -> None:

@@ -117,15 +117,15 @@ class BucketMatrices:
         return [part for rank, own in enumerate(self.parts) for part in own if self.homes[part.matrix] != rank]
 
 
-def buckets_with_matrices(layout: FlatLayout) -> dict[int | None, list[int]]:
-    """Return the numbers of the buckets with matrices, by the axis whose ranks share them. None: buckets with matrices
-    that are cut by blocks, so that ranks of other axes hold parts of them, too.
+def buckets_with_matrices(layout: FlatLayout) -> dict[int | str, list[int]]:
+    """Return the numbers of the buckets with matrices, by the axis whose ranks share them. A name: buckets with
+    matrices that are cut into the blocks of this axis's ranks, so that all of a stage hold parts of them.
     """
-    found: dict[int | None, list[int]] = {}
+    found: dict[int | str, list[int]] = {}
     for number, bucket in enumerate(layout.buckets):
         if matrices := matrices_of(bucket):
-            axis = None if any(is_cut(matrix.spec) for matrix in matrices) else bucket.axis
-            found.setdefault(axis, []).append(number)
+            cut = (matrix.spec.along for matrix in matrices if is_cut(matrix.spec))
+            found.setdefault(next(cut, bucket.axis), []).append(number)
     return found
 
 

@@ -354,9 +354,9 @@ def _plan(muon: Muon, buckets: Sequence[Bucket], topology: Topology) -> dict[Buc
         holders = [bucket for bucket in buckets if bucket.number in numbers]
         among = holders[0].owners
         places = [Place(rank) for rank in range(among.axis.size)]
-        if axis is None:
+        if isinstance(axis, str):
             device = holders[0].master.device
-            row = torch.tensor([among.axis.rank, topology.tp.rank], device=device)
+            row = torch.tensor([among.axis.rank, topology.along(axis).rank], device=device)
             among = make_collectives(topology.owners_of(None), device)
             places = [Place(*place) for place in among.table(row).tolist()]
         both = zip(holders, matrix_layout.find_homes(layout, numbers, places), strict=True)

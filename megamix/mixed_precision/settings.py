@@ -69,6 +69,7 @@ class Placement:
     offset: tuple[int, ...]  # place in the full parameter at which this rank's block begins
     owners: Axis  # the ranks that hold this same block
     counts: bool = True  # True: this rank's gradient is added; False: another owner adds the very same gradient
+    along: str = "tp"  # the axis whose ranks hold all blocks, in order, or "ep"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megamix.clock import Clock
-from megamix.comm.collectives import noting
+from megamix.comm.collectives import Collectives, noting
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.observer import StepObserver
@@ -86,9 +86,12 @@ class UnitGather:
 
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], overlap: bool, buckets: Sequence[Bucket],
-        grads: GradReduce, unseen_writes: UnseenWrites, clock: Clock, observers: Sequence[StepObserver],
+        owners: Collectives, grads: GradReduce, unseen_writes: UnseenWrites, clock: Clock,
+        observers: Sequence[StepObserver],
     ):  # fmt: skip
+        """Hook the units. `owners`: the ranks that call them together."""
         self._overlap = overlap
+        self._owners = owners
         self._grads = grads
         self._unseen_writes = unseen_writes
         self._clock = clock
@@ -103,8 +106,7 @@ class UnitGather:
         self._unit_of: dict[Member, Unit] = {}
         self._member_of: dict[nn.Parameter, Member] = {}
         self._hook(model, units)
-        axis = buckets[0].owners.axis
-        if axis.ranks[axis.rank] == 0:
+        if owners.axis.ranks[owners.axis.rank] == 0:
             _warn_of_rest(buckets, [member.name for unit in self._units[1:] for member in unit.members])
         self._writes = 0  # number of writes to the masters, counted for all ranks
         self._live: dict[Unit, None] = {}  # units whose gathers are under way or have landed
@@ -366,12 +368,11 @@ class UnitGather:
 
         Raises: RuntimeError if another rank calls another unit.
         """
-        first = unit.buckets[0]
-        mine = torch.tensor([self._units.index(unit), self._launched], device=first.master.device)
+        mine = torch.tensor([self._units.index(unit), self._launched], device=unit.buckets[0].master.device)
         with noting(_gathering(unit)):
             # With a number, because a rank that does not come here goes on to its sums, and those must not be taken for
             # its answer.
-            places, launched = first.owners.gather(mine, self._number(0)).T.tolist()
+            places, launched = self._owners.gather(mine, self._number(0)).T.tolist()
         if others := {self._units[place].name for place in places} - {unit.name}:
             raise RuntimeError(
                 f"unit {unit.name} is called out of turn here, but {', '.join(sorted(others))} on another rank: calls "

@@ -48,7 +48,7 @@ def full_weights(model: nn.Module, buckets: Sequence[Bucket], entries: Entries, 
     for bucket in buckets:
         flat = bucket.gather_master()
         for slot in bucket.plan.slots:
-            value = _whole(flat[slot.start : slot.end], slot.spec, links.tp).to("cpu", copy=True)
+            value = _whole(flat[slot.start : slot.end], slot.spec, links).to("cpu", copy=True)
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)
     # Without keep_vars torch would read the values of freed parameters.
     own = by_plain_name(model.state_dict(keep_vars=True).items())
@@ -77,12 +77,12 @@ def _of_all_stages(
     return weights
 
 
-def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
+def _whole(block: Tensor, spec: ParamSpec, links: Links) -> Tensor:
     """Join all ranks' blocks of a parameter, which follow each other in one dim. Shapes: block (numel,)."""
     if spec.shape == spec.full_shape:
         return block.view(spec.shape)
     (dim,) = (dim for dim, size in enumerate(spec.shape) if size != spec.full_shape[dim])
-    return torch.cat([part.view(spec.shape) for part in tp.table(block)], dim)
+    return torch.cat([part.view(spec.shape) for part in links.along[spec.along].gather(block)], dim)
 
 
 def take_over(model: nn.Module, buckets: Sequence[Bucket], links: Links, dtype: torch.dtype, fill: Fill | None) -> None:

@@ -85,7 +85,7 @@ def _place(rule: ParamRule, shape: tuple[int, ...], topology: Topology, sequence
         return Placement(shape, (0,) * len(shape), topology.owners_of(None), counts)
     start = shape[rule.divided] // _num_blocks(rule, topology) * topology.along(rule.along).rank
     offset = tuple(start if dim == rule.divided else 0 for dim in range(len(shape)))
-    return Placement(shape, offset, topology.owners_of(rule.along), counts or rule.along == "tp")
+    return Placement(shape, offset, topology.owners_of(rule.along), counts or rule.along == "tp", rule.along)
 
 
 class _Rows:

@@ -169,7 +169,8 @@ def _division_problems(config: Config) -> Iterator[str]:
         from megamix.parallel.build import divide_work, outline
 
         plain = config.model.model_copy(update={"compile": False})
-        topology = Topology.place(0, **sizes)
+        ep_size = config.parallelism.ep_size  # as many data-parallel ranks are enough for it
+        topology = Topology.place(0, dp=ep_size, **sizes, ep_size=ep_size)
         try:
             model, _ = outline(plain, config.parallelism, topology)
             divide_work(model, config.parallelism, topology, ShapesAlone)

@@ -112,6 +112,70 @@ def test_what_tensor_parallelism_cuts_must_divide_and_all_of_it_is_told() -> Non
     config_from_dict(changed(model=model, parallelism={"tp_size": 3}))
 
 
+@pytest.mark.parametrize("ep_size", [1, 2, 8, 64, 1024])
+def test_expert_parallel_ranks_are_neighbours_among_the_owners(ep_size: int) -> None:
+    sizes = {"pp": 8, "replicas": 2, "dp": 64, "cp": 16}  # 16,384 ranks
+    for rank in (0, 1, 31, 2047, 2048, 7319, 16383):
+        here, without = Topology.place(rank, **sizes, ep_size=ep_size), Topology.place(rank, **sizes)
+        group, owners = here.along("ep"), here.owners_of("ep")
+        first = here.owners.rank // ep_size * ep_size
+        assert group.ranks == here.owners.ranks[first : first + ep_size]
+        assert owners.ranks == here.owners.ranks[group.rank :: ep_size]
+        assert group.ranks[group.rank] == rank == owners.ranks[owners.rank]
+        for name in ("owners", "replicas", "stage", "data", "parts", "readers", "counts_sums", "saves_shard"):
+            assert getattr(here, name) == getattr(without, name)
+        assert here.owners_of(None) == without.owners_of(None)
+    assert str(here).endswith(f", ep {ep_size}") == (ep_size > 1)
+
+
+def test_an_ep_size_that_does_not_divide_the_owners_is_refused_with_their_sizes() -> None:
+    with pytest.raises(ValueError, match=r"ep_size 4 must divide dp 3 \* cp 2 = 6, .*; take 2"):
+        Topology.place(0, pp=4, dp=3, cp=2, ep_size=4)
+    with pytest.raises(ValueError, match="there is no axis 'ep'"):
+        Topology.place(0, dp=2, ep_size=2).along("ep", "dp")
+
+
+def _expert_sums(ep_size: int, sizes: dict[str, int]) -> list[float]:
+    """Return the sums of the ranks' numbers over an ep group, and over the owners of its block."""
+    here, sums = Topology.connect(**sizes, ep_size=ep_size), []
+    for axis in (here.along("ep"), here.owners_of("ep")):
+        total = torch.tensor(float(dist.get_rank()))
+        if axis.size > 1:
+            dist.all_reduce(total, group=axis.group)
+        sums.append(float(total))
+    return sums
+
+
+def test_ep_groups_and_the_owners_of_their_blocks_are_connected(run_ranks) -> None:
+    assert run_ranks(_expert_sums, 4, 2, {}) == [[1, 2], [1, 4], [5, 2], [5, 4]]
+    assert run_ranks(_expert_sums, 4, 2, {"cp": 2}) == [[1, 2], [1, 4], [5, 2], [5, 4]]
+    assert run_ranks(_expert_sums, 4, 4, {}) == [[6, 0], [6, 1], [6, 2], [6, 3]]
+    assert run_ranks(_expert_sums, 4, 2, {"pp": 2}) == [[1, 0], [1, 1], [5, 2], [5, 3]]
+    assert run_ranks(_expert_sums, 4, 2, {"replicas": 2}) == [[1, 0], [1, 1], [5, 2], [5, 3]]
+
+
+def test_a_bad_ep_size_names_one_that_works() -> None:
+    def found(world_size: int, **parallelism: int) -> list[str]:
+        experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 64}
+        training = {"micro_batch_size": 1, "global_batch_size": 48}
+        tree = changed(model={"experts": experts}, training=training, parallelism=parallelism)
+        return check_world_size(config_from_dict(tree), world_size)
+
+    assert found(8, ep_size=4, cp_size=2) == []
+    assert found(12, ep_size=8, cp_size=2) == [
+        "parallelism.ep_size: got 8, must divide dp_size 6 * cp_size 2 = 12, whose ranks divide the experts; write "
+        "ep_size = 4"
+    ]
+    model = {"experts": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 64}}
+    assert problems_of(changed(model=model, parallelism={"ep_size": 3, "tp_size": 2})) == (
+        "parallelism.ep_size: got 3, must divide model.experts.num_experts 8; write ep_size = 2",
+        "parallelism.tp_size: got 2, but ranks along tp do not divide experts; write tp_size = 1, and ep_size for more "
+        "memory",
+    )
+    (told,) = problems_of(changed(parallelism={"ep_size": 2}))
+    assert told.startswith("parallelism.ep_size: got 2, but the model has no experts; write ep_size = 1")
+
+
 def test_torchcomms_which_makes_no_group_by_its_own_ranks_is_named(monkeypatch) -> None:
     monkeypatch.setattr(dist, "new_group", Mock(side_effect=NotImplementedError("use_local_synchronization=True")))
     with pytest.raises(NotImplementedError, match="unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"):

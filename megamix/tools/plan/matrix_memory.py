@@ -49,13 +49,15 @@ def plan_matrices(
     engine: EngineMemory,
 ) -> MatrixPlan:  # fmt: skip
     """Return the plan of this stage's matrices. `specs` and `axis_sizes`: those that the layout was built for."""
-    blocks = [Place(dp, tp) for dp in range(topology.owners.size) for tp in range(topology.tp.size)]
     found = list[BucketMatrices]()
     for axis, numbers in buckets_with_matrices(layout).items():
-        owners = [Place(shard) for shard in range(layout.buckets[numbers[0]].num_shards)]
-        found += find_homes(layout, numbers, blocks if axis is None else owners)
+        shards = range(layout.buckets[numbers[0]].num_shards)
+        blocks = range(topology.along(axis).size) if isinstance(axis, str) else (None,)
+        found += find_homes(layout, numbers, [Place(shard, block) for shard in shards for block in blocks])
     numels = [matrix.numel for homes in found for matrix in homes.matrices]
-    moved = 2 * optimizer.ns_dtype.itemsize * sum(part.numel for homes in found for part in homes.sent)
+    size = 2 * optimizer.ns_dtype.itemsize  # there and back
+    moved = [size * sum(part.numel for part in homes.sent) for homes in found]
+    of_each = sum(sent // len(homes.parts) for sent, homes in zip(moved, found, strict=True))
     numel = sum(spec.numel for spec in specs)
     by_number = {homes.number: homes for homes in found}
     of_buckets = [(bucket, by_number.get(number)) for number, bucket in enumerate(engine.passing)]
@@ -65,8 +67,8 @@ def plan_matrices(
         most = max(most, _most_under_way(updates[::-1]))  # about the order in which forward needs the buckets
     travelling = sum(len({part.matrix for part in homes.sent}) for homes in found)
     return MatrixPlan(
-        most, len(numels), travelling, moved / max(sum(numels), 1), moved // len(blocks),
-        layout.padded_numel / numel - 1, _whole_from(specs, axis_sizes) if moved else None,
+        most, len(numels), travelling, sum(moved) / max(sum(numels), 1), of_each,
+        layout.padded_numel / numel - 1, _whole_from(specs, axis_sizes) if of_each else None,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megamix.axes import AXES, OWN_AXES
+from megamix.axes import AXES
 from megamix.config import AXIS_KEYS, Config, ConfigError, check_world_size, reading_ranks
 from megamix.config.checks import check_config
 
@@ -20,7 +20,7 @@ ACCUMULATION = 2  # micro-batches of a step: with one alone, a wrong sum over th
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Number of ranks along each axis, and the tensors of which each keeps a share."""
+    """Number of ranks along each axis, and of ep inside them; and the tensors of which each rank keeps a share."""
 
     name: str
     sizes: tuple[tuple[str, int], ...]  # (axis, ranks), in the order of the name
@@ -29,7 +29,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return math.prod(size for _, size in self.sizes)
+        return math.prod(size for axis, size in self.sizes if axis != "ep")
 
     def size(self, axis: str) -> int:
         return dict(self.sizes).get(axis, 1)
@@ -43,8 +43,8 @@ class Layout:
             accumulation = ACCUMULATION * self.size("pp")  # every schedule can run 2 * pp micro-batches
         settings: dict[str, object] = {"sequence_parallel": self.sequence_parallel}
         settings |= {"shard": self.shard} if self.shard else {}
-        for axis in AXES:
-            if axis in OWN_AXES:
+        for axis in (*AXES, "ep"):
+            if axis in AXIS_KEYS:
                 settings[AXIS_KEYS[axis]] = self.size(axis)
             elif (table := getattr(config.parallelism, axis, None)) is not None:
                 settings[axis] = table.model_copy(update={"size": self.size(axis)})
@@ -56,10 +56,11 @@ class Layout:
 def parse_layout(name: str) -> Layout:
     """Return the layout that `name` means. Raises: ValueError if it means none."""
     axes, _, shard = name.partition("-")
-    axis = "|".join(map(re.escape, AXES))
+    known = (*AXES, "ep")
+    axis = "|".join(map(re.escape, known))
     if not re.fullmatch(rf"(({axis})[1-9]\d*)+(sp)?", axes):
         raise ValueError(
-            f"--layouts: got {name}, must name axes ({', '.join(AXES)}) and their ranks; write dp2, cp2 or dp2tp2sp"
+            f"--layouts: got {name}, must name axes ({', '.join(known)}) and their ranks; write dp2, cp2 or dp2tp2sp"
         )
     if name != axes and shard not in _SHARDS:
         raise ValueError(
