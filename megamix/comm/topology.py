@@ -187,6 +187,13 @@ class Topology:
         return self.counts_sums and self.pp.rank == self.pp.size - 1
 
     @property
+    def computes_with_first(self) -> bool:
+        """Return whether this rank takes part in a forward of its stage's first rank: it divides layers, positions or
+        experts with that rank, or with one that does.
+        """
+        return self.data.rank == 0 or (self.saves_shard and self.owners.rank < self.ep_size)
+
+    @property
     def saves_shard(self) -> bool:
         """Return whether this rank is the first of the ranks that own the same share: it counts and saves the share."""
         return self._is_first(lambda name, kind: kind.weights == "copied")

@@ -112,7 +112,9 @@ class Muon(MuonSettings, AdamW):
             for pattern in getattr(self, key):
                 if not fnmatch.filter(shapes, pattern) and not (key == "tables" and pattern in usual):
                     yield f"{key} of Muon has the pattern {pattern!r}, which matches no parameter of the model"
-        maps, told = _params_of(model, (nn.Linear,)), set[str]()
+        # A module of another kind says by `holds_maps` that its weight is a stack of such matrices.
+        stacks = [one for one in model.modules() if getattr(one, "holds_maps", False)]
+        maps, told = _params_of(model, (nn.Linear, *map(type, stacks))), set[str]()
         for name, param in by_plain_name(model.named_parameters()).items():
             rows = self.matrices(name, shapes[name]) if name in shapes else ()
             alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # a pattern for this parameter in all layers

@@ -7,7 +7,7 @@ rows are sorted by expert, so that each expert computes one product. Experts' ma
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,8 @@ class Stack(nn.Module):
     """A linear layer of each expert: rows (rows, in), sorted by expert -> (rows, out). The weight is (experts, out,
     in). `top_k`: the experts that a token passes, for its cost.
     """
+
+    holds_maps: ClassVar[bool] = True  # for Muon: each expert's matrix is one by itself
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, top_k: int, ops: Ops, std: float) -> None:
         super().__init__()

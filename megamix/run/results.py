@@ -57,8 +57,7 @@ def write_results(
             model.load_state_dict(weights)
             model.to(engine.plan.precision.dtype)
         with engine.whole_parameters():  # only some ranks compute below
-            # The ranks that divide layers with the first rank compute together with it.
-            if first or (topology.pp.size == 1 and topology.data.rank == 0):
+            if first or (topology.pp.size == 1 and topology.computes_with_first):
                 _write_sample(config, model, console, tell_text)
 
 

@@ -1,0 +1,140 @@
+"""Ranks without processes: threads that compute in lock-step, each with its own part of a model, and hand tensors over
+in memory. What they compute is one process's work, with sums in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamix.beside.added_loss import added_losses_times
+from megamix.beside.tally import Tally
+from megamix.builders.objects import DTYPES
+from megamix.comm.collectives import Collectives, Pending, sum_in_rank_order
+from megamix.comm.topology import Axis, Topology
+from megamix.config import Config, axis_sizes
+from megamix.data.loader import Batch
+from megamix.mixed_precision.settings import Placement
+from megamix.mixed_precision.weights import put_parameter
+from megamix.model.decoder import Decoder
+from megamix.parallel.build import divide_work, outline
+
+
+@dataclass
+class Board:
+    """The place where the ranks of one axis put what they send."""
+
+    size: int
+    posts: dict[int, object] = field(default_factory=dict)
+    barrier: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=60)
+
+    def exchanged(self, rank: int, post: object) -> list[object]:
+        """Return the posts of all ranks, in their order."""
+        self.posts[rank] = post
+        self.barrier.wait()
+        found = [self.posts[number] for number in range(self.size)]
+        self.barrier.wait()
+        return found
+
+
+class Virtual(Collectives):
+    def __init__(self, boards: dict[Sequence[int], Board], axis: Axis) -> None:
+        super().__init__(axis)
+        self._board = boards.setdefault(axis.ranks, Board(axis.size))
+
+    def table(self, row: Tensor) -> Tensor:
+        return torch.stack(self._board.exchanged(self.axis.rank, row.clone()))
+
+    def gather(self, part: Tensor, number: int = 0) -> Tensor:
+        return self.table(part)
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        own = torch.stack([each[self.axis.rank] for each in self._board.exchanged(self.axis.rank, parts.clone())])
+        out = torch.empty_like(own[0])
+        sum_in_rank_order(own, out)
+        return out
+
+    def exchange(self, sent: Tensor, arrived: Tensor, to: Sequence[int], of: Sequence[int]) -> Pending:
+        pieces = self._board.exchanged(self.axis.rank, sent.clone().split([*to]))
+        torch.cat([each[self.axis.rank] for each in pieces], out=arrived)
+        return Pending()
+
+
+class Found(NamedTuple):
+    """What one step of all virtual ranks gives."""
+
+    losses: list[float]  # of each rank's micro-batches, one after the other
+    grads: dict[str, Tensor]  # the sums over ranks with the loss scale in them, whole parameters
+    counts: dict[str, Tensor]  # of all tallies, over all ranks
+
+
+def take_step(
+    config: Config, num_ranks: int, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], scale: float,
+    batches_of: Callable[[int], Sequence[Batch]],
+) -> Found:  # fmt: skip
+    """Take a step on `num_ranks` ranks, without pipeline stages, whose parts hold all layers."""
+    section = config.parallelism.model_copy(update={"pp_size": 1})
+    boards: dict[Sequence[int], Board] = {}
+    topologies = [
+        Topology.place(rank, dp=num_ranks // section.cp_size, ep_size=section.ep_size, **axis_sizes(section))
+        for rank in range(num_ranks)
+    ]
+    for axis in (axis for place in topologies for axis in (place.cp, place.along("ep"))):
+        boards.setdefault(axis.ranks, Board(axis.size))
+
+    def on_rank(topology: Topology) -> tuple[list[float], dict[str, Tensor], dict[str, Placement], dict[str, Tensor]]:
+        model, placements = outline(config.model, section, topology)
+        assert isinstance(model, Decoder)
+        divide_work(model, section, topology, partial(Virtual, boards))
+        model.place_buffers(torch.device("cpu"))
+        for name, at in placements.items():
+            block = tuple(slice(start, None) for start in at.offset)
+            shape = model.get_parameter(name).shape
+            own = weights[name][block][tuple(slice(size) for size in shape)]
+            put_parameter(model, name, torch.nn.Parameter(own.to(DTYPES[config.precision.dtype]).contiguous()))
+        counts = {}
+        for name, module in model.named_modules():
+            if isinstance(module, Tally):
+                module.value.copy_(buffers[f"{name}.value"])
+                counts[f"{name}.value"] = torch.zeros_like(module.value)
+                module.connect(counts[f"{name}.value"], lambda: not running.backward)
+        losses, grads = [], {}
+        for batch in batches_of(topology.data.rank):
+            running.backward = False
+            loss = model(*batch.inputs)
+            running.backward = True
+            with added_losses_times(scale / section.cp_size):
+                (loss.float() / section.cp_size * scale).backward()
+            losses.append(loss.item())
+            for name, parameter in model.named_parameters():
+                grads[name] = parameter.grad if name not in grads else grads[name] + parameter.grad
+                parameter.grad = None
+        return losses, grads, placements, counts
+
+    running = threading.local()
+    with ThreadPoolExecutor(num_ranks) as pool:
+        ranks = [*pool.map(on_rank, topologies)]
+    grads = {}
+    for name in weights:
+        whole = torch.zeros(weights[name].shape)
+        for _, _, placements, _ in ranks:
+            at = placements[name]
+            parts = torch.stack([ranks[rank][1][name].flatten() for rank in at.owners.ranks])
+            total = torch.empty_like(parts[0])
+            sum_in_rank_order(parts, total)
+            shape = ranks[at.owners.ranks[0]][1][name].shape
+            block = tuple(slice(start, start + size) for start, size in zip(at.offset, shape, strict=True))
+            whole[block] = total.view(shape).float()
+        grads[name] = whole
+    counts = {name: sum(rank[3][name] for rank in ranks) for name in ranks[0][3]}
+    return Found([loss for rank in ranks for loss in rank[0]], grads, counts)
