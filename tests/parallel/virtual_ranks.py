@@ -93,6 +93,7 @@ def take_step(
         boards.setdefault(axis.ranks, Board(axis.size))
 
     def on_rank(topology: Topology) -> tuple[list[float], dict[str, Tensor], dict[str, Placement], dict[str, Tensor]]:
+        torch.set_num_threads(1)  # of this thread alone; a product cut between threads has other bits
         model, placements = outline(config.model, section, topology)
         assert isinstance(model, Decoder)
         divide_work(model, section, topology, partial(Virtual, boards))
