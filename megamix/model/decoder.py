@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megamix.beside.tally import Tally
 from megamix.config import DecoderConfig
@@ -38,6 +39,10 @@ class Decoder(LanguageModel):
 
     tables: ClassVar[Sequence[str]] = (EMBEDDING_WEIGHT, "position_embedding.weight", HEAD_WEIGHT)
     windowed = False  # whether attention of some layer has a window
+    # Contexts of a block's forward and of its repetition in backward, which may reuse what the forward has kept.
+    around_recompute: Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]] = staticmethod(
+        noop_context_fn
+    )
     span: Span | None = None  # divides the positions of sequences with targets among ranks; None: all are here
 
     def __init__(self, config: DecoderConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
@@ -279,5 +284,7 @@ class Decoder(LanguageModel):
             return out
         # With dropout the generator's state is kept, a few KB per block: backward must drop the same elements again.
         replays = self.training and self.config.dropout > 0
-        again: Tensor = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=replays)
+        again: Tensor = checkpoint(
+            block, x, *context, use_reentrant=False, preserve_rng_state=replays, context_fn=self.around_recompute
+        )
         return again

@@ -7,7 +7,9 @@ products have the bits of one process with these rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,24 +26,50 @@ def divide_experts(model: Decoder, ep: Collectives) -> None:
     """Make experts whose stacks are this rank's blocks compute for all ranks of `ep`. Their calls are collective then,
     in evaluation, too.
     """
+    exchange = _Exchange(ep)
     for module in model.modules():
         if isinstance(module, Experts):
-            module.ops = replace(module.ops, at_experts=_Exchange(ep))
+            module.ops = replace(module.ops, at_experts=exchange)
+    model.around_recompute = exchange.around_recompute
 
 
 class _Exchange:
-    """Computes each row at its expert's rank. The host waits for the device once, for the numbers of rows."""
+    """Computes each row at its expert's rank. The host waits for the device once, for the numbers of rows; not again
+    where backward repeats a forward.
+    """
 
     def __init__(self, ep: Collectives):
         self._ep = ep
+        self._next_way: Callable[[Tensor, int], _Way] = self._new_way
         # As in borders.py: the compiler can trace only some collectives of some backends.
         self._away: Callable[..., Tensor] = torch.compiler.disable(self._compute_away)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __call__(self, ops: Ops, rows: Tensor, weights: Tensor, counts: Tensor, compute: Compute) -> Tensor:
         return self._away(rows, weights, counts, compute)
 
+    def _new_way(self, counts: Tensor, num_rows: int) -> _Way:
+        return _Way.between(self._ep, counts, num_rows)
+
+    def around_recompute(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of a block's forward, in which ways are kept, and of its repetition, which takes them."""
+        ways = deque[_Way]()
+
+        def keep(counts: Tensor, num_rows: int) -> _Way:
+            ways.append(self._new_way(counts, num_rows))
+            return ways[-1]
+
+        return self._finding_ways(keep), self._finding_ways(lambda counts, num_rows: ways.popleft())
+
+    @contextmanager
+    def _finding_ways(self, next_way: Callable[[Tensor, int], _Way]) -> Iterator[None]:
+        before, self._next_way = self._next_way, next_way
+        try:
+            yield
+        finally:
+            self._next_way = before
+
     def _compute_away(self, rows: Tensor, weights: Tensor, counts: Tensor, compute: Compute) -> Tensor:
-        way = _Way.between(self._ep, counts, len(rows))
+        way = self._next_way(counts, len(rows))
         arrived = apply(Crossing, rows, way.there, way.back)
         arrived_weights = apply(Crossing, weights, way.there, way.back)
         out = compute(arrived, arrived_weights, way.counts)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megamix.beside.added_loss import added_losses_times
+from megamix.beside.records import Listener
 from megamix.beside.tally import Tally
 from megamix.builders.objects import DTYPES
 from megamix.comm.collectives import Collectives, Pending, sum_in_rank_order
@@ -103,12 +104,13 @@ def take_step(
             shape = model.get_parameter(name).shape
             own = weights[name][block][tuple(slice(size) for size in shape)]
             put_parameter(model, name, torch.nn.Parameter(own.to(DTYPES[config.precision.dtype]).contiguous()))
+        step = Listener(torch.device("cpu"), lambda: not running.backward)
         counts = {}
         for name, module in model.named_modules():
             if isinstance(module, Tally):
                 module.value.copy_(buffers[f"{name}.value"])
                 counts[f"{name}.value"] = torch.zeros_like(module.value)
-                module.connect(counts[f"{name}.value"], lambda: not running.backward)
+                module.connect(counts[f"{name}.value"], step)
         losses, grads = [], {}
         for batch in batches_of(topology.data.rank):
             running.backward = False

@@ -1,5 +1,5 @@
-"""Jobs with experts: ranks that divide them train, validate, write a sample and save as others do; a run goes on bit for
-bit, also where attempts overflow, and its checkpoints load on any layout.
+"""Jobs with experts: ranks that divide them train, validate, write a sample and save as others do; a run goes on bit
+for bit, also where attempts overflow, and its checkpoints load on any layout.
 """
 
 from __future__ import annotations
