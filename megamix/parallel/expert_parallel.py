@@ -95,8 +95,10 @@ class _Way:
         by_rank = ep.gather(counts).view(size, size, -1)  # rows of each rank for each rank's experts
         arriving = by_rank[:, rank]
         both = host_counts(torch.cat((by_rank[rank].sum(1), arriving.sum(1))), 2 * num_rows)
-        experts = torch.arange(arriving.numel(), device=counts.device) % arriving.shape[1]
-        order = experts.repeat_interleave(arriving.flatten(), output_size=sum(both[size:])).argsort(stable=True)
+        # Runs of arriving rows, sorted by rank and then by expert; each row's run is the first that ends behind it.
+        ends = arriving.flatten().cumsum(0)
+        runs = torch.searchsorted(ends, torch.arange(sum(both[size:]), device=ends.device), right=True)
+        order = (runs % arriving.shape[1]).argsort(stable=True)
         return _Way(ep, both[:size], both[size:], order, arriving.sum(0))
 
     def there(self, rows: Tensor) -> Tensor:

@@ -1,0 +1,63 @@
+"""On simulated GPUs a step with experts in BF16 reads nothing on the host; where ranks divide experts it reads the
+numbers of rows once for each layer and micro-batch, and not again where backward repeats a forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamix.config import Config
+from megamix.run.batch_plan import BatchPlan
+from tests.gpu.test_jobs import READOUT
+from tests.model.grouped import grouped_products
+from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job
+
+FIRST, STEADY = 4, 10
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "balance_loss": 0.01,
+    "z_loss": 0.001,
+}  # fmt: skip
+
+
+def _waits(config: Config) -> Counter[str]:
+    """Return what has made the host wait for the device in STEADY attempts of a job, and where."""
+    from tests.gpu import simulated
+
+    seen = []
+
+    def note(plan: BatchPlan) -> None:
+        if plan.launched in (FIRST, FIRST + STEADY):
+            seen.append(Counter({f"{what} at {place}": count for (what, place), count in simulated.waits.items()}))
+
+    with grouped_products(), attempts_recorded(Record(), note):
+        run_on_ranks(config)
+    ((before, behind),) = pairwise(seen)
+    return behind - before
+
+
+@pytest.mark.parametrize(("ep_size", "reads"), [(1, 0), (2, 1)])
+def test_a_step_reads_the_numbers_of_rows_where_ranks_divide_experts_and_nothing_else(
+    gpu_ranks, data: Path, tmp_path: Path, ep_size: int, reads: int
+) -> None:
+    config = tiny_job(
+        tmp_path,
+        tokens=data,
+        model={"experts": EXPERTS, "recompute": "full"},
+        data={"valid": None},
+        precision={"dtype": "bf16", "loss_scale": {"rule": "off"}},
+        training={"steps": FIRST + STEADY + 1, "eval_interval": 0},
+        parallelism={"ep_size": ep_size},
+        metrics={"log_interval": 1000},
+    )
+    layers, micro_batches = 2, 2
+    for waits in gpu_ranks(_waits, 2, config):
+        others = {
+            wait: count for wait, count in waits.items() if not wait.startswith(READOUT) and " tests/" not in wait
+        }
+        assert sum(others.values()) == reads * layers * micro_batches * STEADY, others
+        assert all("copy_ to the host at megamix/model/ops.py" in wait for wait in others), others
