@@ -51,7 +51,7 @@ def _gradient_on_meta(grad: Tensor, loss: Tensor) -> Tensor:
 
 
 # An operation of its own, because the compiler traces backward with forward, before the factor is known. It takes
-# `grad`, which only backward has: without it the compiler would compute the result in forward.
+# `grad`, which only backward has: without it the compiler would be free to compute the result in forward.
 _LIBRARY: Any = torch.library.Library("megamix", "DEF")  # type: ignore[no-untyped-call]  # untyped in torch
 _LIBRARY.define("gradient_of_added_loss(Tensor grad, Tensor loss) -> Tensor")
 _LIBRARY.impl("gradient_of_added_loss", _gradient, "CompositeExplicitAutograd")

@@ -144,7 +144,7 @@ def test_a_backward_that_fails_leaves_no_factor_behind() -> None:
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager_decomp_partition"])
 def test_compiled_blocks_read_the_factor_in_backward(backend: str) -> None:
     torch._dynamo.reset()
     layer = nn.Linear(4, 4)
