@@ -72,14 +72,16 @@ def is_cut(spec: ParamSpec) -> bool:
 
 
 def matrices_of(bucket: BucketPlan) -> list[Matrix]:
-    """Return a bucket's matrices, in the order of its parameters. If blocks cut no matrix of a parameter, only the
-    matrices in this rank's block count.
+    """Return a bucket's matrices, in the order of its parameters. If blocks cut none of them, only the matrices in this
+    rank's blocks count. Otherwise all do, on every rank, because the ranks that hold other blocks take part.
     """
     found = []
-    for spec in (slot.spec for slot in bucket.slots if slot.spec.matrices):
+    specs = [slot.spec for slot in bucket.slots if slot.spec.matrices]
+    are_cut = any(map(is_cut, specs))
+    for spec in specs:
         own, _ = _block(spec, None)
         for first, last in pairwise(accumulate(spec.matrices, initial=0)):
-            if is_cut(spec) or (own.start <= first and last <= own.stop):
+            if are_cut or (own.start <= first and last <= own.stop):
                 found.append(Matrix(spec, first, last - first, spec.full_shape[-1]))
     return found
 

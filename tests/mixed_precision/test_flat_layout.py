@@ -119,3 +119,18 @@ def test_nothing_to_train_and_a_wrong_bucket_size_are_refused() -> None:
         build_layout([], [1])
     with pytest.raises(ValueError, match="bucket_size must be at least 1 element, got 0"):
         build_layout([ParamSpec.whole(name="w", shape=(3,), group=0)], [1], bucket_size=0)
+
+
+def test_whole_matrices_stay_uncut_beside_a_stack_that_fewer_ranks_divide() -> None:
+    dense = [
+        ParamSpec(name=f"dense{i}", shape=(rows, 40), full_shape=(rows, 40), group=0, offset=(0, 0), matrices=(rows,))
+        for i, rows in enumerate([48] * 4 + [24] * 4)
+    ]
+    experts = ParamSpec(
+        name="experts", shape=(2, 8, 40), full_shape=(4, 8, 40), group=0, offset=(2, 0, 0), matrices=(8,) * 4, axis=1
+    )
+    buckets = build_layout([*dense, experts], [4, 2], 10**9).buckets
+    assert [bucket.num_shards for bucket in buckets] == [2, 4]
+    (whole,) = [bucket for bucket in buckets if bucket.axis == 0]
+    shard = whole.shard_numel
+    assert all(slot.start // shard == (slot.end - 1) // shard for slot in whole.slots)
