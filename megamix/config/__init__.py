@@ -18,6 +18,7 @@ command         the verb
 
 from megamix.config.architecture import TransformersConfig as TransformersConfig
 from megamix.config.architecture import architecture as architecture
+from megamix.config.architecture import first_weights as first_weights
 from megamix.config.checks import check_world_size as check_world_size
 from megamix.config.checks import grad_accum_steps as grad_accum_steps
 from megamix.config.checks import model_problems as model_problems

@@ -131,12 +131,40 @@ class TransformersConfig(FamilyConfig):
     tie_embeddings = _value_of("tie_word_embeddings", bool, False)
     init_std = _value_of("initializer_range", float, 0.02)
 
+    def has_weights(self) -> bool:
+        """Return whether training starts from the folder's weights. Raises: ValueError if it cannot start from them."""
+        folder = Path(self.folder)
+        if self.init == "random" or any(folder.glob("*.safetensors")):
+            return self.init != "random"
+        if self.init == "folder":
+            raise ValueError(
+                f'model.init: got "folder", {folder} has no *.safetensors; write init = "random", or another folder'
+            )
+        if others := [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
+            raise ValueError(
+                f'model.init: got "auto", {folder} has no *.safetensors, but {others[0].name}, whose reading may run '
+                'code; save the model as safetensors, or write init = "random"'
+            )
+        return False
+
     def with_layers(self, like: Sequence[int]) -> Self:
         """Return the section of a model that has these layers' blocks, in this order."""
         keys = json.loads(self.config_json) | {"num_hidden_layers": len(like)}
         if kinds := getattr(self.theirs, "layer_types", None):
             keys["layer_types"] = [kinds[layer] for layer in like]
         return self.model_copy(update={"config_json": json.dumps(keys)})
+
+
+def first_weights(model: FamilyConfig) -> str:
+    """Return in words with what training starts, for a model that may start with a folder's weights; "" for others.
+
+    Raises: ValueError if it cannot start with them.
+    """
+    if not isinstance(model, TransformersConfig):
+        return ""
+    if model.has_weights():
+        return f"the weights in {model.folder}"
+    return 'drawn weights, by init = "random"' if model.init == "random" else f"drawn weights: {model.folder} has none"
 
 
 FAMILIES.sections |= {"transformers": TransformersConfig}

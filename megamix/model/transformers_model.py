@@ -79,11 +79,7 @@ class TransformersModel(LanguageModel):
         self.config, self.is_compiled = config, config.compile
         empty = torch.empty(0)
         self.hf = _first_weights(config, torch.initial_seed()) if has_values(empty) else _built(config.config_json)
-        if frozen := [name for name, param in self.hf.named_parameters() if not param.requires_grad]:
-            raise ValueError(
-                f"model.folder: gradients do not train {frozen[0]} of a {self.hf.config.model_type} model; train "
-                "such a model through the library (docs/library.md)"
-            )
+        _refuse_untrained(self.hf)
         if empty.is_meta:
             _fill_buffers(self.hf)
         if [*like] != [*range(config.num_layers)]:
@@ -153,13 +149,7 @@ class TransformersModel(LanguageModel):
         return self
 
     def place_buffers(self, device: torch.device) -> None:
-        for path, module in self.named_modules():
-            named = {name for name, table in module._buffers.items() if table is not None}
-            if kept := named - module._non_persistent_buffers_set:
-                raise ValueError(
-                    f"module {path} has persistent buffers {', '.join(sorted(kept))}, which a job does not train; "
-                    "train it through the library (docs/library.md)"
-                )
+        for module in self.modules():
             for name, table in module._buffers.items():
                 module._buffers[name] = None if table is None else table.to(device)
 
@@ -284,29 +274,38 @@ def _told(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
+def _refuse_untrained(hf: Any) -> None:
+    """Refuse what a job would leave as it is. Raises: ValueError naming a parameter that gradients do not train, or a
+    buffer that is saved with the parameters.
+    """
+    parameters = [name for name, param in hf.named_parameters() if not param.requires_grad]
+    buffers = [
+        f"{path}.{name}"
+        for path, module in hf.named_modules()
+        for name, table in module._buffers.items()
+        if table is not None and name not in module._non_persistent_buffers_set
+    ]
+    for names, what in ((parameters, "a parameter without a gradient"), (buffers, "a buffer that is saved")):
+        if names:
+            raise ValueError(
+                f'model.family: got "transformers", but a model of type {hf.config.model_type} has {names[0]}, {what}, '
+                "which a job does not train; train such a model through the library (docs/library.md)"
+            )
+
+
 def _first_weights(config: TransformersConfig, seed: int) -> Any:
     """Return the model with the weights from which training starts, FP32, on the CPU.
 
     Raises: ValueError if the folder has no weights to start from, or other ones than those of its config.json; OSError.
     """
-    folder = Path(config.folder)
-    has_weights = any(folder.glob("*.safetensors"))
-    if config.init == "folder" and not has_weights:
-        raise ValueError(
-            f'model.init: got "folder", {folder} has no *.safetensors; write init = "random", or another folder'
-        )
-    if config.init == "auto" and not has_weights and (others := [*folder.glob("*.bin"), *folder.glob("*.pt*")]):
-        raise ValueError(
-            f'model.init: got "auto", {folder} has no *.safetensors, but {others[0].name}, whose reading may run code; '
-            'save the model as safetensors, or write init = "random"'
-        )
+    has_weights = config.has_weights()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        if config.init == "random" or not has_weights:
+        if not has_weights:
             return _predicting(_built(config.config_json))
         try:
             model, told = _quiet().AutoModelForCausalLM.from_pretrained(
-                folder,
+                config.folder,
                 config=copy.deepcopy(config.theirs),
                 dtype=torch.float32,
                 local_files_only=True,
@@ -315,9 +314,11 @@ def _first_weights(config: TransformersConfig, seed: int) -> Any:
                 output_loading_info=True,
             )
         except Exception as error:  # whatever broken files make transformers and safetensors raise
-            raise ValueError(f"model.folder: transformers cannot load {folder}: {_told(error)}") from None
+            raise ValueError(f"model.folder: transformers cannot load {config.folder}: {_told(error)}") from None
     if wrong := [f"{kind.removesuffix('_keys')} {sorted(map(str, keys))[:4]}" for kind, keys in told.items() if keys]:
-        raise ValueError(f"model.folder: the weights in {folder} are not those of its config.json: {'; '.join(wrong)}")
+        raise ValueError(
+            f"model.folder: the weights in {config.folder} are not those of its config.json: {'; '.join(wrong)}"
+        )
     return _predicting(model)
 
 

@@ -6,7 +6,7 @@ torch is imported only for a job that needs much memory or whose family is a plu
 
 import os
 
-from megamix.config import Config, ModelConfig
+from megamix.config import Config, ConfigError, ModelConfig
 from megamix.machine import has_gpu, memory_for_each
 from megamix.model import sizes
 
@@ -18,6 +18,7 @@ def least_held(config: Config, world_size: int) -> dict[str, float]:
     """Return the bytes that a rank holds between steps, by category as in `MemoryPlan.held`.
 
     They are never more than the true bytes. If ranks hold different amounts, the result is the mean.
+    Raises: ConfigError for a model of another family that cannot be built.
     """
     section, optimizer = config.parallelism, config.optimizer
     if isinstance(config.model, ModelConfig):
@@ -25,7 +26,10 @@ def least_held(config: Config, world_size: int) -> dict[str, float]:
     else:
         from megamix.model.family import parameter_count
 
-        params = parameter_count(config.model)
+        try:
+            params = parameter_count(config.model)
+        except ValueError as error:
+            raise ConfigError([str(error)], "job") from None
     part, owned = params / (section.tp_size * section.pp_size), params * section.replicas / world_size
     half = 4 if config.precision.dtype == "fp32" else 2
     state = 2 if getattr(getattr(optimizer, optimizer.name), "state_dtype", "fp32") == "bf16" else 4
@@ -38,7 +42,10 @@ def least_held(config: Config, world_size: int) -> dict[str, float]:
 
 
 def memory_problem(config: Config) -> str | None:
-    """Return why the ranks that this environment starts here cannot hold the job; None if they probably can."""
+    """Return why the ranks that this environment starts here cannot hold the job; None if they probably can.
+
+    Raises: as `least_held`.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     held = least_held(config, world_size)
     need = sum(held.values())

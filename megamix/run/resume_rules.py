@@ -12,7 +12,15 @@ from typing import Any, cast
 from megamix.builders.data import data_fingerprints
 from megamix.checkpoint.folder import MANIFEST, applied_updates, checkpoints
 from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
-from megamix.config import Config, ConfigError, config_to_toml, data_source, effective_tables, whole_weights
+from megamix.config import (
+    Config,
+    ConfigError,
+    config_to_toml,
+    data_source,
+    effective_tables,
+    first_weights,
+    whole_weights,
+)
 from megamix.config.toml_text import value_text
 from megamix.run.own_code import own_code
 from megamix.run.run_folder import BEGIN_ANEW, RESUME_WORDS, checkpoint_folder
@@ -63,7 +71,15 @@ def outlook(config: Config) -> str:
     if damaged:
         raise none_is_whole(config) if own else path_is_damaged(damaged[0])
     lost = f"\n  {_nothing_saved(config)}" if resume != "never" and last_update(folder) else ""
-    return f"would start a new run in {folder}{lost}"
+    return f"would start a new run in {folder}{_with_weights(config)}{lost}"
+
+
+def _with_weights(config: Config) -> str:
+    try:
+        told = first_weights(config.model)
+    except ValueError as error:
+        raise ConfigError([str(error)], "job") from None
+    return f", with {told}" if told else ""
 
 
 def what_is_kept(config: Config) -> str:

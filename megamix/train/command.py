@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megamix.arguments import Parser, add_config, check_plugins
 from megamix.config import Config, ConfigError, data_parallel_size, load_config
@@ -83,6 +83,8 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
         if too_much := memory_problem(config):
             tell(f"note: {too_much}")  # the job may run on another machine than the check
     told = f"{told}; {outlook(config)}"
+    if arguments.check and config.model.family == "transformers":
+        told = f"{told}\n  {_of_transformers(config)}"
     if arguments.memory is not None:
         from megamix.tools.plan.report import require_fit  # imports torch
 
@@ -90,6 +92,18 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         told = f"{told}\n  {require_fit(config, data_parallel_size(config, world_size), limit)}"
     return told
+
+
+def _of_transformers(config: Config) -> str:
+    """Return what `--check` says of a model of transformers, which it has built without values."""
+    from megamix.model.family import parameter_count
+
+    model: Any = config.model  # typed as that of the built-in family
+    return (
+        f"{model.theirs.model_type} of transformers, {parameter_count(model) / 1e6:.2f} M parameters. Only a start "
+        "tests values: that weights load, and that the model sees no later tokens, draws no noise and keeps packed "
+        "documents apart"
+    )
 
 
 def _set_torch_environment(config: Config) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from megamix.builders.data import check_unchanged, training_source, validation_sources
 from megamix.builders.objects import build_engine, build_loader, build_runner, plan_pipeline
-from megamix.config import Config, config_to_toml, grad_accum_steps
+from megamix.config import Config, config_to_toml, first_weights, grad_accum_steps
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.family import parameter_count
@@ -53,6 +53,8 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             job.engine = engine  # the watchdog reads this rank's progress from the engine and the trainer
             console = job.console
             console.line(_describe(config, engine, job.device))
+            if begins_anew and (weights := first_weights(config.model)):
+                console.line(f"begins with {weights}")
             if stages:
                 console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
 

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from megamix.axes import AXES, AxisKind
 from megamix.builders.data import training_source
 from megamix.cli import main
-from megamix.config import Config, ConfigError, architecture
+from megamix.config import Config, ConfigError, architecture, config_to_toml
 from megamix.live_storage import LiveStorage
 from megamix.model import transformers_model
 from megamix.model.family import family_of
@@ -195,13 +195,26 @@ def test_what_does_not_go_together_is_refused_in_a_line(folder: Path, keys: dict
     assert told in problem
 
 
+def write_odd(folder: Path, kind: str, keys: dict[str, Any]) -> Path:
+    """Write a config.json of other keys than a kind's, and return its folder."""
+    odd = folder / kind / "odd"
+    odd.mkdir(parents=True, exist_ok=True)
+    config = json.dumps({"model_type": kind, "vocab_size": 64, "pad_token_id": None, **KINDS.get(kind, {}), **keys})
+    (odd / "config.json").write_text(config)
+    return odd
+
+
 BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 BERT |= {"max_position_embeddings": SEQ_LEN, "vocab_size": 64, "pad_token_id": 0}
+DEEPSEEK = KINDS["phi"] | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 8}
+DEEPSEEK |= {"qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
+DEEPSEEK |= {"moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 
 
 @pytest.mark.parametrize(
     ("kind", "keys", "told"),
     [
+        ("deepseek_v3", DEEPSEEK, "deepseek_v3 has model.layers.1.mlp.gate.e_score_correction_bias, a buffer that is"),
         ("bert", BERT, "bert with this config.json sees later tokens"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "with this config.json sees later tokens"),
         ("olmo2", {"hidden_act": "no such"}, "transformers builds no such model: KeyError: .no such"),
@@ -209,13 +222,29 @@ BERT |= {"max_position_embeddings": SEQ_LEN, "vocab_size": 64, "pad_token_id": 0
     ],
 )
 def test_a_model_that_a_job_cannot_train_right_is_refused(
-    folder: Path, kind: str, keys: dict[str, Any], told: str
+    folder: Path, tmp_path: Path, kind: str, keys: dict[str, Any], told: str
 ) -> None:
-    (folder / kind / "odd").mkdir(parents=True, exist_ok=True)
-    config = json.dumps({"model_type": kind, "vocab_size": 64, "pad_token_id": None, **KINDS.get(kind, {}), **keys})
-    (folder / kind / "odd" / "config.json").write_text(config)
+    odd = {"folder": str(write_odd(folder, kind, keys))}
     with pytest.raises(ValueError, match=told):
-        run_on_ranks(job(folder, kind, "odd", model={"folder": str(folder / kind / "odd")}))
+        run_on_ranks(job(folder, kind, "odd", model=odd, checkpoint={"folder": str(tmp_path)}))
+
+
+def test_a_check_says_what_a_model_is_and_refuses_what_can_be_seen_without_values(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_odd(folder, "deepseek_v3", DEEPSEEK)
+    for name, init, want in (
+        ("olmo2", "auto", "with drawn weights: {} has none\n  olmo2 of transformers, 0.02 M parameters. Only a start"),
+        ("olmo2", "random", 'with drawn weights, by init = "random"'),
+        ("olmo2", "folder", 'model.init: got "folder", {} has no *.safetensors'),
+        ("deepseek_v3/odd", "auto", "model.layers.1.mlp.gate.e_score_correction_bias, a buffer that is saved"),
+    ):
+        place = str(folder / name)
+        config = job(folder, "olmo2", "checked", model={"folder": place, "init": init})
+        (folder / "job.toml").write_text(config_to_toml(config))
+        refused = main(["train", str(folder / "job.toml"), "--check"])
+        assert want.format(place) in "".join(capsys.readouterr()), name
+        assert refused == (0 if "drawn" in want else 2), name
 
 
 def test_keys_that_name_code_are_not_read_and_no_share_of_units_drops_out() -> None:
@@ -268,6 +297,7 @@ def test_the_first_weights_are_let_go_before_training(folder: Path, monkeypatch:
     monkeypatch.setattr(Console, "line", lambda _, line: told.append(line))
     run_job(job(folder, "olmo2", "let-go"), memory_line)
     assert "gone" in told
+    assert f"begins with drawn weights: {folder / 'olmo2'} has none" in told
 
 
 def test_weights_of_a_folder_without_any_are_refused(folder: Path) -> None:
@@ -299,7 +329,7 @@ def test_a_parameter_that_gradients_do_not_train_is_named(folder: Path) -> None:
     config = job(folder, "olmo2", "x").model
     with (
         mock.patch.object(transformers_model, "_built", _with_a_frozen_norm(transformers_model._built)),
-        pytest.raises(ValueError, match="gradients do not train model.norm.weight of a olmo2 model; train such"),
+        pytest.raises(ValueError, match="olmo2 has model.norm.weight, a parameter without a gradient, which"),
     ):
         family_of(config).shapes(config)
 
