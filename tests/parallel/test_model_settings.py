@@ -63,6 +63,15 @@ def test_each_setting_passes_verify_on_a_divided_mesh() -> None:
             assert not verdict.differences, (setting, layout, dtype, str(verdict.differences[0]))
 
 
+def test_experts_pass_verify_where_ranks_divide_them() -> None:
+    experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "bias_rate": 0.0, "balance_loss": 0.01}
+    with RankPool(2) as pool:
+        for layout, dtype in (("dp2ep2", "fp16"), ("cp2ep2-parameters", "bf16")):
+            config = make_config("dp2", dtype=dtype, model={"experts": experts})
+            verdict = verify_layout(config, parse_layout(layout), pool)
+            assert not verdict.differences, (layout, str(verdict.differences[0]))
+
+
 def test_windows_end_at_documents_whose_positions_ranks_divide() -> None:
     config = make_config("cp2", dtype="fp16", packing="documents", model={"windows": [5, 0], "seq_len": 32})
     with RankPool(2) as pool:

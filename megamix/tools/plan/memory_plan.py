@@ -44,6 +44,7 @@ class MemoryPlan:
 
     machine: Machine
     axes: dict[str, int]  # ranks along each axis
+    ep_size: int
     pp_rank: int  # pipeline rank that needs the most
     micro_batch_size: int
     grad_accum_steps: int
@@ -95,6 +96,7 @@ def plan_rank(
     return MemoryPlan(
         machine=machine,
         axes=dict(mesh.sizes),
+        ep_size=mesh.ep_size,
         pp_rank=pp_rank,
         micro_batch_size=config.training.micro_batch_size,
         grad_accum_steps=grad_accum_steps(config, dp_size),

@@ -75,7 +75,7 @@ def _record(
 
 def _table(plan: MemoryPlan) -> Iterator[str]:
     kind = "a GPU" if plan.machine == "gpu" else "a CPU"
-    mesh = Topology.place(0, **plan.axes)
+    mesh = Topology.place(0, ep_size=plan.ep_size, **plan.axes)
     of_stage = f"; those of pp rank {plan.pp_rank}, which need the most" if mesh.pp.size > 1 else ""
     yield (
         f"{mesh}, each on {kind}: {plan.parameters:,} parameters in {plan.buckets} bucket(s), "

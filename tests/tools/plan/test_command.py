@@ -166,6 +166,22 @@ def test_sixteen_thousand_ranks_need_no_ranks() -> None:
     assert plan["held"]["FP32 masters"] * 16_384 == 2 * plan["held"]["half parameters"]
 
 
+@pytest.mark.uncounted
+def test_ranks_that_divide_experts_hold_fewer_weights_and_as_many_masters() -> None:
+    experts = "{num_experts = 64, top_k = 8, ffn_hidden_size = 512, dense_layers = 1}"
+    config = load_config(CONFIGS / "llama3.2-1b.toml", [f"model.experts={experts}", "model.mlp_bias=false"])
+    whole, divided = (
+        json.loads(next(plan_lines(config.with_keys(parallelism={"ep_size": ep_size}), 64, None, "gpu", True)))
+        for ep_size in (1, 8)
+    )
+    assert divided["ep_size"] == 8
+    of_experts = 15 * 64 * 3 * 512 * 2048  # elements
+    left = divided["held"]["half parameters"] - (whole["held"]["half parameters"] - 2 * of_experts * 7 // 8)
+    assert abs(left) < 1e-3 * of_experts  # padding
+    masters = divided["held"]["FP32 masters"] - whole["held"]["FP32 masters"]
+    assert abs(masters) < 1e-3 * whole["held"]["FP32 masters"]
+
+
 def test_a_number_of_ranks_has_bounds() -> None:
     path = str(CONFIGS / "quickstart.toml")
     for world in (32_768, 0, -1):
