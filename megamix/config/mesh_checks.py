@@ -149,6 +149,22 @@ def _ranks_divide_experts(config: Config) -> Iterator[str]:
             )
 
 
+def _tokens_are_gathered_cheaply(config: Config) -> Iterator[str]:
+    section, experts = config.parallelism, getattr(config.model, "experts", None)
+    if experts is None or section.ep_size == 1 or section.ep_method != "gather":
+        return
+    if section.ep_size > experts.top_k:
+        yield (
+            f'parallelism.ep_method: got "gather", which sends more than an exchange where ep_size {section.ep_size} '
+            f'exceeds model.experts.top_k {experts.top_k}; write ep_method = "exchange"'
+        )
+    if config.precision.dtype != "bf16":
+        yield (
+            f'parallelism.ep_method: got "gather", but a GPU groups the products of experts in BF16 alone, and '
+            f'precision.dtype is "{config.precision.dtype}"; write ep_method = "exchange", or dtype = "bf16"'
+        )
+
+
 def _capped_scores_are_whole(config: Config) -> Iterator[str]:
     cp_size, cp_method = config.parallelism.cp_size, config.parallelism.cp_method
     if cp_size > 1 and cp_method == "gather" and config.model.attention_softcap is not None:
@@ -305,6 +321,7 @@ MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _tensor_parallel_divides,
     _norms_are_whole,
     _ranks_divide_experts,
+    _tokens_are_gathered_cheaply,
     _capped_scores_are_whole,
     _context_parallel_divides,
     _stages_suit_schedule,

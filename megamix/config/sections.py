@@ -94,6 +94,10 @@ class ParallelismConfig(Section):
     ep_size: PositiveInt = 1
     """Expert-parallel ranks: neighbours among dp_size * cp_size that divide the experts of model.experts, and take no
     ranks of their own. Must divide num_experts."""
+    ep_method: Literal["exchange", "gather"] = "exchange"
+    """What expert-parallel ranks send. "exchange": each token to the ranks of its experts; the host waits once a layer
+    and micro-batch for the numbers of tokens. "gather": all tokens to all ranks, without a wait, for BF16; ep_size must
+    be at most model.experts.top_k."""
     tp_size: PositiveInt = 1
     """Tensor-parallel ranks: neighbours that divide each layer. Must divide heads, ffn_hidden_size and vocab_size."""
     pp_size: PositiveInt = 1

@@ -59,6 +59,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "parallelism.pp_schedule": _at_least("parallelism.pp_size", 2),
     "parallelism.pp_stages_per_rank": _at_least("parallelism.pp_size", 2),
     "parallelism.cp_method": _at_least("parallelism.cp_size", 2),
+    "parallelism.ep_method": _at_least("parallelism.ep_size", 2),
     "parallelism.sequence_parallel": _at_least("parallelism.tp_size", 2),
     "checkpoint.async_save": _at_least("checkpoint.save_interval", 1),
     "checkpoint.on_save_failure": _at_least("checkpoint.save_interval", 1),

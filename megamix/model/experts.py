@@ -1,11 +1,13 @@
 """The experts of a transformer's block: each token passes a few of many feed-forward parts, and none is dropped.
 
-A router scores the experts for each token. Each token's hidden state is copied into a row for each of its experts, and
+A router scores the experts for each token. A token's hidden state is copied into a row for each of its experts, and
 rows are sorted by expert, so that each expert computes one product. Experts' matrices lie in stacks (experts, out, in).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -25,13 +27,56 @@ from megamix.model.wide import Crossing, apply
 
 
 class Routes(NamedTuple):
-    """The experts of each token. Rows are the tokens' copies, sorted by expert; a token's first expert comes first."""
+    """The experts of each token. A token has a copy for each of its experts, the best first; copies become rows, which
+    are sorted by expert.
+    """
 
-    order: Tensor  # INT64 (rows,): the copy, token * top_k + place among the token's experts, of each row
-    rows: Tensor  # INT64 (tokens, top_k): the row of each copy
-    counts: Tensor  # INT64 (experts,): rows of each expert
-    weights: Tensor  # FP32 (rows,): factors of the experts' outputs
+    experts: Tensor  # INT64 (tokens, top_k)
+    weights: Tensor  # FP32 (tokens, top_k): factors of the experts' outputs
+    counts: Tensor  # INT64 (experts,): copies for each expert
     loss: Tensor | None  # FP32 (): what is added to the loss for balance and for small logits
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of tokens' copies, and the way back. A token's rows are added in FP32, and rounded once."""
+
+    order: Tensor  # INT64 (rows,): the copy in each row, token * top_k + place among the token's experts
+    row_of: Tensor  # INT64 (tokens, top_k): the row of each copy
+
+    @staticmethod
+    def sorted_by(experts: Tensor) -> Rows:
+        """Return the rows of copies, whose experts are INT64 (tokens, top_k). An expert's tokens stay in order."""
+        order = experts.flatten().argsort(stable=True)
+        row_of = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return Rows(order, row_of.view(experts.shape))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Return the rows of tokens. Shapes: (tokens, hidden_size) -> (rows, hidden_size)."""
+        return x.index_select(0, self.order // self.row_of.shape[1])
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Return the sum of each token's rows. Shapes: (rows, hidden_size) -> (tokens, hidden_size)."""
+        first, *others = self.row_of.unbind(1)
+        total = rows.index_select(0, first).to(torch.promote_types(rows.dtype, torch.float32))
+        for other in others:
+            total += rows.index_select(0, other)
+        return total.to(rows.dtype)
+
+
+# Takes rows, sorted by expert, FP32 (rows,) factors and INT64 (experts,) numbers of rows; returns the outputs times the
+# factors.
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Takes tokens (tokens, hidden_size), their routes, and what computes the rows of the experts that are here.
+AtExperts = Callable[[Tensor, Routes, Compute], Tensor]
+
+
+def at_own_experts(x: Tensor, routes: Routes, compute: Compute) -> Tensor:
+    """Return the sums of the experts' outputs, all of which are here. Shapes: (tokens, hidden_size) -> the same."""
+    rows = Rows.sorted_by(routes.experts)
+    spread = apply(Crossing, x, rows.spread, rows.join)
+    out = compute(spread, routes.weights.flatten()[rows.order], routes.counts)
+    return apply(Crossing, out, rows.join, rows.spread)
 
 
 class Router(nn.Module):
@@ -51,7 +96,7 @@ class Router(nn.Module):
         self.balance = Tally(experts.num_experts, partial(towards_mean, rate)) if rate else None
 
     def forward(self, x: Tensor) -> Routes:
-        """Return the routes of all tokens. Shapes: x (B, T, hidden_size); tokens are B * T, rows B * T * top_k."""
+        """Return the routes of all tokens. Shapes: x (B, T, hidden_size); tokens are B * T."""
         logits = self.ops.scores(x, self.weight)
         scores = logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
         ranking = scores.detach() if self.balance is None else scores.detach() + self.balance.value
@@ -63,11 +108,8 @@ class Router(nn.Module):
         weights = scores.gather(-1, chosen)
         if self.experts.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        order = chosen.flatten().argsort(stable=True)
-        rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        weights = (weights * self.experts.scale).flatten()[order]
         loss = self._loss(logits, scores, loads) if self.training and torch.is_grad_enabled() else None
-        return Routes(order, rows.view(-1, self.experts.top_k), counts, weights, loss)
+        return Routes(chosen.flatten(0, 1), (weights * self.experts.scale).flatten(0, 1), counts, loss)
 
     def _within_groups(self, ranking: Tensor) -> Tensor:
         """Return the ranking, -inf outside of a token's groups (DeepSeek-V3, section 2.1.2, node-limited routing)."""
@@ -144,12 +186,11 @@ class Experts(nn.Module):
         self.down = stack(inner, size, std=sizes.branch_end_std(config))
         shared = experts.shared_ffn_hidden_size
         self.shared = FeedForward(config, ops, shared) if shared else None
+        self.at_experts: AtExperts = at_own_experts  # ranks that divide the experts put theirs in its place
 
     def forward(self, x: Tensor) -> Tensor:
         routes = self.router(x)
-        rows = apply(Crossing, x.flatten(0, 1), partial(_spread, routes), partial(_sum, routes))
-        rows = self.ops.at_experts(self.ops, rows, routes.weights, routes.counts, self._compute)
-        out = apply(Crossing, rows, partial(_sum, routes), partial(_spread, routes)).view(x.shape)
+        out = self.at_experts(x.flatten(0, 1), routes, self._compute).view(x.shape)
         out = out if self.shared is None else out + self.shared(x)
         return out if routes.loss is None else add_loss(out, routes.loss)
 
@@ -163,19 +204,3 @@ class Experts(nn.Module):
     def _weighted(self, weights: Tensor, *widened: Tensor) -> Tensor:
         inner = activate(self.ops, self.activation, *widened)
         return (inner * weights.unsqueeze(-1)).to(inner.dtype)
-
-
-def _spread(routes: Routes, x: Tensor) -> Tensor:
-    """Return a copy of each token for each of its experts. Shapes: (tokens, hidden_size) -> (rows, hidden_size)."""
-    return x.index_select(0, routes.order // routes.rows.shape[1])
-
-
-def _sum(routes: Routes, rows: Tensor) -> Tensor:
-    """Return the sum of each token's rows, its first expert's first, added in FP32 and rounded once. Shapes: (rows,
-    hidden_size) -> (tokens, hidden_size).
-    """
-    first, *others = routes.rows.unbind(1)
-    total = rows.index_select(0, first).to(torch.promote_types(rows.dtype, torch.float32))
-    for other in others:
-        total += rows.index_select(0, other)
-    return total.to(rows.dtype)

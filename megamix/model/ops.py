@@ -89,8 +89,6 @@ LookUp = Callable[["Ops", Tensor, Tensor], Tensor]
 Attend = Callable[["Ops", Tensor, Tensor, Tensor, Any, AttentionRule], Tensor]
 Keep = Callable[["Ops", Tensor, float], Tensor]
 Choose = Callable[["Ops", Tensor, int], Tensor]
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-AtExperts = Callable[["Ops", Tensor, Tensor, Tensor, Compute], Tensor]
 OverSequence = Callable[["Ops", Tensor], Tensor]
 
 
@@ -115,9 +113,6 @@ class Ops:
     keep: Keep = lambda ops, x, share: ops.whole_keep(x, share)
     # A token's experts, INT64 (..., top_k), by their scores FP32 (..., experts), the best first.
     choose: Choose = lambda ops, scores, top_k: scores.topk(top_k, -1).indices
-    # The experts' outputs, (rows, hidden_size), of rows (rows, hidden_size) with their factors FP32 (rows,), sorted by
-    # expert, and INT64 (experts,) rows of each. The last argument computes them where the experts' weights are.
-    at_experts: AtExperts = lambda ops, rows, weights, counts, compute: compute(rows, weights, counts)
     # Counts of whole sequences, INT64 (B, experts), from those of the positions that are here.
     over_sequence: OverSequence = lambda ops, counts: counts
 

@@ -103,7 +103,8 @@ class WideScores(torch.autograd.Function):
 
 class GroupedLinear(torch.autograd.Function):
     """A linear layer of each group: x (rows, in) sorted by group, weight (groups, out, in), numbers of the groups' rows
-    -> (rows, out), computed in `compute_dtype` and rounded once. Keeps x and weight.
+    -> (rows, out), computed in `compute_dtype` and rounded once. Keeps x and weight. Rows behind all groups are left
+    unset, as by a GPU's kernel.
     """
 
     @staticmethod
@@ -111,8 +112,7 @@ class GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.counts, ctx.compute_dtype = counts, compute_dtype
         out = x.new_empty(len(x), weight.shape[1])
-        groups = zip(torch.split(x, counts), weight, torch.split(out, counts), strict=True)
-        for rows, matrix, into in groups:
+        for rows, matrix, into in zip(_groups(x, counts), weight, _groups(out, counts), strict=True):
             into.copy_(F.linear(rows.to(compute_dtype), matrix.to(compute_dtype)))
         return out
 
@@ -121,12 +121,16 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
-        groups = (torch.split(rows, ctx.counts) for rows in (x, grad, of_x))
+        groups = (_groups(rows, ctx.counts) for rows in (x, grad, of_x))
         for number, (rows, slope, into) in enumerate(zip(*groups, strict=True)):
             slope = slope.to(ctx.compute_dtype)
             into.copy_(slope @ weight[number].to(ctx.compute_dtype))
             of_weight[number] = slope.t() @ rows.to(ctx.compute_dtype)
         return of_x, of_weight, None, None
+
+
+def _groups(rows: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
+    return torch.split(rows[: sum(counts)], counts)
 
 
 class WideEmbedding(torch.autograd.Function):

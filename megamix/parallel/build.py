@@ -49,7 +49,7 @@ def divide_work(
     if topology.tp.size > 1:
         divide_layers(_ours(model), Border(connect(topology.tp), sequence=parallelism.sequence_parallel))
     if topology.along("ep").size > 1:
-        divide_experts(_ours(model), connect(topology.along("ep")))
+        divide_experts(_ours(model), connect(topology.along("ep")), gathers=parallelism.ep_method == "gather")
     for name, divide in MORE_AXES.registered.items():
         if (axis := topology.along(name)).size > 1:
             divide(model, connect(axis), **{key: value for key, value in getattr(parallelism, name) if key != "size"})

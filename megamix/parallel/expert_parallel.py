@@ -1,4 +1,5 @@
-"""Experts that ranks divide: each rank sends its rows to the ranks that hold their experts, and gets the outputs back.
+"""Experts that ranks divide: a rank sends its rows to the ranks that hold their experts, and gets the outputs back. Or
+each rank gets all tokens, and computes those of its experts.
 
 A rank holds a run of neighbouring experts. An expert sees the rows of all ranks in the order of the ranks, so its
 products have the bits of one process with these rows.
@@ -10,27 +11,29 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives
 from megamix.model.decoder import Decoder
-from megamix.model.experts import Experts
-from megamix.model.ops import Compute, Ops, host_counts
+from megamix.model.experts import Compute, Experts, Routes, Rows, at_own_experts
+from megamix.model.ops import host_counts
 from megamix.model.wide import Crossing, apply
 
 
-def divide_experts(model: Decoder, ep: Collectives) -> None:
+def divide_experts(model: Decoder, ep: Collectives, *, gathers: bool = False) -> None:
     """Make experts whose stacks are this rank's blocks compute for all ranks of `ep`. Their calls are collective then,
-    in evaluation, too.
+    in evaluation, too. `gathers`: each rank gets all tokens, and the host waits for nothing.
     """
     exchange = _Exchange(ep)
     for module in model.modules():
         if isinstance(module, Experts):
-            module.ops = replace(module.ops, at_experts=exchange)
-    model.around_recompute = exchange.around_recompute
+            module.at_experts = _Gather(ep) if gathers else exchange
+    if not gathers:
+        model.around_recompute = exchange.around_recompute
 
 
 class _Exchange:
@@ -44,8 +47,8 @@ class _Exchange:
         # As in borders.py: the compiler can trace only some collectives of some backends.
         self._away: Callable[..., Tensor] = torch.compiler.disable(self._compute_away)  # type: ignore[no-untyped-call]  # untyped in torch
 
-    def __call__(self, ops: Ops, rows: Tensor, weights: Tensor, counts: Tensor, compute: Compute) -> Tensor:
-        return self._away(rows, weights, counts, compute)
+    def __call__(self, x: Tensor, routes: Routes, compute: Compute) -> Tensor:
+        return at_own_experts(x, routes, partial(self._away, compute))
 
     def _new_way(self, counts: Tensor, num_rows: int) -> _Way:
         return _Way.between(self._ep, counts, num_rows)
@@ -68,7 +71,7 @@ class _Exchange:
         finally:
             self._next_way = before
 
-    def _compute_away(self, rows: Tensor, weights: Tensor, counts: Tensor, compute: Compute) -> Tensor:
+    def _compute_away(self, compute: Compute, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         way = self._next_way(counts, len(rows))
         arrived = apply(Crossing, rows, way.there, way.back)
         arrived_weights = apply(Crossing, weights, way.there, way.back)
@@ -116,3 +119,65 @@ class _Way:
         sent, into = rows.contiguous().view(-1), arrived.view(-1)
         self.ep.exchange(sent, into, [size * number for number in to], [size * number for number in of]).wait()
         return arrived
+
+
+class _Gather:
+    """Computes the tokens of all ranks at each rank's own experts, and sums the ranks' outputs. There is room for as
+    many rows as could come, so the host waits for nothing. Each rank's sum of a token is rounded once more than an
+    exchange does.
+    """
+
+    def __init__(self, ep: Collectives):
+        self._ep = ep
+        self._all: Callable[..., Tensor] = torch.compiler.disable(self._compute_all)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def __call__(self, x: Tensor, routes: Routes, compute: Compute) -> Tensor:
+        return self._all(x, routes, compute)
+
+    def _compute_all(self, x: Tensor, routes: Routes, compute: Compute) -> Tensor:
+        all_x, all_weights = (apply(Crossing, own, self._gathered, self._summed) for own in (x, routes.weights))
+        num_here = len(routes.counts) // self._ep.axis.size
+        rows = _RowsHere.among(self._gathered(routes.experts) - self._ep.axis.rank * num_here, num_here)
+        weights = all_weights.flatten()[rows.order].masked_fill(rows.is_foreign, 0)
+        out = compute(apply(Crossing, all_x, rows.spread, rows.join), weights, rows.counts)
+        return apply(Crossing, apply(Crossing, out, rows.join, rows.spread), self._summed, self._gathered)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Return the tokens of all ranks, in their order."""
+        return self._ep.gather(x.reshape(-1)).view(-1, *x.shape[1:])
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of the ranks' sum."""
+        return self._ep.sum_parts(x.reshape(self._ep.axis.size, -1)).view(-1, *x.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsHere:
+    """The rows of the copies whose experts are here, and behind them foreign ones, whose values are unset."""
+
+    order: Tensor  # INT64 (rows,): the copy in each row
+    row_of: Tensor  # INT64 (tokens, top_k): the row of each copy; of a foreign copy any row
+    elsewhere: Tensor  # BOOL (tokens, top_k): copies whose experts are not here
+    is_foreign: Tensor  # BOOL (rows,)
+    counts: Tensor  # INT64 (experts here,)
+
+    @staticmethod
+    def among(experts: Tensor, num_here: int) -> _RowsHere:
+        """Return the rows of tokens with these experts, INT64 (tokens, top_k); those here are 0 to num_here - 1."""
+        elsewhere = (experts < 0) | (experts >= num_here)
+        experts = experts.masked_fill(elsewhere, num_here)
+        counts = experts.new_zeros(num_here + 1).scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
+        rows, most = Rows.sorted_by(experts), len(experts) * min(experts.shape[1], num_here)
+        order = rows.order[:most]
+        is_foreign = elsewhere.flatten()[order]
+        return _RowsHere(order, rows.row_of.clamp(max=most - 1), elsewhere, is_foreign, counts[:-1])
+
+    def spread(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.order // self.row_of.shape[1])
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Return the sum of each token's rows here, added in FP32 and rounded once."""
+        total = torch.zeros(1, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
+        for places, elsewhere in zip(self.row_of.unbind(1), self.elsewhere.unbind(1), strict=True):
+            total = total + rows.index_select(0, places).masked_fill(elsewhere.unsqueeze(1), 0)
+        return total.to(rows.dtype)

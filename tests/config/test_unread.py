@@ -57,6 +57,7 @@ CASES: dict[str, tuple[object, Tree]] = {
     "parallelism.pp_schedule": ("interleaved_zero_bubble", {}),
     "parallelism.pp_stages_per_rank": (9, {}),
     "parallelism.cp_method": ("heads", {}),
+    "parallelism.ep_method": ("gather", {}),
     "parallelism.sequence_parallel": (False, {"parallelism": {"tp_size": 1}}),
     "checkpoint.async_save": (False, {"checkpoint": {"save_interval": 0}}),
     "checkpoint.on_save_failure": ("stop", {"checkpoint": {"save_interval": 0}}),

@@ -1,4 +1,4 @@
-"""On simulated GPUs a step with experts in BF16 reads nothing on the host; where ranks divide experts it reads the
+"""On simulated GPUs a step with experts in BF16 reads nothing on the host; where ranks exchange tokens it reads the
 numbers of rows once for each layer and micro-batch, and not again where backward repeats a forward.
 """
 
@@ -17,7 +17,7 @@ from tests.gpu.test_jobs import READOUT
 from tests.model.grouped import grouped_products
 from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job
 
-FIRST, STEADY = 4, 10
+FIRST, STEADY = 4, 4
 EXPERTS: dict[str, Any] = {
     "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "balance_loss": 0.01,
     "z_loss": 0.001,
@@ -40,9 +40,9 @@ def _waits(config: Config) -> Counter[str]:
     return behind - before
 
 
-@pytest.mark.parametrize(("ep_size", "reads"), [(1, 0), (2, 1)])
-def test_a_step_reads_the_numbers_of_rows_where_ranks_divide_experts_and_nothing_else(
-    gpu_ranks, data: Path, tmp_path: Path, ep_size: int, reads: int
+@pytest.mark.parametrize(("place", "reads"), [({}, 0), ({"ep_size": 2}, 1), ({"ep_size": 2, "ep_method": "gather"}, 0)])
+def test_a_step_reads_the_numbers_of_rows_where_ranks_exchange_them_and_nothing_else(
+    gpu_ranks, data: Path, tmp_path: Path, place: dict[str, Any], reads: int
 ) -> None:
     config = tiny_job(
         tmp_path,
@@ -51,7 +51,7 @@ def test_a_step_reads_the_numbers_of_rows_where_ranks_divide_experts_and_nothing
         data={"valid": None},
         precision={"dtype": "bf16", "loss_scale": {"rule": "off"}},
         training={"steps": FIRST + STEADY + 1, "eval_interval": 0},
-        parallelism={"ep_size": ep_size},
+        parallelism=place,
         metrics={"log_interval": 1000},
     )
     layers, micro_batches = 2, 2

@@ -113,6 +113,32 @@ def test_ranks_that_divide_experts_train_the_bits_of_one_process(run_ranks, num_
             expect_lock_step(config, parts, ranks, crowded=False)
 
 
+@contextmanager
+def unset_is_nan() -> Iterator[None]:
+    """Let values that nobody has set be NaN."""
+    new_empty, empty_like = Tensor.new_empty, torch.empty_like
+
+    def spoilt(made: Tensor) -> Tensor:
+        return made.fill_(torch.nan) if made.is_floating_point() and not made.is_meta else made
+
+    with (
+        mock.patch.object(Tensor, "new_empty", lambda *args, **given: spoilt(new_empty(*args, **given))),
+        mock.patch.object(torch, "empty_like", lambda *args, **given: spoilt(empty_like(*args, **given))),
+    ):
+        yield
+
+
+def observe_unset(config: Config, crowded: bool) -> list[ObservedStep]:
+    with unset_is_nan():
+        return observe_experts(config, crowded)
+
+
+def test_ranks_that_gather_all_tokens_train_the_bits_of_one_process_and_read_nothing_unset(run_ranks) -> None:
+    for layout, crowded in (("dp2", False), ("cp2", False), ("dp2", True)):
+        config = experts_job(layout, 2, "bf16", "states").with_keys(parallelism={"ep_method": "gather"})
+        expect_lock_step(config, 2, run_ranks(observe_unset, 2, config, crowded), crowded=crowded)
+
+
 def test_a_rank_whose_experts_get_no_token_computes_nothing_and_waits_for_nobody(run_ranks) -> None:
     config = experts_job("dp2", 2, "fp16", "states")
     expect_lock_step(config, 2, run_ranks(observe_experts, 2, config, True), crowded=True)

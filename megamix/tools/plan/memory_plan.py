@@ -119,7 +119,7 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
     return part.held, _host(config, part)
 
 
-_DIVIDING = ("cp_size", "cp_method", "ep_size", "tp_size", "sequence_parallel")
+_DIVIDING = ("cp_size", "cp_method", "ep_size", "ep_method", "tp_size", "sequence_parallel")
 
 
 def _division(section: ParallelismConfig) -> ParallelismConfig:
