@@ -38,18 +38,18 @@ class Routes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SortedRows:
     """The rows of tokens' copies, and the way back. A token's rows are added in FP32, and rounded once."""
 
     order: Tensor  # INT64 (rows,): the copy in each row, token * top_k + place among the token's experts
     row_of: Tensor  # INT64 (tokens, top_k): the row of each copy
 
     @staticmethod
-    def sorted_by(experts: Tensor) -> Rows:
+    def sorted_by(experts: Tensor) -> SortedRows:
         """Return the rows of copies, whose experts are INT64 (tokens, top_k). An expert's tokens stay in order."""
         order = experts.flatten().argsort(stable=True)
         row_of = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return Rows(order, row_of.view(experts.shape))
+        return SortedRows(order, row_of.view(experts.shape))
 
     def spread(self, x: Tensor) -> Tensor:
         """Return the rows of tokens. Shapes: (tokens, hidden_size) -> (rows, hidden_size)."""
@@ -73,7 +73,7 @@ AtExperts = Callable[[Tensor, Routes, Compute], Tensor]
 
 def at_own_experts(x: Tensor, routes: Routes, compute: Compute) -> Tensor:
     """Return the sums of the experts' outputs, all of which are here. Shapes: (tokens, hidden_size) -> the same."""
-    rows = Rows.sorted_by(routes.experts)
+    rows = SortedRows.sorted_by(routes.experts)
     spread = apply(Crossing, x, rows.spread, rows.join)
     out = compute(spread, routes.weights.flatten()[rows.order], routes.counts)
     return apply(Crossing, out, rows.join, rows.spread)

@@ -8,9 +8,8 @@ products have the bits of one process with these rows.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,9 +18,11 @@ from torch import Tensor
 
 from megamix.comm.collectives import Collectives
 from megamix.model.decoder import Decoder
-from megamix.model.experts import Compute, Experts, Routes, Rows, at_own_experts
+from megamix.model.experts import Compute, Experts, Routes, SortedRows, at_own_experts
 from megamix.model.ops import host_counts
 from megamix.model.wide import Crossing, apply
+
+FindWay = Callable[[Tensor, int], "_Way"]
 
 
 def divide_experts(model: Decoder, ep: Collectives, *, gathers: bool = False) -> None:
@@ -43,7 +44,7 @@ class _Exchange:
 
     def __init__(self, ep: Collectives):
         self._ep = ep
-        self._next_way: Callable[[Tensor, int], _Way] = self._new_way
+        self.find_way: FindWay = self._new_way
         # As in borders.py: the compiler can trace only some collectives of some backends.
         self._away: Callable[..., Tensor] = torch.compiler.disable(self._compute_away)  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -55,28 +56,37 @@ class _Exchange:
 
     def around_recompute(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of a block's forward, in which ways are kept, and of its repetition, which takes them."""
-        ways = deque[_Way]()
+        ways = list[_Way]()
 
-        def keep(counts: Tensor, num_rows: int) -> _Way:
+        def keeping(counts: Tensor, num_rows: int) -> _Way:
             ways.append(self._new_way(counts, num_rows))
             return ways[-1]
 
-        return self._finding_ways(keep), self._finding_ways(lambda counts, num_rows: ways.popleft())
+        def taking() -> FindWay:
+            kept = iter(ways)
+            return lambda counts, num_rows: next(kept)
 
-    @contextmanager
-    def _finding_ways(self, next_way: Callable[[Tensor, int], _Way]) -> Iterator[None]:
-        before, self._next_way = self._next_way, next_way
-        try:
-            yield
-        finally:
-            self._next_way = before
+        return _FindingWays(self, lambda: keeping), _FindingWays(self, taking)
 
     def _compute_away(self, compute: Compute, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        way = self._next_way(counts, len(rows))
+        way = self.find_way(counts, len(rows))
         arrived = apply(Crossing, rows, way.there, way.back)
         arrived_weights = apply(Crossing, weights, way.there, way.back)
         out = compute(arrived, arrived_weights, way.counts)
         return apply(Crossing, out, way.back, way.there)
+
+
+class _FindingWays(AbstractContextManager[None]):
+    """Lets an exchange find ways otherwise inside a block. A backward in two halves enters it twice."""
+
+    def __init__(self, exchange: _Exchange, begin: Callable[[], FindWay]):
+        self._exchange, self._begin = exchange, begin
+
+    def __enter__(self) -> None:
+        self._before, self._exchange.find_way = self._exchange.find_way, self._begin()
+
+    def __exit__(self, *error: object) -> None:
+        self._exchange.find_way = self._before
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +177,7 @@ class _RowsHere:
         elsewhere = (experts < 0) | (experts >= num_here)
         experts = experts.masked_fill(elsewhere, num_here)
         counts = experts.new_zeros(num_here + 1).scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
-        rows, most = Rows.sorted_by(experts), len(experts) * min(experts.shape[1], num_here)
+        rows, most = SortedRows.sorted_by(experts), len(experts) * min(experts.shape[1], num_here)
         order = rows.order[:most]
         is_foreign = elsewhere.flatten()[order]
         return _RowsHere(order, rows.row_of.clamp(max=most - 1), elsewhere, is_foreign, counts[:-1])

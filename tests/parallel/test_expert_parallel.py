@@ -139,6 +139,14 @@ def test_ranks_that_gather_all_tokens_train_the_bits_of_one_process_and_read_not
         expect_lock_step(config, 2, run_ranks(observe_unset, 2, config, crowded), crowded=crowded)
 
 
+@pytest.mark.skipif(not FULL, reason="needs four ranks: --full")
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"])
+def test_each_schedule_repeats_forwards_with_the_rows_that_they_had(run_ranks, schedule: str) -> None:
+    model = {"experts": EXPERTS, "num_layers": 4, "recompute": "full"}
+    job = make_config("dp2pp2", tied=False, schedule=schedule, model=model).with_keys(parallelism={"ep_size": 2})
+    expect_lock_step(job, 2, run_ranks(observe_experts, 4, job, False), crowded=False)
+
+
 def test_a_rank_whose_experts_get_no_token_computes_nothing_and_waits_for_nobody(run_ranks) -> None:
     config = experts_job("dp2", 2, "fp16", "states")
     expect_lock_step(config, 2, run_ranks(observe_experts, 2, config, True), crowded=True)
