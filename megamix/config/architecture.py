@@ -20,6 +20,7 @@ from megamix.config.model_and_data import FamilyConfig, Text
 from megamix.plugins import FAMILIES
 
 _MOST_BYTES = 1 << 20
+_MOST_LAYERS = 10_000  # building more takes minutes, and no model has as many
 _UNREAD = ("auto_map", "return_dict")  # keys that name code, or the form of results
 
 
@@ -38,6 +39,8 @@ def architecture(text: str) -> Any:
         keys = {
             key: value for key, value in json.loads(text).items() if key not in _UNREAD and "_implementation" not in key
         }
+        if deep := [key for key in keys if "layer" in key and isinstance(keys[key], int) and keys[key] > _MOST_LAYERS]:
+            raise ValueError(f"{deep[0]} is more than {_MOST_LAYERS:,}")
         with TemporaryDirectory() as folder:  # of a file: transformers reads some keys from a file alone
             Path(folder, "config.json").write_text(json.dumps(keys), encoding="utf-8")
             found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -59,7 +62,10 @@ def architecture(text: str) -> Any:
 def _text_in(folder: str) -> str:
     """Return the text of a folder's config.json on one line. Raises: OSError; ValueError for another content."""
     with Path(folder, "config.json").open(encoding="utf-8") as file:
-        return json.dumps(json.loads(file.read(_MOST_BYTES)), separators=(",", ":"), sort_keys=True)
+        try:
+            return json.dumps(json.loads(file.read(_MOST_BYTES)), separators=(",", ":"), sort_keys=True)
+        except RecursionError:
+            raise ValueError("its tables are too deep") from None
 
 
 def _known(text: str) -> str:
@@ -68,20 +74,19 @@ def _known(text: str) -> str:
 
 
 def _readable(folder: str, info: ValidationInfo) -> str:
-    if info.data.get("config_json") == "":  # nothing has been read
+    if info.data.get("config_json") == "":  # nothing has been read, or nothing that transformers takes
         try:
-            _text_in(folder)
+            text = _text_in(folder)
+        except FileNotFoundError:
+            raise ValueError(
+                f"there is no {Path(folder, 'config.json')}, and nothing is downloaded: hf download NAME --local-dir "
+                "DIR makes a folder; a run that has begun goes on by the config.toml in its folder, which holds "
+                "config_json"
+            ) from None
         except (OSError, ValueError) as error:
-            raise ValueError(f"its config.json cannot be read: {error}; name a folder of a model") from None
+            raise ValueError(f"its config.json cannot be read: {error}") from None
+        architecture(text)
     return folder
-
-
-def _within_positions(seq_len: int, info: ValidationInfo) -> int:
-    text = info.data.get("config_json")
-    most = getattr(architecture(text), "max_position_embeddings", None) if text else None
-    if isinstance(most, int) and seq_len > most:
-        raise ValueError(f"config.json has max_position_embeddings {most}; take at most that, or change that file")
-    return seq_len
 
 
 def _value_of(key: str, kind: type, *default: object) -> Any:
@@ -100,7 +105,7 @@ class TransformersConfig(FamilyConfig):
     """The text of the folder's config.json, which a run keeps. Not set: it is read."""
     folder: Annotated[Text, AfterValidator(_readable), Field(examples=["models/gemma-3-270m"])]
     """Folder of the model: its config.json, and safetensors if training starts from weights. Read at a run's start."""
-    seq_len: Annotated[PositiveInt, AfterValidator(_within_positions), Field(examples=[1024])]
+    seq_len: Annotated[PositiveInt, Field(examples=[1024])]
     """Tokens in one training sequence."""
     init: Literal["auto", "random", "folder"] = "auto"
     """The first weights: drawn by transformers' rules and training.seed, or the folder's; auto: the folder's if it has
@@ -115,7 +120,7 @@ class TransformersConfig(FamilyConfig):
     def _filled(cls, keys: Any) -> Any:
         if isinstance(keys, Mapping) and isinstance(folder := keys.get("folder"), str) and not keys.get("config_json"):
             with suppress(OSError, ValueError):  # `_readable` tells
-                return {**keys, "config_json": _text_in(folder)}
+                return {**keys, "config_json": _known(_text_in(folder))}
         return keys
 
     # The sizes under the names that every family has.

@@ -175,6 +175,17 @@ def _experts_go_together(config: Config) -> Iterator[str]:
         yield f"model.mlp_bias: got true, but experts have no biases; write mlp_bias = false or leave [{said}] out"
 
 
+def _positions_are_enough(config: Config) -> Iterator[str]:
+    model: Any = config.model  # typed Any: the section of a model of transformers
+    for key in ("max_position_embeddings", "max_seq_len") if model.family == "transformers" else ():
+        most = getattr(model.theirs, key, None)
+        if isinstance(most, int) and model.seq_len > most:
+            yield (
+                f"model.seq_len: got {model.seq_len}, config.json has {key} {most}; write seq_len = {most}, or change "
+                "that file"
+            )
+
+
 def _lr_falls(config: Config) -> Iterator[str]:
     lr, min_lr = config.optimizer.lr, config.optimizer.min_lr
     if min_lr > lr:
@@ -317,6 +328,7 @@ _MODEL_CHECKS = (
 )
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     *_MODEL_CHECKS,
+    _positions_are_enough,
     _lr_falls,
     _schedule_fits,
     _half_momentum_moves,

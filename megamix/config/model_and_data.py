@@ -37,6 +37,8 @@ _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")  # a validation set's: it becomes
 SPLIT_SET = "split"  # name of data.split's part beside sets of data.valid
 
 Text = Annotated[str, Field(min_length=1)]
+# A number that FP32 holds, and its inverse: models are computed with it.
+Factor = Annotated[PositiveFloat, Field(ge=2.0**-126, le=2.0**126)]
 
 
 def _above_low(value: float, info: ValidationInfo) -> float:
@@ -172,7 +174,7 @@ class ModelConfig(DecoderConfig):
     """Added to the mean square (rmsnorm) or variance (layernorm) before its root."""
     position: Literal["rotary", "learned"] = "rotary"
     """Code of a token's position: rotated queries and keys, or an added table of seq_len rows."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: Factor = 10000.0
     """Base of the rotary wavelengths; only with position = "rotary"."""
     rope_scaling: Annotated[RopeScaling | None, Field(examples=[{"rule": "llama3", "factor": 8.0}])] = None
     """Rule by which rotary wavelengths are stretched. Not set: they are not."""
@@ -198,13 +200,13 @@ class ModelConfig(DecoderConfig):
     windows: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, examples=[[1024, 1024, 1024, 0]])] = ()
     """Keys that a query sees, its own included, in each layer; 0: all. A shorter list repeats over the layers. Empty:
     all keys in all layers."""
-    window_rope_theta: PositiveFloat | None = None
+    window_rope_theta: Factor | None = None
     """Base of the rotary wavelengths in layers with a window, which are not stretched then. Not set: as in other
     layers."""
-    attention_softcap: PositiveFloat | None = None
+    attention_softcap: Factor | None = None
     """Products of queries and keys become cap * tanh(product / cap). No kernel of a GPU has it: attention is slower.
     Not set: they stay."""
-    logit_softcap: PositiveFloat | None = None
+    logit_softcap: Factor | None = None
     """Logits become cap * tanh(logit / cap). Not set: they stay."""
     attention_gate: bool = False
     """Whether attention's heads are multiplied by the sigmoid of a further projection before the last one."""
@@ -217,13 +219,13 @@ class ModelConfig(DecoderConfig):
         ExpertsConfig | None, Field(examples=[{"num_experts": 64, "top_k": 8, "ffn_hidden_size": 768}])
     ] = None
     """Experts in place of the feed-forward part. Not set: there are none."""
-    attention_scale: PositiveFloat | None = None
+    attention_scale: Factor | None = None
     """Factor of the products of queries and keys. Not set: 1 / sqrt(elements of a head's query)."""
-    embedding_scale: PositiveFloat = 1.0
+    embedding_scale: Factor = 1.0
     """Factor of the tokens' embeddings."""
-    residual_scale: PositiveFloat = 1.0
+    residual_scale: Factor = 1.0
     """Factor of each attention and feed-forward part before it is added to the residual stream."""
-    logit_divisor: PositiveFloat = 1.0
+    logit_divisor: Factor = 1.0
     """The number by which logits are divided."""
     scaled_init: bool = True
     """Whether the weights that end a branch start smaller by sqrt(2 * num_layers), as in GPT-2."""
@@ -328,8 +330,12 @@ def _as_sets(value: object) -> object:
     if not isinstance(value, Mapping):
         return {"": value}
     taken = (*DataSource.model_fields, SPLIT_SET)  # a source's keys, for who forgets the list around a source
-    if not value or any(name in taken or not _SET_NAME.fullmatch(str(name)) for name in value):
-        raise ValueError(f"must name each set by 1 to 40 letters, digits, _ and -, but not {' or '.join(taken)}")
+    wrong = [name for name in value if name in taken or not _SET_NAME.fullmatch(str(name))]
+    if wrong or not value:
+        unlike = f', unlike "{wrong[0]}"' if wrong else ""
+        raise ValueError(
+            f"must name each set by 1 to 40 letters, digits, _ and -, but not {' or '.join(taken)}{unlike}"
+        )
     return value
 
 

@@ -78,6 +78,8 @@ def explain(errors: Sequence[ErrorDetails], tree: Mapping[str, Any]) -> list[str
     lines = [_explain_unknown(item["loc"], item["input"], tree) for item in unknown]
     # [modle] instead of [model] is one mistake: do not also list every key that [model] now lacks.
     meant = {guess for item in unknown if (guess := _meant(item["loc"], tree))}
+    # Which keys [model] has is not known without its family.
+    meant |= {item["loc"][:-1] for item in details if item["loc"] == ("model", "family")}
     for item in details:
         loc = item["loc"]
         follows = item["type"] == "missing" and any(loc[: len(guess)] == guess for guess in meant)

@@ -189,6 +189,11 @@ class TransformersModel(LanguageModel):
         return _kinds(config.config_json)[layer]
 
     @classmethod
+    def effective(cls, config: TransformersConfig) -> dict[str, Any]:
+        # What transformers reads in a config.json, which another version of transformers may have written.
+        return dict(config) | {"config_json": config.theirs.to_dict() | {"transformers_version": None}}
+
+    @classmethod
     def on_meta(cls, config: TransformersConfig, like: Sequence[int] | None = None) -> Self:
         from torch._subclasses.fake_tensor import unset_fake_temporarily  # takes a second
 

@@ -35,7 +35,10 @@ RNG_RULE = (
 # A different value of one of these keys makes another model, other states, or another order of the data.
 _REFUSED = ("model.", "optimizer.name", "training.seed", "data.split", "data.packing")
 # Exceptions among these keys: how a step is computed, and initial weights that a checkpoint replaces.
-_PASS = ("model.dropout", "model.compile", "model.recompute", "model.init_std", "model.scaled_init")
+_PASS = (
+    "model.dropout", "model.compile", "model.recompute", "model.init_std", "model.scaled_init", "model.folder",
+    "model.init",
+)  # fmt: skip
 
 
 def outlook(config: Config) -> str:

@@ -217,11 +217,11 @@ _NAMES = "must name each set by 1 to 40 letters, digits, _ and -, but not path o
 @pytest.mark.parametrize(
     ("valid", "want"),
     [
-        ({"a b": "x"}, f'data.valid: got {{ "a b" = "x" }}, {_NAMES}; write for example valid = "runs/data/valid"'),
-        ({"": "x"}, f'data.valid: got {{ "" = "x" }}, {_NAMES}; '),
-        ({"a/b": "x"}, f'data.valid: got {{ "a/b" = "x" }}, {_NAMES}; '),
-        ({"path": "x"}, f'data.valid: got {{ path = "x" }}, {_NAMES}; '),
-        ({"split": "x"}, f'data.valid: got {{ split = "x" }}, {_NAMES}; '),
+        ({"a b": "x"}, f'data.valid: got {{ "a b" = "x" }}, {_NAMES}, unlike "a b"; write for example valid = "r'),
+        ({"": "x"}, f'data.valid: got {{ "" = "x" }}, {_NAMES}, unlike ""; '),
+        ({"web": "x", "a/b": "x"}, f'data.valid: got {{ web = "x", "a/b" = "x" }}, {_NAMES}, unlike "a/b"; '),
+        ({"path": "x"}, f'data.valid: got {{ path = "x" }}, {_NAMES}, unlike "path"; '),
+        ({"split": "x"}, f'data.valid: got {{ split = "x" }}, {_NAMES}, unlike "split"; '),
         ({"w" * 41: "x"}, f"data.valid: got {{ {'w' * 41} = "),
         ({}, f"data.valid: got {{  }}, {_NAMES}; "),
         ({"web": 5}, 'data.valid.web: got 5, must be text in quotes, or a list of tables; write web = "5"'),
@@ -243,6 +243,19 @@ def test_validation_sets_survive_the_way_to_toml_and_merge_by_name() -> None:
     above = config_from_dict(config.model_dump(), {"data": {"valid": {"web": "c"}}})
     assert above.data.valid == config.data.valid | {"web": (DataSource(path="c"),)}
     assert config_from_dict(config.model_dump(), {"data": {"valid": "c"}}).data.valid == {"": (DataSource(path="c"),)}
+
+
+def test_no_key_of_model_is_missing_before_its_family_is_known() -> None:
+    tree = GOOD | {"model": {"family": "gemma3", "folder": "models/gemma"}}
+    (problem,) = problems_of(tree)
+    assert problem.startswith("model.family: got \"gemma3\", must be 'transformer' or 'transformers'; ")
+
+
+@pytest.mark.parametrize("key", ["attention_softcap", "logit_softcap", "logit_divisor", "embedding_scale"])
+@pytest.mark.parametrize("value", [1e39, 1e-39])
+def test_a_factor_that_fp32_does_not_hold_is_refused(key: str, value: float) -> None:
+    (problem,) = problems_of(changed(model={key: value}))
+    assert problem.startswith(f"model.{key}: got {value}, must be at ")
 
 
 def test_missing_keys_are_listed_with_an_example() -> None:

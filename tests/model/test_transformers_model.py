@@ -99,6 +99,17 @@ def test_ten_kinds_train_on_two_ranks_and_go_on_bit_for_bit(run_ranks, folder: P
         assert all(torch.equal(whole[name], stopped[name]) for name in whole), kind
 
 
+def test_a_run_goes_on_by_a_moved_folder_of_another_version_but_not_of_another_model(folder: Path) -> None:
+    run_on_ranks(job(folder, "olmo2", "moving", training={"steps": STOP}))
+    keys = json.loads((folder / "olmo2" / "config.json").read_text())
+    moved = {"folder": str(write_odd(folder, "olmo2", keys | {"transformers_version": "5.0.1"}))}
+    other = {"folder": str(write_odd(folder, "phi", keys | {"rms_norm_eps": 0.1}))}
+    run_on_ranks(job(folder, "olmo2", "moving", model=moved))
+    assert (folder / "moving" / "checkpoints" / f"step_{STEPS:08d}").is_dir()
+    with pytest.raises(ConfigError, match=r"model.config_json: the checkpoint has"):
+        run_on_ranks(job(folder, "olmo2", "moving", model=other))
+
+
 def test_a_job_begins_with_the_folders_weights_and_transformers_own_loss(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -181,10 +192,17 @@ def test_verify_passes_dense_and_mixed_models(run_ranks, folder: Path) -> None:
             {"parallelism": {"cp_size": 2}},
             'parallelism.cp_size: got 2, but family = "transformers" computes by',
         ),
-        ({"model": {"seq_len": 64}}, "model.seq_len: got 64, config.json has max_position_embeddings 32"),
-        ({"model": {"folder": "nowhere"}}, 'model.folder: got "nowhere", its config.json cannot be read'),
+        (
+            {"model": {"seq_len": 64}},
+            "got 64, config.json has max_position_embeddings 32; write seq_len = 32, or change",
+        ),
+        (
+            {"model": {"folder": "org/name"}},
+            'got "org/name", there is no org/name/config.json, and nothing is downloaded',
+        ),
         ({"model": {"recompute": "selective"}}, "model.recompute: got \"selective\", must be 'none' or 'full'"),
         ({"model": {"config_json": '{"model_type": "nothing"}'}}, "transformers does not take it"),
+        ({"model": {"config_json": '{"model_type": "olmo2", "num_hidden_layers": 10000000}'}}, "is more than 10,000"),
         ({"model": {"config_json": '{"model_type": "t5"}'}}, "model_type 't5' is no text model of its own"),
     ],
 )
@@ -202,6 +220,24 @@ def write_odd(folder: Path, kind: str, keys: dict[str, Any]) -> Path:
     config = json.dumps({"model_type": kind, "vocab_size": 64, "pad_token_id": None, **KINDS.get(kind, {}), **keys})
     (odd / "config.json").write_text(config)
     return odd
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "told"),
+    [
+        ("t5", {}, "config.json: model_type 't5' is no text model of its own"),
+        ("mpt", {"max_seq_len": 16}, "model.seq_len: got 32, config.json has max_seq_len 16; write seq_len = 16, or"),
+    ],
+)
+def test_a_folder_that_does_not_go_with_the_job_is_named(
+    folder: Path, kind: str, keys: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        job(folder, "olmo2", "refused", model={"folder": str(write_odd(folder, kind, keys))})
+    (problem,) = refused.value.problems
+    assert problem.startswith("model.")
+    assert "config_json" not in problem
+    assert told in problem
 
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
