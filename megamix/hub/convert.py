@@ -212,6 +212,7 @@ def _read(weights: Weights, links: list[Link], sub_box: Box) -> Tensor:
     for link in links:
         if common := sub_box.intersection(link.region):
             ours = weights.read(link.ours, link.to_ours(common))
+            ours = ours if link.number is None else ours.squeeze(0)
             out[common.slices_in(sub_box)] = ours.T if link.transposed else ours
     return out
 

@@ -5,6 +5,7 @@ The sizes in config.json are compared with the tensors' shapes before anything i
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,19 +54,27 @@ class HuggingFaceWeights:
             if problems := contradictions(self.form, self._base, self.config, shapes):
                 raise ValueError(f"{CONFIG} and the tensors contradict each other: {'; '.join(problems)}")
             links = links_of(self.form, self.config)
-        self._links = {link.ours: link for link in links}
+        self._links: dict[str, list[Link]] = {}
+        for link in links:
+            self._links.setdefault(link.ours, []).append(link)
         self._check_tensors(links, shapes)
 
     def read(self, param: str, box: Box) -> Tensor:
         """Return a box of one of our parameters. Shapes: FP32 (*box.size)."""
-        link = self._links[param]
-        origin = Box((0,) * len(box.size), box.size)
-        name = link.theirs.removeprefix(self._base)
-        part: Tensor = self._slice(name)[link.to_theirs(box).slices_in(origin)]
-        return torch.empty(box.size).copy_(part.T if link.transposed else part)
+        links = self._links[param]
+        if links[0].number is None:
+            return torch.empty(box.size).copy_(self._part(links[0], box))
+        linked = links[box.offset[0] : box.end[0]]
+        return torch.stack([self._part(link, box).float() for link in linked])
+
+    def _part(self, link: Link, box: Box) -> Tensor:
+        origin = Box((0,) * len(link.shape), box.size[-len(link.shape) :])
+        part: Tensor = self._slice(link.theirs.removeprefix(self._base))[link.to_theirs(box).slices_in(origin)]
+        return part.T if link.transposed else part
 
     def where(self, param: str, place: tuple[int, ...]) -> str:
-        link = self._links[param]
+        links = self._links[param]
+        link = links[0] if links[0].number is None else links[place[0]]
         theirs = link.to_theirs(Box(place, (1,) * len(place))).offset
         return f"{link.theirs.removeprefix(self._base)} {list(theirs)}"
 
@@ -159,9 +168,11 @@ def contradictions(form: Format, base: str, config: DecoderConfig, shapes: Shape
     names = {module: place.name.removeprefix(base) for module, place in form.places.items()}
     values, keys = family_of(config).effective(config), form.size_keys
     problems = []
-    layers = _layers([name for name in names.values() if "{}" in name], shapes)
+    layers = _layers([name for name in names.values() if name.count("{}") == 1], shapes)
     if len(layers) != config.num_layers:
         problems.append(f"{keys['num_layers']} is {shown(config.num_layers)}, the tensors have {len(layers)} layers")
+    if (wanted := form.num_stacked(config)) != (found := _most_stacked(names.values(), shapes)):
+        problems.append(f"config.json has {shown(wanted)} experts, the tensors have {found}")
     for module, dim, factors in form.factors:
         if module not in names or not keys.keys() >= set(factors):
             continue
@@ -182,6 +193,17 @@ def _layers(modules: Iterable[str], shapes: Shapes) -> list[str]:
     found = (pattern.fullmatch(tensor) for tensor in shapes)
     numbers = {match[match.lastindex or 0] for match in found if match}
     return sorted(numbers, key=lambda number: (len(number), number))
+
+
+def _most_stacked(modules: Iterable[str], shapes: Shapes) -> int:
+    """Return the most matrices that the tensors have of a stack."""
+    stacks = [re.escape(name).replace(r"\{\}", "([0-9]+)") for name in modules if name.count("{}") == 2]
+    found = Counter[str]()
+    for tensor in shapes:
+        for stack in stacks:
+            if match := re.fullmatch(rf"{stack}\.weight", tensor):
+                found[f"{stack} {match[1]}"] += 1
+    return max(found.values(), default=0)
 
 
 def tables_problem(config: DecoderConfig, key: str, shapes: Shapes, usual: int = _USUAL_TABLES) -> list[str]:

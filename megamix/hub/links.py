@@ -7,31 +7,37 @@ from dataclasses import dataclass
 from megamix.checkpoint.boxes import Box
 from megamix.config import DecoderConfig
 from megamix.model.family import families, family_of
-from megamix.model.formats import Format
+from megamix.model.formats import Format, Location
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The place of our parameter in one of their tensors: from `offset` on, transposed if theirs is (in, out)."""
+    """The place of our parameter, or of one matrix of our stack, in one of their tensors: from `offset` on, transposed
+    if theirs is (in, out).
+    """
 
     ours: str
     theirs: str
-    shape: tuple[int, ...]  # shape of our parameter
+    shape: tuple[int, ...]  # shape of our parameter, or of the matrix
     offset: tuple[int, ...]  # place of its first element in their tensor
     transposed: bool = False
+    number: int | None = None  # the matrix's in our stack; None: our whole parameter is linked
 
     @property
     def region(self) -> Box:
-        """Return the box of their tensor that is our parameter."""
-        return self.to_theirs(Box.whole(self.shape))
+        """Return the box of their tensor that is linked."""
+        return self._turned(Box.whole(self.shape)).moved(self.offset)
 
     def to_theirs(self, box: Box) -> Box:
-        """Return the box of their tensor that is a box of our parameter."""
+        """Return the box of their tensor that is a box of our parameter; of a stack, the part in the linked matrix."""
+        if self.number is not None:
+            box = Box(box.offset[1:], box.size[1:])
         return self._turned(box).moved(self.offset)
 
     def to_ours(self, box: Box) -> Box:
         """Translate a box of their tensor, which must lie within `region`, into coordinates of our parameter."""
-        return self._turned(box.moved(tuple(-start for start in self.offset)))
+        own = self._turned(box.moved(tuple(-start for start in self.offset)))
+        return own if self.number is None else Box((self.number, *own.offset), (1, *own.size))
 
     def _turned(self, box: Box) -> Box:
         return Box(box.offset[::-1], box.size[::-1]) if self.transposed else box
@@ -47,17 +53,36 @@ def their_shapes(links: Iterable[Link]) -> dict[str, tuple[int, ...]]:
 
 
 def links_of(form: Format, config: DecoderConfig) -> list[Link]:
-    """Return a link for every parameter of such a model, in the order of its modules. A shared parameter has one."""
+    """Return a link for every parameter of such a model, in the order of its modules, and for every matrix of a stack.
+    A shared parameter has one.
+    """
     taken: dict[str, int] = {}
-    return [_link(form, name, shape, taken) for name, shape in family_of(config).shapes(config).items()]
+    links = list[Link]()
+    for name, shape in family_of(config).shapes(config).items():
+        if len(shape) == 3:
+            links += _links_of_stack(form, name, shape)
+        else:
+            links.append(_link(form, name, shape, taken))
+    return links
+
+
+def _place(form: Format, ours: str, stack: str = "") -> tuple[Location, str, str]:
+    """Return the place of a parameter's module, the block's number, and the parameter's name within the module."""
+    module, _, leaf = ours.rpartition(".")
+    number = re.match(r"blocks\.(\d+)\.", module)
+    return form.places[re.sub(r"^blocks\.\d+\.", "blocks.", module) + stack], number[1] if number else "", leaf
+
+
+def _links_of_stack(form: Format, ours: str, shape: tuple[int, ...]) -> list[Link]:
+    place, block, leaf = _place(form, ours, ".*")
+    names = (f"{place.name.format(block, number)}.{leaf}" for number in range(shape[0]))
+    return [Link(ours, theirs, shape[1:], (0, 0), number=number) for number, theirs in enumerate(names)]
 
 
 def _link(form: Format, ours: str, shape: tuple[int, ...], taken: dict[str, int]) -> Link:
     """Return the link of a parameter. `taken`: the rows of each of their tensors that are linked so far."""
-    module, _, leaf = ours.rpartition(".")
-    number = re.match(r"blocks\.(\d+)\.", module)
-    place = form.places[re.sub(r"^blocks\.\d+\.", "blocks.", module)]
-    theirs = f"{place.name.format(number[1] if number else '')}.{leaf}"
+    place, block, leaf = _place(form, ours)
+    theirs = f"{place.name.format(block)}.{leaf}"
     start = taken.get(theirs, 0)
     taken[theirs] = start + shape[0]
     if place.transposed and len(shape) == 2:

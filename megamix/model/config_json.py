@@ -1,6 +1,6 @@
-"""The formats of GPT-2, Llama, Mistral, Ministral, Qwen 2 and 3, Gemma 2 and 3 (text), OLMo 2 and 3, Phi 3 and 4,
-Granite, SmolLM3 and Seed-OSS in the library transformers, with the tensor names of its modeling_*.py and the defaults
-and rules of its configuration_*.py. `FORMATS`, at the end, has a row for each.
+"""The formats of GPT-2, Llama, Mistral, Ministral, Mixtral, Qwen 2, 3 and 3 MoE, Gemma 2 and 3 (text), OLMo 2 and 3,
+OLMoE, Phi 3 and 4, Granite, SmolLM3 and Seed-OSS in the library transformers, with the tensor names of its
+modeling_*.py and the defaults and rules of its configuration_*.py. `FORMATS`, at the end, has a row for each.
 
 A model that megamix's transformer cannot compute is refused. Keys that change neither weights nor logits, such as
 `use_cache`, are not read. Dropout is not read: it belongs to a training, not to a model.
@@ -85,6 +85,18 @@ _PHI3 = _LLAMA | {
     "blocks.attention.value": Location("model.layers.{}.self_attn.qkv_proj"),
     "blocks.feed_forward.gate": Location("model.layers.{}.mlp.gate_up_proj"),
     "blocks.feed_forward.up": Location("model.layers.{}.mlp.gate_up_proj"),
+}
+_MIXTURE = _LLAMA | {
+    "blocks.feed_forward.router": Location("model.layers.{}.mlp.gate"),
+    "blocks.feed_forward.gate.*": Location("model.layers.{}.mlp.experts.{}.gate_proj"),
+    "blocks.feed_forward.up.*": Location("model.layers.{}.mlp.experts.{}.up_proj"),
+    "blocks.feed_forward.down.*": Location("model.layers.{}.mlp.experts.{}.down_proj"),
+}
+_MIXTRAL = _LLAMA | {
+    "blocks.feed_forward.router": Location("model.layers.{}.block_sparse_moe.gate"),
+    "blocks.feed_forward.gate.*": Location("model.layers.{}.block_sparse_moe.experts.{}.w1"),
+    "blocks.feed_forward.up.*": Location("model.layers.{}.block_sparse_moe.experts.{}.w3"),
+    "blocks.feed_forward.down.*": Location("model.layers.{}.block_sparse_moe.experts.{}.w2"),
 }
 # Only sizes of weights: they determine those of the biases.
 _FACTORS: tuple[Factor, ...] = (
@@ -320,6 +332,52 @@ class _TwoRopes(_Part):
         return {"window_rope_theta": config.rope_theta if stretches_all else config.window_rope_theta}
 
 
+@dataclass(frozen=True, slots=True)
+class _Experts(_Part):
+    """Experts of a softmax router. Losses for balance belong to a training, not to a model.
+
+    `width`: the key of an expert's inner width. `normalize`: the key that says whether scores are normalised; None:
+    they are. `mixes`: whether some layers may have none.
+    """
+
+    width: str = "intermediate_size"
+    normalize: str | None = None
+    mixes: bool = False
+
+    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+        problems = _unlike(keys, "decoder_sparse_step", 1, (1,)) + _unlike(keys, "clip_qkv", None, (None,))
+        dense = keys.get("mlp_only_layers") or []
+        if dense != [*range(len(dense))]:
+            problems.append(f"mlp_only_layers is {shown(dense)}, megamix has layers without experts before all others")
+        if problems:
+            raise ValueError("; ".join(problems))
+        count = _first_set(keys.get("num_experts"), keys["num_local_experts"])
+        given["experts"] = {
+            "num_experts": count, "top_k": keys["num_experts_per_tok"], "ffn_hidden_size": keys.get(self.width),
+            "dense_layers": len(dense), "normalize": self.normalize is None or keys[self.normalize], "bias_rate": 0.0,
+        }  # fmt: skip
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        assert config.experts is not None
+        keys: dict[str, Any] = {
+            "num_experts": config.experts.num_experts, "num_local_experts": config.experts.num_experts,
+            "num_experts_per_tok": config.experts.top_k, self.width: config.experts.ffn_hidden_size,
+        }  # fmt: skip
+        if self.normalize is not None:
+            keys[self.normalize] = config.experts.normalize
+        if self.mixes:
+            keys |= {"mlp_only_layers": [*range(config.experts.dense_layers)], "decoder_sparse_step": 1}
+        return keys
+
+    def fits(self, config: ModelConfig) -> dict[str, Any]:
+        if config.experts is None:
+            return {"experts": "a table"}
+        fixed = {"score": "softmax", "scale": 1.0, "num_groups": 1, "shared_ffn_hidden_size": None, "bias_rate": 0.0}
+        fixed |= {} if self.mixes else {"dense_layers": 0}
+        fixed |= {} if self.normalize is not None else {"normalize": True}
+        return {"experts": config.experts.model_copy(update=fixed)}
+
+
 class _GemmaFactors(_Part):
     """Gemma's activation, and its factors, which follow from sizes."""
 
@@ -396,6 +454,9 @@ class RotaryFormat(Format):
         for part in (*self.parts, _Rope()):
             keys |= part.write(config)
         return keys
+
+    def num_stacked(self, config: ModelConfig) -> int:
+        return config.experts.num_experts if config.experts is not None else 0
 
     def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         bias = "bias" in self.named and config.bias
@@ -506,6 +567,29 @@ FORMATS: tuple[Format, ...] = (
     RotaryFormat(
         "qwen3", "Qwen3ForCausalLM", block={"qk_norm": True, "mlp_bias": False}, named=_BIAS, parts=(_QWEN_WINDOWS,),
         defaults=_QWEN | {"head_dim": 128},
+    ),
+    RotaryFormat(
+        "qwen3_moe", "Qwen3MoeForCausalLM", places=_MIXTURE, block={"qk_norm": True, "mlp_bias": False}, named=_BIAS,
+        parts=(_Experts("moe_intermediate_size", "norm_topk_prob", mixes=True), _QWEN_WINDOWS),
+        defaults=_QWEN | {
+            "num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False,
+            "moe_intermediate_size": 768,
+        },
+    ),
+    RotaryFormat(
+        "mixtral", "MixtralForCausalLM", places=_MIXTRAL, parts=(_Experts(), _Windows(by_layer=False)),
+        defaults=_MISTRAL | {
+            "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+        },
+    ),
+    RotaryFormat(
+        "olmoe", "OlmoeForCausalLM", places=_MIXTURE,
+        block={"qk_norm": True, "qk_norm_over": "all", "mlp_bias": False}, named=_BIAS,
+        parts=(_Experts(normalize="norm_topk_prob"),),
+        defaults={
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_local_experts": 64, "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
     ),
     RotaryFormat(
         "granite", "GraniteForCausalLM", named=_BIASES | {

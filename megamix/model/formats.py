@@ -15,7 +15,8 @@ OTHERS = 'train any other text model by family = "transformers", see docs/models
 
 class Location(NamedTuple):
     """The place of a module's weight and bias in a Hugging Face folder: a name, with `{}` for the block's number. A
-    tensor may hold several of our modules one after the other, in our order.
+    tensor may hold several of our modules one after the other, in our order. The matrices of a stack are tensors of
+    their own: the name has a second `{}` for the matrix's number, and the module's name ends in `.*`.
     """
 
     name: str
@@ -56,6 +57,10 @@ class Format:
         have any value.
         """
         return {}
+
+    def num_stacked(self, config: Any) -> int:
+        """Return the number of matrices in each stack of such a model."""
+        return 0
 
     def config_of(self, json: Json, **values: Any) -> Any:
         """Build the section from these values and the sizes in config.json. Raises: ValueError naming a key."""

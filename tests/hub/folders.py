@@ -26,7 +26,8 @@ LLAMA = ModelConfig(
 )
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "granite", "smollm3", "seed_oss")
 WINDOWED = ("mistral", "ministral", "gemma2", "gemma3_text", "olmo3", "phi3")
-_WHOLE_HEADS = ("qwen2", "olmo2", "olmo3", "granite", "smollm3", "gemma2", "gemma3_text", "phi3")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
+_WHOLE_HEADS = ("qwen2", "olmo2", "olmo3", "granite", "smollm3", "gemma2", "gemma3_text", "phi3", "olmoe")
 _FULL, _SLIDES = "full_attention", "sliding_attention"
 
 
@@ -62,6 +63,7 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
             "query_pre_attn_scalar": head_dim if tied else 7,
             "attention_bias": number % 4 > 1,
         }
+        experts = {"num_local_experts": 4 + 2 * tied, "num_experts_per_tok": 1 + number % 3}
         two_ropes = {"rope_parameters": {_FULL: rope, _SLIDES: {"rope_type": "default", "rope_theta": 300.0}}}
         yield common | {
             "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -89,6 +91,12 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
                 "no_rope_layers": None if tied else [0, 1, 1][:layers], "no_rope_layer_interval": 2,
                 "pad_token_id": None,
             },
+            "qwen3_moe": experts | {
+                "moe_intermediate_size": 20, "norm_topk_prob": tied, "attention_bias": not tied,
+                "mlp_only_layers": [0] if layers > 1 and number % 3 == 1 else [],
+            },
+            "mixtral": experts | {"sliding_window": None if tied else 5},
+            "olmoe": experts | {"norm_topk_prob": not tied, "attention_bias": tied},
             "seed_oss": {"attention_bias": tied, "attention_out_bias": not tied, "mlp_bias": number % 4 == 1},
         }[family]  # fmt: skip
 

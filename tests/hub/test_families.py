@@ -19,7 +19,7 @@ from megamix.hub.source import open_source
 from megamix.model.generation import generate
 from megamix.model.transformer import Transformer
 from tests.conftest import FULL
-from tests.hub.folders import FAMILIES, WINDOWED, job_from, random_model, shapes
+from tests.hub.folders import FAMILIES, MIXTURES, WINDOWED, job_from, random_model, shapes
 from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks
 
 COUNT = 24 if FULL else 2
@@ -59,7 +59,7 @@ def _greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
     ("family", "number", "shape"),
     [
         (family, number, shape)
-        for family in (*FAMILIES, *WINDOWED)
+        for family in (*FAMILIES, *WINDOWED, *MIXTURES)
         for number, shape in enumerate(shapes(family, COUNT))
     ],
 )
@@ -92,7 +92,7 @@ def test_a_model_of_transformers_imports_trains_and_exports(
     assert max(gaps) < 5e-6, gaps
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED, *MIXTURES])
 def test_what_is_imported_exports_to_the_same_weights_and_configuration(family: str, tmp_path: Path) -> None:
     theirs = random_model(family, next(shapes(family, 1)))
     theirs.save_pretrained(tmp_path / "hf")

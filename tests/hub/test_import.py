@@ -100,7 +100,7 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
     [
         (
             LLAMA,
-            {"model_type": "mixtral"},
+            {"model_type": "falcon"},
             "gemma2, gemma3_text; train any other",
         ),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu', megamix has 'silu' or 'swish'"),
@@ -152,7 +152,7 @@ def test_what_our_transformer_does_not_do_is_refused(
 
 
 @pytest.mark.parametrize(
-    "keys", [{"model_type": "mixtral"}, {"hidden_act": "gelu"}, {"quantization_config": {"bits": 4}}]
+    "keys", [{"model_type": "falcon"}, {"hidden_act": "gelu"}, {"quantization_config": {"bits": 4}}]
 )
 def test_what_cannot_be_imported_is_told_with_the_next_step(keys: dict[str, Any], tmp_path: Path) -> None:
     write_hugging_face(LLAMA, tmp_path / "hf")
