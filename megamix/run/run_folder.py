@@ -119,7 +119,7 @@ def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, st
         fix = "start the ranks by launch/pretrain.sh or torchrun, which set it, or unset WORLD_SIZE for one rank"
         raise ConfigError([f"{', '.join(unset)}: not set, though WORLD_SIZE is {world_size}; {fix}"], "environment")
     doubts = () if starts else _optimizer_doubts(config)  # a start logs these lines later
-    for line in (*data_warnings(config, world_size), *doubts):
+    for line in (*data_warnings(config, world_size), *_loss_doubts(config), *doubts):
         tell(f"note: {line}")
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
 
@@ -176,6 +176,16 @@ def _division_problems(config: Config) -> Iterator[str]:
             divide_work(model, config.parallelism, topology, ShapesAlone)
         except ValueError as error:
             yield str(error)
+
+
+def _loss_doubts(config: Config) -> Iterator[str]:
+    """Yield a line if a config.json asks for a loss of its router, which a model of transformers adds by itself."""
+    theirs = getattr(config.model, "theirs", None)
+    if getattr(theirs, "output_router_logits", False):
+        yield (
+            f"model.folder: config.json asks for an auxiliary loss of its router (output_router_logits = true), and a "
+            f"job adds none: its router_aux_loss_coef {getattr(theirs, 'router_aux_loss_coef', 0.0)} is not read"
+        )
 
 
 def _optimizer_doubts(config: Config) -> Iterator[str]:

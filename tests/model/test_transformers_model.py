@@ -26,6 +26,7 @@ from megamix.config import Config, ConfigError, architecture, config_to_toml
 from megamix.live_storage import LiveStorage
 from megamix.model import transformers_model
 from megamix.model.family import family_of
+from megamix.run.run_folder import check
 from megamix.supervise.console import Console
 from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.tools.ranks import RankPool
@@ -142,9 +143,13 @@ def test_an_export_is_what_transformers_loads(folder: Path, capsys: pytest.Captu
     assert "128 tokens in windows of 32" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "opt", "olmo2"])
+LFM = KINDS["phi"] | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48}
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "opt", "lfm2", "olmo2"])
 def test_packed_documents_need_positions_that_keep_them_apart(folder: Path, kind: str) -> None:
-    packed = job(folder, kind, f"{kind}-packed", data={"packing": "documents"}, training={"steps": 1})
+    model = {"folder": str(write_odd(folder, "lfm2", LFM))} if kind == "lfm2" else {}
+    packed = job(folder, kind, f"{kind}-packed", data={"packing": "documents"}, training={"steps": 1}, model=model)
     if kind == "olmo2":
         run_on_ranks(packed)
     else:
@@ -281,6 +286,15 @@ def test_a_check_says_what_a_model_is_and_refuses_what_can_be_seen_without_value
         refused = main(["train", str(folder / "job.toml"), "--check"])
         assert want.format(place) in "".join(capsys.readouterr()), name
         assert refused == (0 if "drawn" in want else 2), name
+
+
+def test_a_loss_of_the_router_that_is_not_added_is_told(folder: Path) -> None:
+    told: list[str] = []
+    for asks in (True, False):
+        odd = {"folder": str(write_odd(folder, "qwen3_moe", {"output_router_logits": asks}))}
+        check(job(folder, "qwen3_moe", "told", model=odd), told.append)
+    (line,) = (line for line in told if "router" in line)
+    assert "(output_router_logits = true), and a job adds none: its router_aux_loss_coef 0.001 is not read" in line
 
 
 def test_keys_that_name_code_are_not_read_and_no_share_of_units_drops_out() -> None:
