@@ -100,7 +100,7 @@ class Router(nn.Module):
         logits = self.ops.scores(x, self.weight)
         scores = logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
         ranking = scores.detach() if self.balance is None else scores.detach() + self.balance.value
-        chosen = self.ops.choose(self.ops, self._within_groups(ranking), self.experts.top_k)
+        chosen = self.ops.choose(self.ops, ranking, self._best)
         loads = _count(chosen, self.experts.num_experts)
         counts = loads.sum(0)
         if self.balance is not None:
@@ -110,6 +110,10 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         loss = self._loss(logits, scores, loads) if self.training and torch.is_grad_enabled() else None
         return Routes(chosen.flatten(0, 1), (weights * self.experts.scale).flatten(0, 1), counts, loss)
+
+    def _best(self, ranking: Tensor) -> Tensor:
+        """Return each token's experts, the best first. Shapes: FP32 (..., experts) -> INT64 (..., top_k)."""
+        return self._within_groups(ranking).topk(self.experts.top_k, -1).indices
 
     def _within_groups(self, ranking: Tensor) -> Tensor:
         """Return the ranking, -inf outside of a token's groups (DeepSeek-V3, section 2.1.2, node-limited routing)."""

@@ -34,6 +34,7 @@ from megamix.parallel import build, tensor_parallel
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.layouts.observe import observe
+from tests.tools.verify.expert_bugs import EXPERT_BUGS
 from tests.tools.verify.muon_bugs import FAMILY, MUON_BUGS
 
 FAMILIES = {
@@ -41,6 +42,10 @@ FAMILIES = {
     "gpt": {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True},
     "per_head": {"family": "per_head", "num_kv_heads": 4},
 }
+EXPERTS = {
+    "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "dense_layers": 1,
+    "balance_loss": 0.1, "z_loss": 0.01,
+}  # fmt: skip
 UPDATES, OVERFLOW_AT = 2, 1
 
 
@@ -392,4 +397,4 @@ def window_ignored() -> object:
 
 
 BUGS |= {bug.__name__: bug for bug in (schedule_one_update_late, documents_seen_across, window_ignored)}
-BUGS |= MUON_BUGS
+BUGS |= MUON_BUGS | EXPERT_BUGS

@@ -104,8 +104,8 @@ def _stacks(wrong: tuple[float, float] = (1.0, 1.0)) -> Iterator[None]:
     """Put a stack in front of each feed-forward part."""
     build, right = FeedForward.__init__, FeedForward.forward
 
-    def init(self: Any, config: Any, ops: Any) -> None:
-        build(self, config, ops)
+    def init(self: Any, config: Any, *others: Any) -> None:
+        build(self, config, *others)
         self.stack = _Stack(config.hidden_size, wrong)
 
     with (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megamix.data.loader import Batch
 from megamix.model.span import Span
 from megamix.tools.verify.core.hypotheses import RightStep, factor_of
-from megamix.tools.verify.core.reference import LossOf, moved, put
+from megamix.tools.verify.core.reference import LossOf, Reference, moved, put
 from megamix.tools.verify.core.tape import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Tape, recorded
 from megamix.tools.verify.core.verdict import NOISE, UNIT
 
@@ -42,8 +42,8 @@ def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
     reference, found = right.reference, []
     for rank, mine in enumerate(tapes):
         batch = right.by_rank[mine.dp_rank][0]
-        exact = _record(reference.exact, reference.exact_loss, wide, batch)
-        native = _record(reference.native, reference.native_loss, reference.coarse(right.weights), batch)
+        exact = _record(reference, reference.exact, reference.exact_loss, wide, batch)
+        native = _record(reference, reference.native, reference.native_loss, reference.coarse(right.weights), batch)
         exact, native = (mine.own(whole, batch) for whole in (exact, native))
         all_parts = [other.tape for other in tapes if mine.has_data_of(other)]
         if wrong := first_module(mine.tape, all_parts, exact, native):
@@ -54,8 +54,9 @@ def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
     return f"{text} (rank {rank})"
 
 
-def _record(model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batch: Any) -> Tape:
+def _record(reference: Reference, model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batch: Any) -> Tape:
     put(model, weights)
+    reference.replay(model, batch)
     with recorded(model) as tape:
         torch.autograd.backward(loss_of(model, moved(batch, next(model.parameters()).device)))
     model.zero_grad()

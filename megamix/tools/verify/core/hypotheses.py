@@ -250,6 +250,12 @@ class RightStep:
         for by in (1, -1):
             moved = [_targets_moved(batch, by) for batch in batches]
             steps[f"that of targets moved by {by} position"] = self._of(moved, shares)
+        stacks = [name for name, weight in self.weights.items() if weight.dim() == 3]
+        for by in (1, -1) if stacks else ():
+            turned = dict(self.weights) | {name: self.weights[name].roll(by, 0) for name in stacks}
+            grads = self.reference.exact_step(turned, batches, shares).grads
+            text = f"that of stacks turned by {by}: each matrix in another's place"
+            steps[text] = grads | {name: grads[name].roll(-by, 0) for name in stacks}
         if earlier := self.earlier:
             text = "that of the weights before the last update: stale weights"
             steps[text] = self.reference.exact_step(earlier.weights, batches, shares).grads

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,19 @@ from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import MASTER, UpdateScalars
 from megamix.tools.verify.core.bisect import RankTape, culprit
+from megamix.tools.verify.core.choices import Choices
 from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, nearest
 from megamix.tools.verify.core.judge_matrices import judge_matrices
+from megamix.tools.verify.core.judge_routing import (
+    judge_choices,
+    judge_counts,
+    judge_scores,
+    judge_tallies,
+    loads,
+    tallies,
+)
 from megamix.tools.verify.core.norm_kinds import explain_norm
-from megamix.tools.verify.core.observed_step import ObservedStep, Whole, assemble
+from megamix.tools.verify.core.observed_step import ObservedStep, Whole, assemble, assemble_choices
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite
 from megamix.tools.verify.core.update_kinds import RightUpdate
 from megamix.tools.verify.core.verdict import (
@@ -59,7 +69,8 @@ def judge_attempts(
 ) -> Verdict:  # fmt: skip
     """Compare attempts, and the state before them, with one rank's.
 
-    `initial`: the masters to begin with. `planted`: the attempts in which a gradient was made infinite.
+    `initial`: the masters and the tallies' values to begin with. `planted`: the attempts in which a gradient was made
+    infinite.
     """
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
     verdict = Verdict(attempts=len(attempts))
@@ -67,17 +78,24 @@ def judge_attempts(
     before = assemble([rank.owned for rank in start])
     earlier: RightStep | None = None
     _ownership(verdict, -1, before)
+    moving = tallies(reference.native)
     for name, weight in initial.items():
-        verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], weight.cpu())
+        if name not in moving:
+            verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], weight.cpu())
     _copies(verdict, -1, start, before, dtype)
-    tables = {name: buffer.to("cpu", copy=True) for name, buffer in reference.native.named_buffers()}
-    _tables(verdict, -1, start, tables)
+    buffers = {name: buffer.to("cpu", copy=True) for name, buffer in reference.native.named_buffers()}
+    tables = {name: buffer for name, buffer in buffers.items() if name not in moving}
+    _tables(verdict, -1, start, tables | {name: initial[name].cpu() for name in moving if name in initial})
+    biases = _values(start, moving)
     for number, seen in enumerate(attempts):
         after = assemble([attempt.owned for attempt in seen])
         _ownership(verdict, number, after)
         scalars = [attempt.scalars for attempt in seen]
         by_rank = [[*batches_of(number, rank)] for rank in range(reading_ranks(config.parallelism))]
-        step = _Judged(config, reference, optimizer, number, by_rank, before, after, scalars, earlier)
+        choices = assemble_choices(seen, by_rank)
+        step = _Judged(
+            config, reference, optimizer, number, by_rank, before, after, scalars, earlier, biases, choices
+        )  # fmt: skip
         step.scalars(verdict)
         if number in planted:
             verdict.note(number, "overflow flag", "the planted overflow", float(not step.found_inf), 0.0)
@@ -87,11 +105,15 @@ def judge_attempts(
             if number not in planted:
                 step.overflow(verdict)
         else:
+            judge_scores(verdict, number, step.right, seen)
             step.gradients(verdict)
             step.norm(verdict)
             step.update(verdict)
         _copies(verdict, number, seen, after, dtype)
         _tables(verdict, number, seen, tables)
+        judge_counts(verdict, number, step.loads, seen)
+        judge_tallies(verdict, number, reference.native, biases, seen, step.loads, skipped=step.found_inf)
+        biases = _values(seen, moving)
         if verdict.differences and not verdict.culprit and seen[0].tape:
             tapes = [RankTape(one.dp_rank, one.tape, one.span) for one in seen]
             verdict.culprit = culprit(step.right, tapes)
@@ -123,6 +145,11 @@ def _tables(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], right:
             verdict.equal(number, "buffer", f"{name} on rank {rank}", got, want, explain)
 
 
+def _values(ranks: Sequence[ObservedStep], moving: Iterable[str]) -> Tensors:
+    """Return the values of tallies, each of the first rank that has it."""
+    return {name: next(seen.buffers[name] for seen in ranks if name in seen.buffers) for name in moving}
+
+
 class _Matrix(NamedTuple):
     """Gradients of a parameter, or of one matrix of a stack, FP64."""
 
@@ -149,9 +176,9 @@ class _Judged:
     def __init__(
         self, config: Config, reference: Reference, optimizer: Optimizer, number: int,
         by_rank: Sequence[MicroBatches], before: Whole, after: Whole, scalars: Sequence[dict[str, float]],
-        earlier: RightStep | None,
+        earlier: RightStep | None, biases: Tensors, choices: Sequence[Sequence[Choices]],
     ):  # fmt: skip
-        self.config, self.reference, self.optimizer, self.number = config, reference, optimizer, number
+        self.config, self.optimizer, self.number = config, optimizer, number
         self.before, self.after, self.by_rank, self.of = before, after, scalars, scalars[0]
         self.dtype = DTYPES[config.precision.dtype]
         self.found_inf = bool(self.of["found_inf"])
@@ -161,11 +188,14 @@ class _Judged:
         # In the order of backward: a wrong gradient makes those behind it wrong.
         names, grads = [name for name, _ in reference.native.named_parameters()][::-1], after.of(GRADIENT)
         self.grads = {name: grads[name].double() / self.divisor for name in sorted(grads, key=names.index)}
-        weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()}
+        weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()} | biases
+        self.choices, self.loads = choices, loads(reference.native, choices)
+        batches = [*zip(chain(*by_rank), chain(*choices), strict=True)]
+        self.reference = replace(reference, choices={id(batch.tokens): of for batch, of in batches})
         each = 1 / weight
         tp_size = config.parallelism.tp_size
         self.right = RightStep(
-            reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
+            self.reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
             loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(scalars),
             owners={name: after.owners[GRADIENT, name] for name in self.grads},
             tp_size=tp_size, replicated=self.grads.keys() - after.divided if tp_size > 1 else (),
@@ -198,15 +228,17 @@ class _Judged:
     def gradients(self, verdict: Verdict) -> None:
         """Compare the gradient with FP64's at the same weights."""
         exact, native, roundings = self.right.exact, self._native(), sum(map(len, self.right.by_rank)) + 1
+        judge_choices(verdict, self.number, self.reference.native, self.choices, exact, native)
         note_noise(verdict, self.number, native.grads, exact.grads, UNIT[self.dtype])
         self._loss_path(verdict, exact, native)
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
         divisor = self.divisor if self.dtype == torch.float16 else None
         known = len(verdict.differences)
         matrices = [*self._matrices(exact, native)]
-        for one in matrices:
-            bound = gradient_bound(one.noise, one.magnitudes, roundings, unit, divisor)
-            explain = partial(self.right.explain, one.of, self.grads, bound)
+        bounds = [gradient_bound(one.noise, one.magnitudes, roundings, unit, divisor) for one in matrices]
+        for one, bound in zip(matrices, bounds, strict=True):
+            loosest = max(other for other, matrix in zip(bounds, matrices, strict=True) if matrix.of == one.of)
+            explain = partial(self.right.explain, one.of, self.grads, loosest)
             verdict.note(self.number, "gradient", one.name, float((one.grad - one.want).abs().max()), bound, explain)
         # A gradient that is mostly noise has no factor, such as that of a bias which the softmax takes out again.
         judged = [one for one in matrices if one.relative_noise < NOISIEST[UNIT[self.dtype]]]

@@ -15,14 +15,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megamix.data.loader import Batch
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec, Piece
 from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import StepResult
 from megamix.model.span import Span
+from megamix.tools.verify.core.choices import Choice, Choices, KeptChoices
 from megamix.tools.verify.core.tape import Tape
-from megamix.tools.verify.core.verdict import equal_bits
+from megamix.tools.verify.core.verdict import Tensors, equal_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,15 @@ class ObservedStep:
     owned: list[Fragment]  # gradient, and master and states after the step; for matrices Muon's input and direction
     copies: list[Fragment]  # the half parameters that this rank's next forward would read
     buffers: dict[str, Tensor] = field(default_factory=dict)  # buffers of this rank's module
+    choices: dict[str, list[Choice]] = field(default_factory=dict)  # of each micro-batch, by router
+    tallied: Tensors = field(default_factory=dict)  # FP32 counts of all ranks, by tally
     tape: Tape = field(default_factory=dict)  # tensors through the modules of the first micro-batch, if recorded
     dp_rank: int = 0  # data-parallel rank whose micro-batches these were
     span: Span | None = None  # division of their positions
 
 
 def observed(
-    engine: ShardedEngine, result: StepResult | None, used: UsedValues, tape: Tape | None = None
+    engine: ShardedEngine, result: StepResult | None, used: UsedValues, kept: KeptChoices, tape: Tape | None = None
 ) -> ObservedStep:
     """Return the state of a rank after a step. `result`: the step's; None: there was no step, and no gradient."""
     with engine.whole_parameters():
@@ -59,9 +63,10 @@ def observed(
     if span is not None:
         span = Span(span.num_ranks, span.rank, by_heads=span.by_heads)  # a span that no forward has entered can be sent
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
+    tallied = {} if result is None else {name: counts.to("cpu", copy=True) for name, counts in result.tallied.items()}
     return ObservedStep(
-        scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},
-        dp_rank=engine.topology.data.rank, span=span,
+        scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, choices=kept.take(),
+        tallied=tallied, tape=tape or {}, dp_rank=engine.topology.data.rank, span=span,
     )  # fmt: skip
 
 
@@ -181,3 +186,16 @@ def elements(part: Fragment) -> Tensor:
     """Return the places of a fragment's values in the flattened full parameter: INT64 (n,)."""
     places = torch.arange(math.prod(part.spec.full_shape)).view(part.spec.full_shape)
     return places[part.spec.block].reshape(-1)[part.start : part.start + len(part.values)]
+
+
+def assemble_choices(ranks: Sequence[ObservedStep], by_rank: Sequence[Sequence[Batch]]) -> list[list[Choices]]:
+    """Return the choices for each micro-batch of each data-parallel rank. `by_rank`: those micro-batches."""
+    whole = [[Choices() for _ in mine] for mine in by_rank]
+    for seen in ranks:
+        for name, kept in seen.choices.items():
+            for batch, choices, (*_, own) in zip(by_rank[seen.dp_rank], whole[seen.dp_rank], kept, strict=True):
+                part = None if seen.span is None else seen.span.begin(batch.targets, batch.deal)
+                places = torch.arange(own.shape[1]).expand(len(own), -1) if part is None else part.places
+                experts = choices.setdefault(name, own.new_zeros(*batch.tokens.shape, own.shape[-1]))
+                experts[torch.arange(len(own))[:, None], places] = own
+    return whole

@@ -6,7 +6,7 @@ It is taken once more in the training's own precision, by the plain model alone,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -19,6 +19,7 @@ from megamix.config import Config
 from megamix.data.loader import IGNORE, Batch
 from megamix.model.family import family_of
 from megamix.model.ops import Ops
+from megamix.tools.verify.core.choices import Choices, Replays
 from megamix.tools.verify.core.verdict import UNIT, Tensors
 
 LossOf = Callable[[nn.Module, Any], Tensor]  # returns the mean loss of a micro-batch
@@ -33,16 +34,22 @@ class Step:
     losses: list[float]  # loss of each micro-batch
     grads: Tensors  # FP64, gradients of the loss without a scale
     magnitudes: Tensors  # FP64, of each element of a gradient: the sum of its magnitudes over the micro-batches
+    rankings: list[Tensors]  # FP64 scores of experts in each micro-batch, by router
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One rank. Both models are on the device of the training, so that rounding is of the same kind."""
+    """One rank. Both models are on the device of the training, so that rounding is of the same kind.
+
+    `replays`: how their routers choose. `choices`: those of the ranks, by the id of a micro-batch's tokens.
+    """
 
     native: nn.Module
     exact: nn.Module  # FP64
     native_loss: LossOf
     exact_loss: LossOf
+    replays: Mapping[nn.Module, Replays] = field(default_factory=dict)
+    choices: Mapping[int, Choices] = field(default_factory=dict)
 
     @classmethod
     def of_config(cls, config: Config, device: torch.device) -> Self:
@@ -64,13 +71,24 @@ class Reference:
             loss: Tensor = total / targets.numel()
             return loss
 
-        return cls(native, exact, lambda model, batch: model(*batch.inputs), exact_loss)
+        replays: dict[nn.Module, Replays] = {model: Replays(model) for model in (native, exact)}
+        return cls(native, exact, lambda model, batch: model(*batch.inputs), exact_loss, replays)
+
+    def replay(self, model: nn.Module, batch: Any) -> None:
+        """Let a model's routers choose for a micro-batch what the ranks chose."""
+        if self.choices:
+            device = next(model.parameters()).device
+            self.replays[model].set(self.choices.get(id(batch.tokens), {}), device)
+
+    def rankings(self, model: nn.Module) -> Tensors:
+        """Return how a model's routers scored the experts in its last forward, FP64 (B, T, experts) each."""
+        return self.replays[model].rankings() if model in self.replays else {}
 
     def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]) -> Step:
         """Take the step with these weights in FP64. `shares`: weight of each micro-batch's mean in the loss."""
         # Complex buffers stay as they are, as in the exact model: FP64 has no place for their imaginary parts.
         wide = {name: weight if weight.is_complex() else weight.double() for name, weight in weights.items()}
-        return _step(self.exact, self.exact_loss, wide, batches, shares, 1.0)
+        return self._step(self.exact, self.exact_loss, wide, batches, shares, 1.0)
 
     def grads_by_part(
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], part: int, parts: int
@@ -123,7 +141,7 @@ class Reference:
 
         With mixed dtypes all parameters take the coarsest (see `coarse`).
         """
-        return _step(self.native, self.native_loss, self.coarse(weights), batches, shares, loss_scale)
+        return self._step(self.native, self.native_loss, self.coarse(weights), batches, shares, loss_scale)
 
     def coarse(self, weights: Mapping[str, Tensor]) -> Tensors:
         """Return all parameters in the coarsest of their dtypes.
@@ -148,30 +166,31 @@ class Reference:
             step = self.native_step(weights, batches, shares, loss_scale)
         return step, loss_scale
 
-
-def _step(
-    model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float],
-    scale: float,
-) -> Step:  # fmt: skip
-    put(model, weights)
-    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    device = next(iter(params.values())).device
-    losses = []
-    grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
-    magnitudes = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
-    for batch, share in zip(batches, shares, strict=True):
-        loss = loss_of(model, moved(batch, device))
-        losses.append(loss.item())
-        own = scale * (share / max(shares)) or scale  # a micro-batch with fewer targets is multiplied by less
-        with added_losses_times(own):
-            found = torch.autograd.grad(loss * own, [*params.values()], allow_unused=True)
-        for name, grad in zip(params, found, strict=True):
-            if grad is not None:
-                part = grad.to("cpu", torch.float64) * (share / own)
-                grads[name] += part
-                magnitudes[name] += part.abs()
-    mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
-    return Step(mean, losses, grads, magnitudes)
+    def _step(
+        self, model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batches: MicroBatches,
+        shares: Sequence[float], scale: float,
+    ) -> Step:  # fmt: skip
+        put(model, weights)
+        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        device = next(iter(params.values())).device
+        losses, rankings = list[float](), list[Tensors]()
+        grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
+        magnitudes = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
+        for batch, share in zip(batches, shares, strict=True):
+            self.replay(model, batch)
+            loss = loss_of(model, moved(batch, device))
+            losses.append(loss.item())
+            rankings.append(self.rankings(model))
+            own = scale * (share / max(shares)) or scale  # a micro-batch with fewer targets is multiplied by less
+            with added_losses_times(own):
+                found = torch.autograd.grad(loss * own, [*params.values()], allow_unused=True)
+            for name, grad in zip(params, found, strict=True):
+                if grad is not None:
+                    part = grad.to("cpu", torch.float64) * (share / own)
+                    grads[name] += part
+                    magnitudes[name] += part.abs()
+        mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
+        return Step(mean, losses, grads, magnitudes, rankings)
 
 
 def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

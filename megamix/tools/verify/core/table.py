@@ -28,6 +28,8 @@ def result_lines(name: str, verdict: Verdict, bisect: bool = False) -> Iterator[
     cells = ["-" if one is None else f"{one:.3f}" if one < 1000 else f"{one:.3g}" for one in worst]
     ends = "differs" if verdict.differences else "passes"
     yield row(name, str(verdict.attempts), str(verdict.skipped), *cells, ends)
+    if verdict.tokens:
+        yield routing_line(verdict)
     if verdict.differences:
         yield Failed(f"  first: {verdict.differences[0]}")
         more = dict.fromkeys(f"{one.check} of {one.where}" for one in verdict.differences[1:])
@@ -38,6 +40,15 @@ def result_lines(name: str, verdict: Verdict, bisect: bool = False) -> Iterator[
         yield Failed(f"  first module: {verdict.culprit}")
     elif bisect and verdict.differences:
         yield "  first module: none, up to a factor: look after backward (hooks, reduction, clipping) or at the update"
+
+
+def routing_line(verdict: Verdict) -> str:
+    """Return what was judged of the experts that tokens got."""
+    scores, choices = (verdict.worst[check] for check in ("scores", "choice of experts"))
+    return (
+        f"  routing: {verdict.tokens} choices of experts at most {choices:.3g} of the bound, {verdict.elsewhere} not "
+        f"FP64's own; router scores {scores:.3g}; counts and biases bit for bit"
+    )
 
 
 def row(*cells: str) -> str:

@@ -50,6 +50,8 @@ class Verdict:
     worst: dict[str, float] = field(default_factory=dict)  # by check: the largest error, as a share of its bound
     differences: list[Difference] = field(default_factory=list)
     left: dict[tuple[str, str], set[str]] = field(default_factory=dict)  # (kind of tensor, message) -> names of tensors
+    tokens: int = 0  # routed by a layer's router, over all layers and steps
+    elsewhere: int = 0  # of these: tokens that FP64 would have routed otherwise
     culprit: str = ""  # first module that is wrong, if modules are recorded
 
     def note(

@@ -8,11 +8,12 @@ from functools import partial
 import torch
 
 from megamix.config import Config
+from megamix.tools.verify.core.judge_routing import tallies
 from megamix.tools.verify.core.judge_steps import judge_attempts
 from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.core.reference import Reference
 from megamix.tools.verify.core.verdict import Verdict
-from megamix.tools.verify.layouts.observe import batches
+from megamix.tools.verify.layouts.observe import batches, set_biases
 
 
 def judge(
@@ -25,6 +26,8 @@ def judge(
     """
     reference = Reference.of_config(config, device)
     initial = {name: param.detach() for name, param in reference.native.named_parameters()}
+    set_biases(config, reference.native)
+    initial |= {name: tally.value for name, tally in tallies(reference.native).items()}
     verdict = judge_attempts(config, reference, ranks, initial, [overflow_at], partial(batches, config))
     # A step that overflows has nothing to compare: if all of them do, every check above has passed.
     applied = verdict.attempts - verdict.skipped

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import nn
 
 from megamix.builders.data import plugin_source
 from megamix.builders.objects import build_loader, build_training
@@ -15,6 +16,7 @@ from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.source import MarkovSource, Numbers, Rows
 from megamix.mixed_precision.step import StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
+from megamix.tools.verify.core.choices import KeptChoices, routers
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
 from megamix.tools.verify.core.tape import recorded
 
@@ -33,16 +35,30 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
         config = config.with_keys(model={"compile": False})
     runner = build_training(config, rank_device())
     engine = runner.engine
-    poison, used = Poison(engine), UsedValues()
+    set_biases(config, engine.module)
+    poison, used, kept = Poison(engine), UsedValues(), KeptChoices(engine.module)
     specs = [slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots]
     divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # may see partial sums
-    run = [observed(engine, None, used)]
+    run = [observed(engine, None, used, kept)]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
         with engine.observe(used), recorded(engine.module, wanted=bisect, but=divided) as tape:
             result = take_step(config, runner, attempt)
-        run.append(observed(engine, result, used, tape))
+        run.append(observed(engine, result, used, kept, tape))
     return run
+
+
+@torch.no_grad()
+def set_biases(config: Config, model: nn.Module) -> None:
+    """Set the biases of routers to numbers as unequal as the scores of fresh weights. With zeros, which a job begins
+    with, a bias that is missing would not show.
+    """
+    for name, router in routers(model).items():
+        if router.balance is not None:
+            drawn = torch.Generator().manual_seed(config.training.seed + sum(name.encode()))
+            size = config.model.init_std * config.model.hidden_size**0.5  # of the logits of a normed input
+            slope = 0.25 if router.experts.score == "sigmoid" else 1 / router.experts.num_experts
+            router.balance.value.copy_(size * slope * torch.randn(router.experts.num_experts, generator=drawn))
 
 
 def take_step(config: Config, runner: MicroBatchRunner, attempt: int) -> StepResult:

@@ -26,6 +26,7 @@ from megamix.data.loader import Batch
 from megamix.data.sampler import micro_batches
 from megamix.report.metrics import TAGS
 from megamix.run.run_folder import METRICS
+from megamix.tools.verify.core.judge_routing import tallies
 from megamix.tools.verify.core.judge_steps import judge_attempts
 from megamix.tools.verify.core.layout import Layout, without_dropout
 from megamix.tools.verify.core.observed_step import assemble, elements
@@ -141,6 +142,22 @@ def _border_problems(run: WatchedRun, when: str, last: Sequence[Seen], first: Se
                 kind = _kind_of_state(got, want, dtype, last, part.state)
                 text = f"{part.state} of {part.spec.name} on rank {rank} is off by {off:.3g} {when}"
                 yield f"{run.name}: {text}" + (f"; it looks like {kind}" if kind else "")
+    yield from _tally_problems(run, when, last, first)
+
+
+def _tally_problems(run: WatchedRun, when: str, last: Sequence[Seen], first: Sequence[Seen]) -> Iterator[str]:
+    """Yield each tally whose value at a part's start is not that at the end of the part before it."""
+    before = {
+        f"{name}.value": seen.observed.buffers[f"{name}.value"]
+        for seen in last if seen.observed
+        for name in seen.observed.tallied
+    }  # fmt: skip
+    for rank, seen in enumerate(first):
+        for name, got in seen.observed.buffers.items() if seen.observed else ():
+            if name in before and not equal_bits(got, before[name]):
+                off = float((got - before[name]).abs().max())
+                kind = "" if got.any() else "; it looks like it was not loaded, and is zero"
+                yield f"{run.name}: {name} on rank {rank} is off by {off:.3g} {when}{kind}"
 
 
 def _kind_of_state(got: Tensor, want: Tensor, dtype: torch.dtype, last: Sequence[Seen], state: str) -> str:
@@ -204,6 +221,7 @@ def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
     problems, worst = list[str](), 0.0
     reference = Reference.of_config(run.configs[0], device)
     initial = {name: param.detach() for name, param in reference.native.named_parameters()}
+    initial |= {name: tally.value for name, tally in tallies(reference.native).items()}
     for config, part in zip(run.configs, run.parts, strict=True):
         attempts = [ranks[0] for ranks in part[1:]]
 

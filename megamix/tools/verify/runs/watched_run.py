@@ -28,6 +28,7 @@ from megamix.mixed_precision.step import StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.run.batch_plan import Attempt, GlobalBatch
 from megamix.supervise.status import LeaveRequest, PreemptedError
+from megamix.tools.verify.core.choices import KeptChoices
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
 from megamix.train.job import run_job
@@ -113,7 +114,7 @@ class _WatchedTrainer(Trainer):
     def __init__(self, part: JobPart, seen: list[Seen], *built: Any):
         super().__init__(*built)
         self._part, self._seen, self._poison = part, seen, Poison(self.engine)
-        self._used = UsedValues()
+        self._used, self._kept = UsedValues(), KeptChoices(self.engine.module)
         self._to_overflow = set(OVERFLOWS)
         self._rows: list[Tensor] = []
 
@@ -124,6 +125,7 @@ class _WatchedTrainer(Trainer):
 
     def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
         self._rows.clear()
+        self._kept.forget()
         if self.batch_plan.launched:  # otherwise the batch probes the loss scale
             self._begin_attempt()
         for micro_batch in super()._load(global_batch):
@@ -148,7 +150,7 @@ class _WatchedTrainer(Trainer):
         )  # fmt: skip
 
     def _write_down(self, result: StepResult | None = None, **attempt: Any) -> None:
-        whole = observed(self.engine, result, self._used)
+        whole = observed(self.engine, result, self._used, self._kept)
         tensors = {f"{part.state} of {part.spec.name}": part.values for part in [*whole.owned, *whole.copies]}
         tensors |= {f"buffer {name}": buffer.double().numpy() for name, buffer in whole.buffers.items()}
         scale = {f"loss_scale.{name}": value.tolist() for name, value in self.engine.loss_scale.state_dict().items()}

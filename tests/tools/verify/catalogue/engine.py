@@ -1,7 +1,7 @@
 """Bugs in our own engine: tests/tools/verify/jobs.py plants them."""
 
 from tests.tools.verify.catalogue.bugs import BUGS, Bug
-from tests.tools.verify.jobs import OVERFLOW_AT
+from tests.tools.verify.jobs import EXPERTS, OVERFLOW_AT
 
 
 def _enter(
@@ -33,6 +33,11 @@ SENTENCES = {
     "momentum_moves_on_skipped": "Muon updates its momentum before it is known whether the step is skipped.",
     "heads_not_split": "Muon treats several matrices, stacked in one parameter, as one.",
     "matrices_decay_twice": "Weight decay is applied by the optimizer's wrapper, and once more by its equation.",
+    "expert_gradients_larger": "The gradients of experts get a factor that the others do not have.",
+    "router_in_half": "The router multiplies in half, and only its softmax is in FP32.",
+    "biased_weights": "The bias that balances the experts' loads is in the factors of their outputs, too.",
+    "counted_in_recompute": "Backward, which runs a block again, counts the tokens of its experts again.",
+    "bias_of_own_counts": "Each rank moves the bias of experts by the counts of its own tokens.",
     "tied_table_not_summed": "Each end of a pipeline trains its own copy of the table.",
 }
 
@@ -177,3 +182,49 @@ _enter(
     job=MUON | {"family": "per_head"},
 )
 _enter("matrices_decay_twice", "Neuron_SP #13", "dp2", "weight", "blocks.", "weight decay twice", job=MUON)
+MIXTURE = {"model": {"experts": EXPERTS}}
+_enter(
+    "expert_gradients_larger",
+    "DeepSpeed #6545, pytorch #160285",
+    "dp2",
+    "gradient",
+    "blocks.1.feed_forward.down.weight[",
+    "1.1 times the right one",
+    job=MIXTURE,
+)
+_enter(
+    "router_in_half",
+    "torchtitan #2389, prime-rl #2952",
+    "dp2",
+    "scores",
+    "router on rank 0",
+    "computed in half, not in FP32",
+    job=MIXTURE,
+)
+_enter(
+    "biased_weights",
+    "transformers #39581",
+    "dp2",
+    "gradient",
+    "blocks.1.feed_forward.down.weight[",
+    missing="no kind gives these numbers",
+    job=MIXTURE,
+)
+_enter(
+    "counted_in_recompute",
+    "torchtitan #1593",
+    "dp2",
+    "counts",
+    "router.balance on rank 0",
+    "counted twice",
+    job={"model": {"experts": EXPERTS, "recompute": "full"}},
+)
+_enter(
+    "bias_of_own_counts",
+    "TransformerEngine #3471",
+    "dp2",
+    "tally",
+    "router.balance.value on rank",
+    "counts alone",
+    job=MIXTURE,
+)

@@ -1,0 +1,165 @@
+"""Comparisons of what routers do outside of gradients: scores, choices, counts, and the biases that counts move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megamix.beside.tally import Tally
+from megamix.config import ExpertsConfig
+from megamix.tools.verify.core.choices import Choices, routers
+from megamix.tools.verify.core.hypotheses import RightStep, nearest
+from megamix.tools.verify.core.observed_step import ObservedStep
+from megamix.tools.verify.core.reference import Step, put
+from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict
+
+
+def tallies(model: nn.Module) -> dict[str, Tally]:
+    """Return a model's tallies by the names of their values."""
+    return {f"{name}.value": module for name, module in model.named_modules() if isinstance(module, Tally)}
+
+
+def judge_scores(verdict: Verdict, number: int, right: RightStep, ranks: Sequence[ObservedStep]) -> None:
+    """Compare each router's scores with FP64's of the router's own input.
+
+    Bound: a router computes in FP32 whatever the model's dtype, so NOISE times its error on one rank, and a rounding of
+    the score and one of its sum with the bias.
+    """
+    reference = right.reference
+    put(reference.native, reference.coarse(right.weights))
+    put(reference.exact, {name: weight.double() for name, weight in right.weights.items()})
+    for name, router in routers(reference.native).items():
+        for rank, seen in enumerate(ranks):
+            for kept in seen.choices.get(name, ()):
+                native, want = (reference.replays[of].score(name, kept.x) for of in (reference.native, reference.exact))
+                found, largest = kept.ranking.double(), float(want.abs().max())
+                bound = NOISE * float((native - want).abs().max()) + 2 * U32 * largest
+                error = float((found - want).abs().max())
+                bias = 0.0 if router.balance is None else router.balance.value.cpu().double()
+                explain = partial(_kind_of_scores, found, want, bias, bound)
+                verdict.note(number, "scores", f"{name} on rank {rank}", error, bound, explain)
+
+
+def _kind_of_scores(found: Tensor, want: Tensor, bias: Tensor | float, bound: float) -> str:
+    kinds = [("those without the bias", want - bias), ("the bias added twice", want + bias)]
+    kinds += [(f"those of experts turned by {by}", want.roll(by, -1)) for by in (1, -1)]
+    others = [("those with another bias", want + (found - want).mean((0, 1)))]
+    if kind := nearest(found, want, bound, iter(kinds)) or nearest(found, want, bound, iter(others)):
+        return kind
+    near = float((found - want).abs().max()) < 4 * UNIT[torch.bfloat16] * float(want.abs().max())
+    return "computed in half, not in FP32" if near else ""
+
+
+def judge_choices(
+    verdict: Verdict, number: int, model: nn.Module, by_rank: Sequence[Sequence[Choices]], exact: Step, native: Step
+) -> None:
+    """Check that each token's experts are its best by FP64, as far as rounding can tell.
+
+    Bound: two scores may each be off by NOISE times the largest error of the router's scores on one rank, which has the
+    same choices in all layers.
+    """
+    for name, router in routers(model).items():
+        rankings = [[of[name] for of in step.rankings] for step in (exact, native)]
+        noise = max(float((one - other).abs().max()) for one, other in zip(*rankings, strict=True))
+        left, bound = iter(rankings[0]), 2 * NOISE * noise
+        bias = 0.0 if router.balance is None else router.balance.value.cpu().double()
+        for rank, mine in enumerate(by_rank):
+            for choices in mine:
+                ranking, chosen = next(left), choices[name]
+                short = shortfall(ranking, chosen, router.experts)
+                verdict.tokens += short.numel()
+                verdict.elsewhere += int((short > 0).sum())
+                unbiased = float(shortfall(ranking - bias, chosen, router.experts).max())
+                text = "chosen without the bias" if unbiased <= bound else ""
+                where = f"{name} for the tokens of data-parallel rank {rank}"
+                verdict.note(number, "choice of experts", where, float(short.max()), bound, text)
+
+
+def shortfall(ranking: Tensor, chosen: Tensor, experts: ExpertsConfig) -> Tensor:
+    """Return by how much each token's worst expert is behind the best one that it did not get; at least 0.
+
+    With groups, experts are compared within the groups of the token's experts, and these groups with the others, by
+    half the difference of their sums of two. Infinite: the token got an expert twice, or too many groups.
+    Shapes: ranking (..., experts), chosen INT64 (..., top_k) -> (...).
+    """
+    got = torch.zeros_like(ranking, dtype=torch.bool).scatter(-1, chosen, True)
+    among = torch.ones_like(got)
+    wrong = got.sum(-1) != experts.top_k
+    short = torch.zeros_like(ranking[..., 0])
+    if experts.num_groups > 1:
+        size = ranking.shape[-1] // experts.num_groups
+        groups, held = (torch.unflatten(x, -1, (-1, size)) for x in (ranking, got))
+        held = held.any(-1)
+        among = held.repeat_interleave(size, -1)
+        sums = groups.topk(min(2, size), -1).values.sum(-1)
+        # Groups without a token's expert may be among its groups, too; they are the best of the others.
+        empty = experts.top_groups - held.sum(-1)
+        wrong |= empty < 0
+        others = sums.masked_fill(held, -torch.inf).sort(-1, descending=True).values
+        others = torch.cat((others, torch.full_like(others[..., :1], -torch.inf)), -1)
+        best_other = others.gather(-1, empty.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        short = (best_other - sums.masked_fill(~held, torch.inf).amin(-1)) / 2
+    best = ranking.masked_fill(got | ~among, -torch.inf).amax(-1)
+    short = torch.maximum(short, best - ranking.masked_fill(~got, torch.inf).amin(-1))
+    return short.clamp(min=0).masked_fill(wrong, math.inf)
+
+
+def loads(model: nn.Module, by_rank: Sequence[Sequence[Choices]]) -> dict[str, list[Tensor]]:
+    """Return how many tokens each expert got, FP32 (micro-batches, experts) of each data-parallel rank, by tally."""
+    return {
+        f"{name}.balance": [
+            torch.stack([of[name].flatten().bincount(minlength=router.experts.num_experts) for of in mine]).float()
+            for mine in by_rank
+        ]
+        for name, router in routers(model).items()
+    }
+
+
+def judge_counts(
+    verdict: Verdict, number: int, by_tally: Mapping[str, Sequence[Tensor]], ranks: Sequence[ObservedStep]
+) -> None:
+    """Check that every rank has the counts of all ranks, exactly. `by_tally`: the ranks' `loads`."""
+    for rank, seen in enumerate(ranks):
+        for tally in filter(by_tally.__contains__, seen.tallied):
+            found, parts = seen.tallied[tally], by_tally[tally]
+            want = torch.stack([*parts]).sum((0, 1))
+            explain = partial(nearest, found, want, 0.0, _other_counts(parts, want))
+            verdict.equal(number, "counts", f"{tally} on rank {rank}", found, want, explain)
+
+
+def _other_counts(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield "counted twice", 2 * want
+    for rank, mine in enumerate(parts if len(parts) > 1 else ()):
+        yield f"data-parallel rank {rank}'s own, not added up over the ranks", mine.sum(0)
+    for at, part in enumerate(torch.stack([*parts]).sum(0)):
+        yield f"those of micro-batch {at} alone", part
+
+
+def judge_tallies(
+    verdict: Verdict, number: int, model: nn.Module, before: Tensors, ranks: Sequence[ObservedStep],
+    by_tally: Mapping[str, Sequence[Tensor]], *, skipped: bool,
+) -> None:  # fmt: skip
+    """Check that each tally follows its rule from the value before by the counts, bit for bit. A skipped step moves
+    none. `by_tally`: the ranks' `loads`.
+    """
+    device = next(model.parameters()).device  # another device may add in another order
+    for value, tally in tallies(model).items():
+        name = value.removesuffix(".value")
+        holders = {rank: seen for rank, seen in enumerate(ranks) if value in seen.buffers}
+        told = next(seen.tallied[name] for seen in holders.values())
+
+        def moved(by: Tensor, tally: Tally = tally, value: str = value) -> Tensor:
+            return tally.rule(before[value].to(device), by.to(device)).cpu()
+
+        kinds = [] if skipped else [("not moved", before[value])]
+        kinds += [(f"moved by data-parallel rank {rank}'s counts alone", moved(parts.sum(0)))
+                  for rank, parts in enumerate(by_tally.get(name, ()))]  # fmt: skip
+        want = before[value] if skipped else moved(told)
+        for rank, seen in holders.items():
+            found, text = seen.buffers[value], "moved by a step that is none"
+            explain = partial(nearest, found, want, 0.0, iter(kinds))
+            verdict.equal(number, "tally", f"{value} on rank {rank}", found, want, text if skipped else explain)
