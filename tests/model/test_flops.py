@@ -36,6 +36,7 @@ PUBLISHED = {
     "gemma3-270m": 268_098_176,
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-0.6b": 596_049_920,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 CONFIG_FILES = Path(__file__).parents[2] / "configs"
 
@@ -89,7 +90,13 @@ def test_the_70_b_configuration_s_layout_fits_its_comment() -> None:
 
 
 def test_every_configuration_is_counted() -> None:
-    assert {path.stem for path in CONFIG_FILES.glob("*.toml")} == {*PUBLISHED, "base", "quickstart", "quickstart_adamw"}
+    assert {path.stem for path in CONFIG_FILES.glob("*.toml")} == {
+        *PUBLISHED,
+        "base",
+        "quickstart",
+        "quickstart_adamw",
+        "quickstart_moe",
+    }
 
 
 def test_llama_8b_counted_by_hand() -> None:
