@@ -21,10 +21,11 @@ from megamix.checkpoint.verify import BoxReader, Checkpoint, verify_named
 from megamix.config import DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights, tables_problem
 from megamix.hub.place import find_model, is_hugging_face
-from megamix.hub.tokenizer_files import tokenizer_in
+from megamix.hub.tokenizer_files import GENERATION, tokenizer_in
 from megamix.model.family import family_of, section_of
 from megamix.model.formats import first_problem, shown
 from megamix.model.language_model import LanguageModel
+from megamix.run.run_folder import RESUME_WORDS
 from megamix.run.run_record import check_if_run, check_params
 
 log = logging.getLogger("megamix")
@@ -87,13 +88,15 @@ class Source:
     tokenizer: Path | None  # file of its own tokenizer
     # the run's token files by validation set ("": one without a name); empty unless each set is a single file
     valid: dict[str, str] = field(default_factory=dict)
+    began: Path | None = None  # the checkpoint that its run began from
 
     @property
     def home(self) -> Path:
         """Return the folder of its own tokenizer and of its settings of generation, if it has any."""
-        if self.tokenizer is not None:
-            return self.tokenizer.parent
-        return self.path if is_hugging_face(self.path) else self.path.parent.parent
+        if is_hugging_face(self.path):
+            return self.path
+        model = (self.began or self.path).parent.parent
+        return model if self.tokenizer is None or (model / GENERATION).is_file() else self.tokenizer.parent
 
     def load(self, dtype: torch.dtype, device: torch.device, *, allow_non_finite: bool = False) -> LanguageModel:
         """Return the model with its weights, for inference. Raises: ValueError if one is not finite, unless allowed."""
@@ -148,6 +151,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
         keys = tables.get("model", {})
         config = section_of(keys).model_validate(keys)
         tokenizer, dtype = _text(tables, "data.tokenizer"), _text(tables, "precision.dtype") or "fp32"
+        resume = _text(tables, "checkpoint.resume")
         if dtype not in DTYPES:
             raise ValueError(f"its configuration: precision.dtype is {shown(dtype)}, none of {', '.join(DTYPES)}")
     except ValueError as error:
@@ -161,6 +165,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
     return Source(
         checkpoint.path, config, CheckpointWeights(checkpoint), dtype,
         None if tokenizer is None else Path(tokenizer), _prefixes(tables.get("data", {}).get("valid")),
+        None if resume in (None, *RESUME_WORDS) else Path(resume),
     )  # fmt: skip
 
 

@@ -10,7 +10,10 @@ from megamix.config import DecoderConfig
 
 Json = Mapping[str, Any]
 _SHOWN = 80  # most characters of a file's value in a message
-OTHERS = 'train any other text model by family = "transformers", see docs/models.md'
+OTHERS = (
+    'to train it as it is, write family = "transformers" and this folder under [model]; to evaluate, generate or '
+    "export what was trained so, give the folder of its run"
+)
 
 
 class Location(NamedTuple):

@@ -22,7 +22,7 @@ from megamix.hub.convert import export_model, import_model
 from megamix.hub.links import format_of, formats
 from megamix.hub.source import Source, open_source
 from tests.checkpoint.faults import listing
-from tests.hub.folders import GPT2, LLAMA, InMemory, own_model, write_hugging_face
+from tests.hub.folders import GPT2, LLAMA, InMemory, job_from, own_model, write_hugging_face
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
 
@@ -114,6 +114,19 @@ def test_a_run_s_export_brings_its_tokenizer_and_the_token_that_ends_a_text(tmp_
     Path(tokenizer).unlink()
     with pytest.raises(ValueError, match=r"tokenizer.json is missing; start in the folder that the run was started in"):
         export_model(open_source(tmp_path / "run"), tmp_path / "again", "fp32")
+
+
+def test_a_run_that_began_from_an_imported_model_is_exported_with_its_tokens_and_settings(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    settings = {"bos_token_id": 0, "eos_token_id": [7, 8], "pad_token_id": 3, "top_k": 9}
+    (tmp_path / "hf/generation_config.json").write_text(json.dumps(settings))
+    import_model(tmp_path / "hf", tmp_path / "in")
+    run_on_ranks(job_from(tmp_path / "in", tmp_path / "data", tmp_path / "run", **{"training.eval_interval": 0}))
+    export_model(open_source(tmp_path / "run"), tmp_path / "out", "fp32")
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == settings
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config.items() >= {key: value for key, value in settings.items() if key != "top_k"}.items()
 
 
 def _exported(tmp_path: Path, tokenizer: Path) -> dict[str, Any]:

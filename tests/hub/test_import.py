@@ -101,7 +101,7 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
         (
             LLAMA,
             {"model_type": "falcon"},
-            "gemma2, gemma3_text; train any other",
+            "gemma2, gemma3_text; to train it as it is",
         ),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu', megamix has 'silu' or 'swish'"),
         (LLAMA, {"attention_bias": "x"}, "attention_bias is 'x', megamix has False or True"),
@@ -158,7 +158,8 @@ def test_what_cannot_be_imported_is_told_with_the_next_step(keys: dict[str, Any]
     write_hugging_face(LLAMA, tmp_path / "hf")
     _change(tmp_path / "hf", **keys)
     with pytest.raises(
-        ValueError, match=r"; train any other text model by family = .transformers., see docs/models\.md$"
+        ValueError,
+        match=r"; to train it as it is, write family = .transformers. and this folder .*, give the folder of its run$",
     ):
         import_model(tmp_path / "hf", tmp_path / "in")
 
