@@ -32,7 +32,7 @@ from megamix.tools.verify.runs.judge_runs import (
 )
 from megamix.tools.verify.runs.watched_run import BORDERS, JobPart, run_config
 from tests.conftest import FULL
-from tests.tools.verify.jobs import make_config
+from tests.tools.verify.jobs import EXPERTS, make_config
 from tests.tools.verify.runs.run_bugs import RUN_BUGS, RunBug, planted
 from tests.tools.verify.test_command import SMALL
 
@@ -84,6 +84,25 @@ def test_a_job_that_is_right_passes(run_ranks, tmp_path: Path, seed: int) -> Non
     assert [problems for _, problems, _ in found] == [[], [], []]
     assert all(run.skipped >= 4 for run, *_ in found)  # those that are planted
     assert 0 < found[2][2] < 1
+
+
+def test_a_job_with_experts_passes_and_biases_that_a_resume_loses_are_named(run_ranks, tmp_path: Path) -> None:
+    config, names = make_config("dp1", dtype="bf16", model={"experts": EXPERTS}), ("dp2", "dp2ep2")
+    layouts = [*map(parse_layout, names)]
+    ranks = {2: partial(run_ranks, _work, 2, "")}
+    found = [*run_results(config, layouts, tmp_path, ranks, CPU)]
+    assert [problems for _, problems, _ in found] == [[], [], []]
+    (straight, *_), _, (run, _, share) = found
+    assert 0 < share < 1
+    order = write_data(run.configs[0], tmp_path)
+    for seen in run.parts[1][0]:
+        seen.observed.buffers["blocks.1.feed_forward.router.balance.value"].zero_()
+    lost = [*problems_alone(run, order, [read.planned for read in straight.reads(order)])]
+    assert len(lost) == 2
+    assert lost[1].startswith(
+        "resumed twice on dp2, dp2ep2: blocks.1.feed_forward.router.balance.value on rank 1 is off by 0.00"
+    )
+    assert lost[1].endswith(" after the first resume; it looks like it was not loaded, and is zero")
 
 
 def test_a_job_has_the_same_global_batch_on_every_layout(tmp_path: Path) -> None:
