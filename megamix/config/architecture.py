@@ -95,7 +95,7 @@ def _value_of(key: str, kind: type, *default: object) -> Any:
 
 
 class TransformersConfig(FamilyConfig):
-    """Any text model of transformers, computed by its own modules, on data-parallel ranks. Its config.json decides the
+    """A text model of transformers, computed by its own modules, on data-parallel ranks. Its config.json decides the
     sizes; dropout is left out.
     """
 

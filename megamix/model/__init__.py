@@ -6,7 +6,7 @@ transformer         GPT-2, Llama, Mistral, Qwen, Gemma and others: blocks by the
 feed_forward        the feed-forward part of its blocks
 experts             experts in its place, and the router that chooses them
 attention           the attention of its blocks: of several heads, or of latents
-transformers_model  any text model of transformers, by its own modules
+transformers_model  text models of transformers, by their own modules
 family              the family that a configuration names, and its size
 layers              the leaf modules: how they are drawn and divided, and what they cost
 context             what a token sees: its document, the text so far

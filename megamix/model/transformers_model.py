@@ -1,4 +1,4 @@
-"""The family of transformers' own modules: any text model that transformers has, on data-parallel ranks.
+"""The family of transformers' own modules: most text models that transformers has, on data-parallel ranks.
 
 transformers is imported where it is used: that takes two seconds.
 """
