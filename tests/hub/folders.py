@@ -15,6 +15,7 @@ from megamix.config import Config, ModelConfig, load_config
 from megamix.hub.convert import export_model
 from megamix.hub.source import Source
 from megamix.model.transformer import Transformer
+from tests.conftest import FULL
 from tests.train.jobs import SEQ_LEN, VOCAB
 
 GPT2 = ModelConfig(
@@ -24,6 +25,7 @@ GPT2 = ModelConfig(
 LLAMA = ModelConfig(
     vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=False
 )
+STEPS = 10 if FULL else 3
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "granite", "smollm3", "seed_oss")
 WINDOWED = ("mistral", "ministral", "gemma2", "gemma3_text", "olmo3", "phi3")
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
@@ -117,7 +119,8 @@ def job_from(imported: Path, data: Path, folder: Path, **overrides: Any) -> Conf
     path = folder.with_suffix(".toml")
     path.write_text(
         f'base = "{imported / "model.toml"}"\n[data]\ntrain = "{data / "train"}"\n[checkpoint]\nfolder = "{folder}"\n'
-        "[optimizer]\nlr = 1e-3\ncompile = false\n[training]\nsteps = 3\nmicro_batch_size = 2\nglobal_batch_size = 4\n"
+        "[optimizer]\nlr = 1e-3\ncompile = false\n[training]\nmicro_batch_size = 2\nglobal_batch_size = 4\n"
+        f"steps = {STEPS}\n"
         "[metrics]\ntensorboard = false\nprecision_interval = 0\n"
     )
     return load_config(path, [f"{key}={value}" for key, value in overrides.items()])

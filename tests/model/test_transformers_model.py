@@ -31,6 +31,7 @@ from megamix.supervise.console import Console
 from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.tools.ranks import RankPool
 from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.core.table import result_lines
 from megamix.tools.verify.layouts.layout_lines import verify_layout
 from megamix.train.job import run_job
 from tests.conftest import FULL
@@ -180,10 +181,12 @@ def test_verify_passes_dense_and_mixed_models(run_ranks, folder: Path) -> None:
     pool = SimpleNamespace(on_gpus=False, call=lambda work, *args, deadline_s: run_ranks(work, 2, *args))
     kinds = [*KINDS] if FULL else ["gemma3_text", "qwen3_moe"]
     dtypes = ["fp32", "bf16", "fp16"] if FULL else ["bf16"]
-    for kind, dtype in itertools.product(kinds, dtypes):
+    layouts = ["dp2", "dp2-parameters"] if FULL else ["dp2-parameters"]
+    for kind, dtype, layout in itertools.product(kinds, dtypes, layouts):
         config = job(folder, kind, "verified", dtype)
-        verdict = verify_layout(config, parse_layout("dp2-parameters"), cast(RankPool, pool))
-        assert not verdict.differences, (kind, dtype, verdict.differences[0])
+        verdict = verify_layout(config, parse_layout(layout), cast(RankPool, pool))
+        print(*result_lines(f"{kind} {dtype} {layout}", verdict), sep="\n")
+        assert not verdict.differences, (kind, dtype, layout, verdict.differences[0])
 
 
 @pytest.mark.parametrize(
