@@ -190,7 +190,9 @@ class Experts(nn.Module):
         self.down = stack(inner, size, std=sizes.branch_end_std(config))
         shared = experts.shared_ffn_hidden_size
         self.shared = FeedForward(config, ops, shared) if shared else None
-        self.at_experts: AtExperts = at_own_experts  # ranks that divide the experts put theirs in its place
+        # Ranks that divide the experts put their own way in its place. It is not compiled: sizes that differ in each
+        # forward would make a graph each.
+        self.at_experts: AtExperts = torch.compiler.disable(at_own_experts) if config.compile else at_own_experts  # type: ignore[no-untyped-call]  # untyped in torch
 
     def forward(self, x: Tensor) -> Tensor:
         routes = self.router(x)
