@@ -17,6 +17,7 @@ from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale, 
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
+from megamix.mixed_precision.census import Census
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.links import Links
 from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_in_chunks
@@ -171,6 +172,6 @@ def test_the_first_rank_warns_where_an_exchange_loads_the_network(monkeypatch, c
     for device, reduce_dtype in (("cuda", "half_fp32_sum"), ("cpu", "half_fp32_sum"), ("cuda", "half")):
         precision = Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
         sharding = Sharding(collectives=lambda axis, _: Collectives(axis))
-        Links.connect(Topology(), [axis], precision, sharding, torch.device(device))
+        Links.connect(Topology(), Census([], [], [axis]), precision, sharding, torch.device(device))
     assert len(caplog.messages) == (load is not None)
     assert all(f"on 8 machines: each sends about {load} times the bytes" in line for line in caplog.messages)

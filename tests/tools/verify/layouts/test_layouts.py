@@ -104,7 +104,7 @@ def test_names_of_layouts(name: str, sizes: dict[str, int], world_size: int) -> 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("hsdp2", r"must name axes \(pp, replicas, dp, cp, tp\) and their ranks"),
+        ("hsdp2", r"must name axes \(pp, replicas, dp, cp, tp, ep\) and their ranks"),
         ("dp2dp2", "names an axis twice"),
         ("dp2sp", "sequence parallel needs tp; write dp2tp2sp"),
         ("dp0", "must name axes"),
