@@ -197,8 +197,8 @@ class _Windows(_Part):
             size = None
         if not self.by_layer and kinds is not None:
             raise ValueError(
-                "layer_types is set, which such a model does not read; transformers takes a Mistral with it for a "
-                'Ministral: write model_type = "ministral"'
+                "layer_types is set, which such a model does not read; leave it out. transformers takes a Mistral with "
+                'it for a Ministral: then write model_type = "ministral"'
             )
         if kinds is None:
             slides = [self.rule(keys, given, layer) and size is not None for layer in range(layers)]
@@ -346,14 +346,15 @@ class _Experts(_Part):
 
     def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
         problems = _unlike(keys, "decoder_sparse_step", 1, (1,)) + _unlike(keys, "clip_qkv", None, (None,))
-        dense = keys.get("mlp_only_layers") or []
-        if dense != [*range(len(dense))]:
+        dense: Any = (keys.get("mlp_only_layers") or []) if self.mixes else []
+        if not isinstance(dense, list) or dense != [*range(len(dense))]:
             problems.append(f"mlp_only_layers is {shown(dense)}, megamix has layers without experts before all others")
         if problems:
             raise ValueError("; ".join(problems))
-        count = _first_set(keys.get("num_experts"), keys["num_local_experts"])
+        count: Any = keys.get("num_experts")
         given["experts"] = {
-            "num_experts": count, "top_k": keys["num_experts_per_tok"], "ffn_hidden_size": keys.get(self.width),
+            "num_experts": keys["num_local_experts"] if count is None else count,
+            "top_k": keys["num_experts_per_tok"], "ffn_hidden_size": keys.get(self.width),
             "dense_layers": len(dense), "normalize": self.normalize is None or keys[self.normalize], "bias_rate": 0.0,
         }  # fmt: skip
 
@@ -570,7 +571,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     RotaryFormat(
         "qwen3_moe", "Qwen3MoeForCausalLM", places=_MIXTURE, block={"qk_norm": True, "mlp_bias": False}, named=_BIAS,
-        parts=(_Experts("moe_intermediate_size", "norm_topk_prob", mixes=True), _QWEN_WINDOWS),
+        parts=(_Experts("moe_intermediate_size", "norm_topk_prob", mixes=True), _Windows(by_layer=False, switch=True)),
         defaults=_QWEN | {
             "num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False,
             "moe_intermediate_size": 768,

@@ -96,7 +96,7 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
             "qwen3_moe": experts | {
                 "moe_intermediate_size": 20, "norm_topk_prob": tied, "attention_bias": not tied,
                 "mlp_only_layers": [0] if layers > 1 and number % 3 == 1 else [],
-            },
+            } | ({} if tied else {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
             "mixtral": experts | {"sliding_window": None if tied else 5},
             "olmoe": experts | {"norm_topk_prob": not tied, "attention_bias": tied},
             "seed_oss": {"attention_bias": tied, "attention_out_bias": not tied, "mlp_bias": number % 4 == 1},
