@@ -1,4 +1,4 @@
-"""Counts of a step, which move a vector outside the gradient, such as the biases that balance experts."""
+"""Counts of a step, which may move a vector outside the gradient, such as the biases that balance experts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from torch import Tensor, nn
 from megamix.beside.records import Listener
 
 
-class Tally(nn.Module):
-    """A vector outside the gradient. Each applied step moves it by what the step's whole global batch has counted.
+class Counts(nn.Module):
+    """What the forwards of a step count, by place, without a vector that it moves.
 
-    `value`: FP32 (size,), a buffer that begins at 0, is saved by its name, and is the same on every rank of a pipeline
-    stage. `rule(value, counts)` returns its next value; all are FP32 (size,). A skipped step leaves every bit as it
-    was. The engine that trains the module calls the rule; without one nothing is counted.
+    The engine that trains the module sums the counts over the global batch, for `StepResult.tallied`; without one
+    nothing is counted.
     """
 
-    value: Tensor
-
-    def __init__(self, size: int, rule: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.rule = rule
-        self.register_buffer("value", torch.zeros(size, dtype=torch.float32))
+        self.size = size
         self._step: weakref.ref[Listener] | None = None  # the engine's; a strong reference would keep its memory
         self._counts: Tensor | None = None  # FP32 (size,): this rank's in the step under way
 
@@ -36,10 +32,10 @@ class Tally(nn.Module):
         ranks is one of FP32, which is exact for whole numbers up to 2^24. Shapes: counts (size,), of any dtype.
         Raises: ValueError for another shape.
         """
-        if counts.shape != self.value.shape:
+        if counts.shape != (self.size,):
             raise ValueError(
-                f"Tally.add: counts must be of shape {tuple(self.value.shape)}, got {tuple(counts.shape)}; pass one "
-                "number for each place"
+                f"{type(self).__name__}.add: counts must be of shape {(self.size,)}, got {tuple(counts.shape)}; pass "
+                "one number for each place"
             )
         step = None if self._step is None else self._step()
         if step is not None and self._counts is not None and torch.is_grad_enabled() and step.counts():
@@ -49,6 +45,26 @@ class Tally(nn.Module):
         """Count into `counts`, FP32 (size,), while `step` counts."""
         self._counts, self._step = counts, weakref.ref(step)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: it belongs to no engine."""
+        return vars(self) | {"_step": None, "_counts": None}
+
+
+class Tally(Counts):
+    """A vector outside the gradient. Each applied step moves it by what the step's whole global batch has counted.
+
+    `value`: FP32 (size,), a buffer that begins at 0, is saved by its name, and is the same on every rank of a pipeline
+    stage. `rule(value, counts)` returns its next value; all are FP32 (size,). A skipped step leaves every bit as it
+    was. The engine that trains the module calls the rule; without one nothing is counted.
+    """
+
+    value: Tensor
+
+    def __init__(self, size: int, rule: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(size)
+        self.rule = rule
+        self.register_buffer("value", torch.zeros(size, dtype=torch.float32))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # half() would round the values, and to_empty() would lose them.
         before = self.value
@@ -56,7 +72,3 @@ class Tally(nn.Module):
         device = self.value.device
         self.value = torch.zeros_like(before, device=device) if before.is_meta else before.to(device)
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle holds: it belongs to no engine."""
-        return vars(self) | {"_step": None, "_counts": None}

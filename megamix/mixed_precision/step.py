@@ -82,7 +82,7 @@ class StepResult(NamedTuple):
     stop_requested: Tensor  # FP64 (): the largest of all ranks' `engine.stop_request`; 0: no rank asks to stop
     by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.plan.pieces`
     recorded: Recorded  # values given to `megamix.record`
-    tallied: Mapping[str, Tensor]  # counts of all ranks by the name of their `Tally`, FP32 (size,) each
+    tallied: Mapping[str, Tensor]  # counts of all ranks by the name of their `Counts` or `Tally`, FP32 (size,)
     examination: Examination | None = None  # set after `engine.examine_next_step()`
 
     def __repr__(self) -> str:

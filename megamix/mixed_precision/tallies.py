@@ -1,4 +1,4 @@
-"""The vectors that a step's counts move (megamix/beside/tally.py): counted by each rank, moved once a step."""
+"""A step's counts and the vectors that they move (megamix/beside/tally.py): counted by each rank, moved once a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from megamix.beside.tally import Tally
+from megamix.beside.tally import Counts, Tally
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.refusals import require_equal
 from megamix.mixed_precision.step import StepProgress
@@ -15,21 +15,22 @@ from megamix.names import by_plain_name
 
 
 class Tallies:
-    """The tallies of a rank's model. Their counts lie one behind the other, so that ranks sum them at once."""
+    """The counts and tallies of a rank's model. Counts lie one behind the other, so that ranks sum them at once."""
 
     def __init__(self, model: nn.Module, readers: Collectives, progress: StepProgress, device: torch.device) -> None:
         """Let the model's tallies count into the step under way. `readers`: the ranks that see other tokens of the
         step. Raises: ValueError for a rule whose result is no next value, or ranks with other tallies.
         """
-        tallies = {name: module for name, module in model.named_modules() if isinstance(module, Tally)}
-        self._by_name, self._readers = by_plain_name(tallies.items()), readers
-        self._sizes = [len(tally.value) for tally in tallies.values()]
+        counted = {name: module for name, module in model.named_modules() if isinstance(module, Counts)}
+        self._by_name, self._readers = by_plain_name(counted.items()), readers
+        self._sizes = [counts.size for counts in counted.values()]
         require_equal(readers, device, [*self._by_name], self._sizes)
-        for name, tally in self._by_name.items():
+        self._moving = {name: tally for name, tally in self._by_name.items() if isinstance(tally, Tally)}
+        for name, tally in self._moving.items():
             _check_rule(name, tally)
         self._counts = torch.zeros(sum(self._sizes), dtype=torch.float32, device=device)
-        for tally, counts in zip(tallies.values(), self._split(self._counts), strict=True):
-            tally.connect(counts, progress)
+        for module, counts in zip(counted.values(), self._split(self._counts), strict=True):
+            module.connect(counts, progress)
 
     def _split(self, counts: Tensor) -> list[Tensor]:
         return [*torch.split(counts, self._sizes)]
@@ -39,7 +40,7 @@ class Tallies:
         self._counts.zero_()
 
     def take(self) -> Mapping[str, Tensor]:
-        """Return the counts of all ranks by tally, FP32 (size,), and begin a new step. Every rank must call it."""
+        """Return the counts of all ranks by name, FP32 (size,), and begin a new step. Every rank must call it."""
         if not self._by_name:
             return {}
         summed = self._readers.sum_whole(self._counts)
@@ -49,7 +50,7 @@ class Tallies:
     @torch.no_grad()
     def move(self, counts: Mapping[str, Tensor], skipped: Tensor) -> None:
         """Move each tally by its rule, unless the step is skipped. Shapes: skipped BOOL ()."""
-        for name, tally in self._by_name.items():
+        for name, tally in self._moving.items():
             moved = tally.rule(tally.value, counts[name])
             torch.where(skipped, tally.value, moved, out=tally.value)
 

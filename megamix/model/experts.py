@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megamix.beside.added_loss import add_loss
 from megamix.beside.records import record
-from megamix.beside.tally import Tally
+from megamix.beside.tally import Counts, Tally
 from megamix.config import ExpertsConfig, ModelConfig
 from megamix.model import sizes
 from megamix.model.feed_forward import FeedForward, activate
@@ -83,7 +83,8 @@ class Router(nn.Module):
     """Chooses each token's experts by its score for each, in FP32, and weighs their outputs by it.
 
     `balance` adds a bias to the scores in the choice alone. An expert's bias rises while it gets fewer tokens than the
-    mean (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    mean (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, section 2.1.2). With `bias_rate` 0 it only
+    counts.
     """
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, ops: Ops) -> None:
@@ -93,18 +94,20 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts.num_experts, config.hidden_size))
         self.rules = {"weight": ParamRule("normal", config.init_std)}
         rate = experts.bias_rate
-        self.balance = Tally(experts.num_experts, partial(towards_mean, rate)) if rate else None
+        rule = partial(towards_mean, rate)
+        self.balance = Tally(experts.num_experts, rule) if rate else Counts(experts.num_experts)
 
     def forward(self, x: Tensor) -> Routes:
         """Return the routes of all tokens. Shapes: x (B, T, hidden_size); tokens are B * T."""
         logits = self.ops.scores(x, self.weight)
         scores = logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
-        ranking = scores.detach() if self.balance is None else scores.detach() + self.balance.value
+        ranking = scores.detach()
+        if isinstance(self.balance, Tally):
+            ranking = ranking + self.balance.value
         chosen = self.ops.choose(self.ops, ranking, self._best)
         loads = _count(chosen, self.experts.num_experts)
         counts = loads.sum(0)
-        if self.balance is not None:
-            self.balance.add(counts)
+        self.balance.add(counts)
         weights = scores.gather(-1, chosen)
         if self.experts.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -1,6 +1,6 @@
 """A `Tally` moves once a step by the counts of the whole global batch, on every layout and compiled, without a host
 read. Skipped steps, probes, discarded steps, evaluations and what backward repeats leave no count. Its value stays
-FP32, is in weights and checkpoints, and keeps no engine alive.
+FP32, is in weights and checkpoints, and keeps no engine alive; `Counts` alone have no value.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megamix import HeadroomLossScale, Precision, ShardedEngine, Sharding, StaticLossScale, Tally
+from megamix.beside.tally import Counts
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
@@ -373,6 +374,19 @@ def test_full_weights_hold_it_and_load_weights_sets_it() -> None:
         _backward(each, 1)
         each.step()
     assert _values(other) == _values(engine)
+
+
+def test_counts_alone_are_told_and_leave_nothing_in_the_weights() -> None:
+    model = choosers()
+    model.blocks[1].chosen = Counts(PLACES)
+    engine, seen = make_engine(model, precision=FP16), _watch(model)
+    for overflows in (False, True):
+        _backward(engine, 0, times=float("inf") if overflows else 1.0)
+        assert _counts(engine.step().tallied) == [seen[name].tolist() for name in NAMES]
+        for each in seen.values():
+            each.zero_()
+    assert [name for name in engine.full_weights() if "chosen" in name] == ["blocks.0.chosen.value"]
+    assert not list(model.blocks[1].chosen.buffers())
 
 
 def test_counts_of_another_shape_are_refused() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from megamix.beside.tally import Tally
 from megamix.builders.data import plugin_source
 from megamix.builders.objects import build_loader, build_training
 from megamix.config import Config, reading_ranks
@@ -54,7 +55,7 @@ def set_biases(config: Config, model: nn.Module) -> None:
     with, a bias that is missing would not show.
     """
     for name, router in routers(model).items():
-        if router.balance is not None:
+        if isinstance(router.balance, Tally):
             drawn = torch.Generator().manual_seed(config.training.seed + sum(name.encode()))
             size = config.model.init_std * config.model.hidden_size**0.5  # of the logits of a normed input
             slope = 0.25 if router.experts.score == "sigmoid" else 1 / router.experts.num_experts
