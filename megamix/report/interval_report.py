@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import resource
 import time
+from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from megamix.beside.records import Reduce
 from megamix.builders.objects import DTYPES
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives
-from megamix.comm.host import host_collectives
+from megamix.comm.host import gather_json, host_collectives
 from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.inspect.culprits import headroom, peaks_by_param
@@ -121,9 +123,10 @@ class Outcome(NamedTuple):
     stop_requested: int  # reason for which a rank wants to leave; 0: none does
     by_piece: Tensor  # FP64 (2, pieces), as in StepResult
     recorded: Recorded  # as in StepResult
+    tallied: Mapping[str, Tensor]  # as in StepResult, FP64
 
 
-_SCALARS = Outcome._fields[:-2]  # fields of a step's result in front of by_piece
+_SCALARS = Outcome._fields[:-3]  # fields of a step's result in front of by_piece
 
 
 class Readout:
@@ -136,18 +139,22 @@ class Readout:
         self._pinned, self._num_pieces = device.type == "cuda", num_pieces
         self._slots = [torch.empty(0)] * lag  # each slot is made once its size is known
         self._names: list[tuple[tuple[str, Reduce], ...]] = [()] * lag
+        self._tallied = [dict[str, int]()] * lag  # number of counts, by name
         self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
 
     def write(self, attempt: int, result: StepResult) -> None:
         """Start copying the values that a step has returned."""
         scalars = [getattr(result, name).double() for name in _SCALARS] + [result.recorded.num_values]
-        table = result.recorded.table.double()
-        values = torch.cat([torch.stack(scalars), result.by_piece.flatten(), table.flatten()])
+        tables = [result.by_piece.flatten(), result.recorded.table.double().flatten()]
+        if result.tallied:
+            tables.append(torch.cat([*result.tallied.values()]).double())
+        values = torch.cat([torch.stack(scalars), *tables])
         slot = attempt % len(self._slots)
         if self._slots[slot].shape != values.shape:  # at the first write, and when recorded names have come
             self._slots[slot] = torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
         self._slots[slot].copy_(values, non_blocking=True)
         self._names[slot] = result.recorded.names
+        self._tallied[slot] = {name: len(counts) for name, counts in result.tallied.items()}
         event = self._events[slot]
         if event is not None:
             event.record()
@@ -158,18 +165,24 @@ class Readout:
         event = self._events[slot]
         if event is not None:
             event.synchronize()
-        sizes = [len(_SCALARS), 1, 2 * self._num_pieces, 2 * len(self._names[slot])]
-        scalars, num_values, *tables = torch.split(self._slots[slot].clone(), sizes)  # the slot is written again
+        sizes = [len(_SCALARS), 1, 2 * self._num_pieces, 2 * len(self._names[slot]), *self._tallied[slot].values()]
+        scalars, num_values, by_piece, table, *counts = torch.split(self._slots[slot].clone(), sizes)  # written again
         loss, found_inf, grad_norm, loss_scale, lr, stop = scalars.tolist()
-        recorded = Recorded(self._names[slot], tables[1].view(-1, 2), num_values)
-        return Outcome(loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), tables[0].view(2, -1), recorded)
+        recorded = Recorded(self._names[slot], table.view(-1, 2), num_values)
+        tallied = dict(zip(self._tallied[slot], counts, strict=True))
+        return Outcome(
+            loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), by_piece.view(2, -1), recorded, tallied
+        )  # fmt: skip
 
 
 class RecordedRows:
-    """Values recorded by the ranks, for the rows that are written. Every rank has one; its calls are collective."""
+    """Values recorded and places counted by the ranks, for the rows that are written. Every rank has one; its calls are
+    collective.
+    """
 
     def __init__(self, topology: Topology, timeout_s: float):
         self._topology, self._timeout_s = topology, timeout_s
+        self._other_stages_count = topology.pp.size > 1  # known after the first row
 
     def row(self, outcome: Outcome) -> dict[str, float]:
         """Return an attempt's recorded values by tag.
@@ -182,6 +195,23 @@ class RecordedRows:
             return {}
         values = gather_recorded(outcome.recorded, self._topology, self._collectives)
         return recorded_tags(values, overflowed=outcome.found_inf)
+
+    def counts(self, outcome: Outcome) -> dict[str, list[float]]:
+        """Return the counts of all stages by layer, or by name where a layer counts several times.
+
+        In a pipeline this takes one small gather on the host, as `row` does; where no stage counts, only the first call
+        does.
+        """
+        told = {name: counts.tolist() for name, counts in outcome.tallied.items()}
+        if self._other_stages_count:
+            mine = told if self._topology.stage.rank == 0 else {}
+            by_rank = gather_json(self._collectives, mine, torch.device("cpu"))
+            told = {name: counts for of_rank in by_rank for name, counts in of_rank.items()}
+            self._other_stages_count = bool(told)
+        layers = Counter(map(layer_of, told))
+        # A rank may hold several stages: numbers, here by their length first, bring the model's order back.
+        names = sorted(told, key=lambda name: [(len(part), part) for part in name.split(".")])
+        return {layer_of(name) if layers[layer_of(name)] == 1 else name: told[name] for name in names}
 
     @cached_property  # most runs need none
     def _collectives(self) -> Collectives:

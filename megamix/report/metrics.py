@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -47,6 +48,7 @@ class LayerPrecision:
 
 TRANSFERS = "communication/"  # prefix of the tags of a bucket's transfers in a profiled attempt
 OVERFLOWED = "overflowed/"  # prefix of the tags of values that an overflowed attempt recorded
+LOAD = "load/"  # prefix of the tags of what a step has counted, such as the tokens of experts
 
 
 def precision_tag(name: str, layer: str) -> str:
@@ -98,19 +100,48 @@ def recorded_tags(recorded: Mapping[str, float], *, overflowed: bool) -> dict[st
     Raises: ValueError for a name that is one of the run's own tags.
     """
     for name in recorded:
-        if name in ("step", *TAGS.values()) or name.startswith(("precision/", set_tag(""), OVERFLOWED)):
+        if name in ("step", *TAGS.values()) or name.startswith(("precision/", LOAD, set_tag(""), OVERFLOWED)):
             raise ValueError(f"record({name!r}): that is a tag of the run's own metrics; record it by another name")
     return {OVERFLOWED + name if overflowed else name: value for name, value in recorded.items()}
+
+
+def load_tag(name: str, layer: str) -> str:
+    """Return the tag of a layer's load: "max", "min", "entropy", or the "counts" themselves."""
+    return f"{LOAD}{name}/{layer}"
+
+
+def over_mean(counts: Sequence[float]) -> list[float]:
+    """Return counts over their mean; NaN where nothing was counted."""
+    mean = statistics.fmean(counts) or math.nan
+    return [count / mean for count in counts]
+
+
+def load_tags(counts: Mapping[str, Sequence[float]], *, detailed: bool) -> dict[str, float | list[int]]:
+    """Return the loads of an update by tag: the largest and the smallest count over the mean, and the entropy of the
+    shares over that of equal ones. `counts`: by layer. `detailed`: the counts, too.
+    """
+    tags: dict[str, float | list[int]] = {}
+    for layer, each in counts.items():
+        loads = over_mean(each)
+        # Of shares p: -sum(p ln p) / ln n, where a load is n p.
+        entropy = 1 - statistics.fmean(load * math.log(load or 1) for load in loads) / math.log(max(len(each), 2))
+        values = {"max": max(loads), "min": min(loads), "entropy": entropy}
+        tags |= {load_tag(name, layer): value for name, value in values.items()}
+        if detailed:
+            tags[load_tag("counts", layer)] = [int(count) for count in each]
+    return tags
 
 
 DETAILED_EVERY = 10  # log lines from one with details to the next
 
 
-def format_lines(step: int, steps: int, metrics: StepMetrics, *, detailed: bool) -> str:
+def format_lines(
+    step: int, steps: int, metrics: StepMetrics, *, detailed: bool, counts: Sequence[Sequence[float]] = ()
+) -> str:  # fmt: skip
     """Return a step's line on the console, as plain text that stays readable in a batch system's log.
 
     The line has at most 100 columns while a run has fewer than a million steps. `detailed`: add two lines of values
-    that change little.
+    that change little. `counts`: by layer; their largest over their mean is in these lines, as the mean of layers.
     """
     here = f"step {step:>{len(str(steps))}}/{steps}"
     line = (
@@ -124,6 +155,8 @@ def format_lines(step: int, steps: int, metrics: StepMetrics, *, detailed: bool)
         f"eta {_format_duration(metrics.eta_s)} | overflows {metrics.skipped_steps} | mfu {mfu} | "
         f"memory {metrics.memory_gib:.2f} GiB"
     )
+    if counts:
+        rest += f" | load {statistics.fmean(max(over_mean(each)) for each in counts):.2f}"
     shares = (
         f"time: data {metrics.data_share:.0%}, fwd+bwd {metrics.forward_backward_share:.0%}, "
         f"reduce-scatter {metrics.reduce_scatter_share:.0%}, update {metrics.update_share:.0%}, "
@@ -182,12 +215,14 @@ class MetricsWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def write(self, step: int, values: Mapping[str, float | None], recorded: Mapping[str, float] | None = None) -> None:
-        """Write values by their names in TAGS, and `recorded` ones by their tags.
+    def write(
+        self, step: int, values: Mapping[str, float | None], others: Mapping[str, float | list[int]] | None = None
+    ) -> None:  # fmt: skip
+        """Write values by their names in TAGS, and others by their tags. Lists are in metrics.jsonl alone.
 
         None, inf and NaN become null: JSON has no word for them.
         """
-        self._write(step, {TAGS[name]: value for name, value in values.items()} | dict(recorded or {}))
+        self._write(step, {TAGS[name]: value for name, value in values.items()} | dict(others or {}))
 
     def write_precision(self, step: int, layers: Mapping[str, LayerPrecision]) -> None:
         """Write an examined step, layer by layer, as one row. TensorBoard gets the exponents as a histogram."""
@@ -208,7 +243,7 @@ class MetricsWriter:
         self._set_aside.append(_line(row))
         self._set_aside.sync()
 
-    def _write(self, step: int, row: Mapping[str, float | tuple[int, ...] | None]) -> None:
+    def _write(self, step: int, row: Mapping[str, float | tuple[int, ...] | list[int] | None]) -> None:
         finite = {
             tag: None if isinstance(value, float) and not math.isfinite(value) else value for tag, value in row.items()
         }

@@ -19,7 +19,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.report.interval_report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
-from megamix.report.metrics import DETAILED_EVERY, MetricsWriter, format_lines, set_tag
+from megamix.report.metrics import DETAILED_EVERY, MetricsWriter, format_lines, load_tags, set_tag
 from megamix.report.profiling import Profiling
 from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.run.checkpointing import RunCheckpoints
@@ -235,16 +235,16 @@ class Trainer:
         return leaves(self._stop_reason, self.batch_plan.applied, self.config.training.steps)
 
     def _log(self, update: int, outcome: Outcome) -> None:
-        recorded = self.recorded.row(outcome)
+        recorded, counts = self.recorded.row(outcome), self.recorded.counts(outcome)
         metrics = self.report.metrics(
             update, self.batch_plan.launched, outcome, self.overflows.count, scaled=self._scaled, device=self.device
         )
         steps, interval = self.config.training.steps, self.config.metrics.log_interval
         detailed = update in (1, steps) or update % (DETAILED_EVERY * interval) == 0
-        self.console.line(format_lines(update, steps, metrics, detailed=detailed))
+        self.console.line(format_lines(update, steps, metrics, detailed=detailed, counts=[*counts.values()]))
         self.console.show(f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s")
         if self.writer is not None:
-            self.writer.write(update, metrics.values(), recorded)
+            self.writer.write(update, metrics.values(), recorded | load_tags(counts, detailed=detailed))
 
     def _validate(self, validation: Validation, done: int, leave: LeaveRequest) -> float:
         """Return the validation loss (nats per token), and log it. Every rank must call it.

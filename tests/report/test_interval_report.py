@@ -22,7 +22,7 @@ from megamix.supervise.console import Console
 CPU = torch.device("cpu")
 NOTHING = Recorded((), torch.zeros(0, 2), torch.zeros((), dtype=torch.float64))
 OUTCOME = Outcome(
-    5.0, False, 1.0, loss_scale=8.0, lr=0.1, stop_requested=0, by_piece=torch.zeros(2, 1), recorded=NOTHING
+    5.0, False, 1.0, loss_scale=8.0, lr=0.1, stop_requested=0, by_piece=torch.zeros(2, 1), recorded=NOTHING, tallied={}
 )
 
 
@@ -112,14 +112,18 @@ def test_a_slot_keeps_its_step_until_it_is_read() -> None:
             assert torch.equal(outcome.by_piece, torch.full((2, 3), past, dtype=torch.float64))
             assert outcome.recorded.names == names[: attempt - lag]
             assert outcome.recorded.num_values == past
+            assert [*outcome.tallied] == [*"ab"][: attempt - lag]
+            assert all(counts.tolist() == [past] * 3 for counts in outcome.tallied.values())
             assert torch.equal(outcome.recorded.table, torch.full((len(outcome.recorded.names), 2), past).double())
         live.fill_(attempt)
         pieces.fill_(attempt)
         recorded = Recorded(names[:attempt], torch.full((min(attempt, 3), 2), float(attempt)), live.double())
-        readout.write(attempt, StepResult(live, live > 4, live, live, live, live, live, pieces, recorded, {}))
+        tallied = {name: torch.full((3,), float(attempt)) for name in [*"ab"][:attempt]}
+        readout.write(attempt, StepResult(live, live > 4, live, live, live, live, live, pieces, recorded, tallied))
         live.fill_(-1)  # a live tensor in the slot would show this
         pieces.fill_(-1)
-        recorded.table.fill_(-1)
+        for table in (recorded.table, *tallied.values()):
+            table.fill_(-1)
 
 
 def test_a_log_file_gets_lines_and_no_bar(capsys) -> None:

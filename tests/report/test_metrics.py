@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from megamix.report.metrics import TAGS, LayerPrecision, MetricsWriter, StepMetrics, cut_logs, format_lines
+from megamix.report.metrics import (
+    TAGS,
+    LayerPrecision,
+    MetricsWriter,
+    StepMetrics,
+    cut_logs,
+    format_lines,
+    load_tag,
+    load_tags,
+)
 from megamix.run.run_record import Progress
 from megamix.supervise.console import COLUMNS
 from tests.train.broken_disk import FULL, broken_disk
@@ -171,6 +180,26 @@ def test_tensorboard_gets_an_examined_step_s_scalars_and_a_histogram_of_exponent
     # Limits are upper ones: two gradients from 2^-40 to 2^-39, one from 2^15 to 2^16.
     assert {limit: count for limit, count in found.items() if count} == {-39: 2, 16: 1}
     assert (event.step, event.histogram_value.num) == (100, 3)
+
+
+def test_a_load_is_told_by_layer_and_its_counts_are_in_the_detailed_rows_alone(tmp_path: Path) -> None:
+    even, one, none = [6.0, 6.0, 6.0, 6.0], [0.0, 8.0, 0.0, 0.0], [0.0, 0.0]
+    halves = load_tags({"blocks.1": [4.0, 4.0, 0.0, 0.0]}, detailed=False)
+    assert halves == {"load/max/blocks.1": 2.0, "load/min/blocks.1": 0.0, "load/entropy/blocks.1": pytest.approx(0.5)}
+    counts = {"blocks.1": even, "blocks.2": one, "blocks.3": none}
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write(10, {"loss": 5.0}, load_tags(counts, detailed=True))
+    (row,) = rows(tmp_path)
+    told = {layer: [row[load_tag(name, layer)] for name in ("max", "min", "entropy", "counts")] for layer in counts}
+    assert told == {
+        "blocks.1": [1.0, 1.0, 1.0, even],
+        "blocks.2": [4.0, 0.0, pytest.approx(0.0, abs=1e-15), one],
+        "blocks.3": [None, None, None, none],
+    }
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("load/max/blocks.2")] == [4.0]
+    assert not [tag for kind in ("scalars", "histograms") for tag in events.Tags()[kind] if "counts" in tag]
 
 
 def test_tensorboard_missing_is_answered_with_the_pip_line_and_no_output(

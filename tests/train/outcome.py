@@ -9,7 +9,7 @@ from typing import Any
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 
-TIMELESS = ("train/", "valid/", "optim/", "precision/")  # tags of metrics.jsonl that depend on no clock
+TIMELESS = ("train/", "valid/", "optim/", "precision/", "load/")  # tags of metrics.jsonl that depend on no clock
 
 
 def end_of(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Jobs with experts: ranks that divide them train, validate, write a sample and save as others do; a run goes on bit
-for bit, also where attempts overflow, and its checkpoints load on any layout.
+for bit, also where attempts overflow, and its checkpoints load on any layout. The
+rows of a run tell the load of each layer's experts, from every stage of a pipeline.
 """
 
 from __future__ import annotations
@@ -91,3 +92,35 @@ def test_a_run_goes_on_from_any_layout_with_the_same_weights(run_ranks, tmp_path
     args = ["generate", str(tmp_path / "a/run"), "--prompt", "def ", "--max-new-tokens", "8"]
     assert main(args) == 0
     assert capsys.readouterr().out.startswith("def ")
+
+
+def loads_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [{tag: row[tag] for tag in row if tag.startswith("load/")} for row in metrics_of(folder)]
+    return [row for row in rows if row]
+
+
+def test_the_load_of_each_layer_is_told_without_biases_and_from_every_stage(run_ranks, tmp_path, capsys) -> None:
+    write_data(tmp_path / "data", tokenizer=True)
+    changes = {
+        "model": {"num_layers": 4, "tie_embeddings": False, "experts": {**EXPERTS, "bias_rate": 0.0}},
+        "training": {"steps": 3, "eval_interval": 0}, "metrics": {"log_interval": 1},
+    }  # fmt: skip
+    whole = experts_job(tmp_path, "whole", **changes)
+    run_on_ranks(whole)
+    rows, out = loads_of(tmp_path / "whole"), capsys.readouterr().out
+    layers = ["blocks.1", "blocks.2", "blocks.3"]
+    names = [["max", "min", "entropy", "counts"], ["max", "min", "entropy"], ["max", "min", "entropy", "counts"]]
+    assert [[*row] for row in rows] == [[f"load/{name}/{layer}" for layer in layers for name in each] for each in names]
+    tokens = 4 * whole.model.seq_len
+    for row in (rows[0], rows[2]):
+        for layer in layers:
+            counts = row[f"load/counts/{layer}"]
+            assert (len(counts), sum(counts)) == (8, 2 * tokens)
+            assert row[f"load/max/{layer}"] == max(counts) / (2 * tokens / 8)
+        largest = sum(row[f"load/max/{layer}"] for layer in layers) / 3
+        assert f"| load {largest:.2f}" in out
+    assert not [name for name in weights_of(whole) if "balance" in name]
+    stages = {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}
+    run_ranks(run_on_ranks, 2, experts_job(tmp_path, "stages", parallelism=stages, **changes))
+    assert loads_of(tmp_path / "stages") == rows
+    assert [[*row] for row in loads_of(tmp_path / "stages")] == [[*row] for row in rows]
