@@ -53,6 +53,12 @@ def worst_experts_chosen() -> object:
     return mock.patch.object(Router, "_best", lambda router, ranking: (-ranking).topk(router.experts.top_k, -1).indices)
 
 
+def choice_by_rounded_scores() -> object:
+    """Scores are rounded to half on the way to the choice: this is less than a model in half rounds anyway."""
+    right = Router._best
+    return mock.patch.object(Router, "_best", lambda router, ranking: right(router, ranking.bfloat16()))
+
+
 def biased_weights() -> object:
     """The bias is in the factors of the experts' outputs, too."""
     right = Router.forward
@@ -99,6 +105,7 @@ EXPERT_BUGS: dict[str, Callable[[], object]] = {
         experts_permuted,
         router_in_half,
         worst_experts_chosen,
+        choice_by_rounded_scores,
         biased_weights,
         counted_in_recompute,
         bias_moves_on_skipped,

@@ -24,10 +24,10 @@ def tallies(model: nn.Module) -> dict[str, Tally]:
 
 
 def judge_scores(verdict: Verdict, number: int, right: RightStep, ranks: Sequence[ObservedStep]) -> None:
-    """Compare each router's scores with FP64's of the router's own input.
+    """Compare each router's scores with FP64's of the router's own input, and its choices with these scores.
 
-    Bound: a router computes in FP32 whatever the model's dtype, so NOISE times its error on one rank, and a rounding of
-    the score and one of its sum with the bias.
+    Bound of a score: a router computes in FP32 whatever the model's dtype, so NOISE times its error on one rank, and a
+    rounding of the score and one of its sum with the bias. A choice is that of the best, exactly.
     """
     reference = right.reference
     put(reference.native, reference.coarse(right.weights))
@@ -42,6 +42,8 @@ def judge_scores(verdict: Verdict, number: int, right: RightStep, ranks: Sequenc
                 bias = router.balance.value.cpu().double() if isinstance(router.balance, Tally) else 0.0
                 explain = partial(_kind_of_scores, found, want, bias, bound)
                 verdict.note(number, "scores", f"{name} on rank {rank}", error, bound, explain)
+                short = float(shortfall(kept.ranking, kept.experts, router.experts).max())
+                verdict.note(number, "choice of experts", f"{name} on rank {rank}", short, 0.0, "not by its own scores")
 
 
 def _kind_of_scores(found: Tensor, want: Tensor, bias: Tensor | float, bound: float) -> str:
