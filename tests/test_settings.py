@@ -140,6 +140,7 @@ DIFFERS = {
             "cp_method",
             "tp_size",
             "ep_size",
+            "ep_method",
             "pp_size",
             "pp_schedule",
             "pp_stages_per_rank",

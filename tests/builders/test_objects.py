@@ -23,7 +23,6 @@ from megamix import (
 )
 from megamix.builders.objects import build_engine, build_loss_scale, build_optimizer
 from megamix.config import ModelConfig, PrecisionConfig
-from megamix.model.decoder import Decoder
 from megamix.model.layers import Embedding
 from megamix.model.transformer import Block, Transformer
 from megamix.plugins import LOSS_SCALES
@@ -98,7 +97,7 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
     dtypes = {"ns_dtype": "fp32", "state_dtype": "bf16"}
     assert built(name="muon", muon=numbers | others | moments | dtypes) == Muon(
         lr=[0.1], weight_decay=0.2, groups=group, ns_dtype=torch.float32, state_dtype=torch.bfloat16,
-        tables=Decoder.tables, **numbers, **others, **moments,
+        tables=Transformer.tables, **numbers, **others, **moments,
     )  # fmt: skip
 
 

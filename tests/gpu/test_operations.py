@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.config import load_config
-from megamix.mixed_precision import census, fused_update, links, unseen_writes
+from megamix.mixed_precision import census, fused_update, links, tallies, unseen_writes
 from megamix.mixed_precision import engine as engine_module
 from megamix.model.transformer import Transformer
 from tests.gpu.h100 import fake_tensors
@@ -81,6 +81,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
         mock.patch.object(engine_module, "refuse_shared_elements"),  # asks where tensors lie
         mock.patch.object(engine_module.refusals, "require_equal"),  # reads the device
         mock.patch.object(links, "require_equal"),
+        mock.patch.object(tallies, "require_equal"),
         mock.patch.object(torch, "equal", return_value=True),  # likewise: nothing moves a buffer
         mock.patch.object(census, "gather_json", lambda collectives, value, device: [value]),
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),

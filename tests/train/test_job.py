@@ -93,11 +93,12 @@ def test_what_is_called_unread_changes_no_bit(tmp_path) -> None:
         metrics={"tensorboard": False},
     )
     tree = config.model_dump()
-    for key in READ_WHERE:
+    keys = {key for key in READ_WHERE if key.count(".") == 1}  # the job has no table within a section
+    for key in keys:
         section, _, name = key.partition(".")
         tree[section][name] = CASES[key][0]
     _, unread = drop_unread(tree)
-    assert {item.key for item in unread} == {key for key in READ_WHERE if "scaling." not in key}  # unread with scaling
+    assert {item.key for item in unread} == keys
     weights = []
     for name, items in (("plain", []), ("altered", unread)):
         sections = dict(config)
