@@ -31,6 +31,7 @@ from tests.train.strikes import DAMAGES, KINDS, RANKS, Fault, Strikes, damage_ne
 TIMEOUT_S = 5.0  # after which a rank that stands still ends the run
 DEADLINE_S = 3600.0  # of one start: a soak that hangs must end
 MAX_GROWTH = 0.05
+EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "dense_layers": 1, "bias_rate": 0.01}
 
 
 class Usage(NamedTuple):
@@ -77,14 +78,16 @@ def growth(watch: Watch) -> list[str]:
 
 
 def soak_config(folder: Path, steps: int, every: int) -> Config:
-    """A small job with all that a run may carry over: dropout, overflows, validations, saves beside training."""
+    """A small job with all that a run may carry over: dropout, overflows, biases of experts, validations, saves beside
+    training.
+    """
     return tiny_job(
         folder,
         tokens=folder.parent / "data",
-        model={"dropout": 0.1},
+        model={"dropout": 0.1, "recompute": "full", "experts": EXPERTS},
         precision={"loss_scale": {"init_scale": 2.0**14, "growth_interval": 20}},
         training={"steps": steps, "global_batch_size": 4, "eval_interval": 50, "eval_batches": 1},
-        parallelism={"timeout_s": TIMEOUT_S},
+        parallelism={"timeout_s": TIMEOUT_S, "ep_size": RANKS},
         checkpoint={"save_interval": every // 4, "replica_check_interval": 25},
         metrics={"tensorboard": False, "log_interval": 1, "precision_interval": 100},
     )
