@@ -24,14 +24,13 @@ from typing import NamedTuple
 from megamix.checkpoint.folder import set_aside, unfinished
 from megamix.config import Config
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.jobs import tiny_job, write_data
+from tests.train.jobs import EXPERTS, tiny_job, write_data
 from tests.train.outcome import differences, end_of
 from tests.train.strikes import DAMAGES, KINDS, RANKS, Fault, Strikes, damage_newest, draw_faults
 
 TIMEOUT_S = 5.0  # after which a rank that stands still ends the run
 DEADLINE_S = 3600.0  # of one start: a soak that hangs must end
 MAX_GROWTH = 0.05
-EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "dense_layers": 1, "bias_rate": 0.01}
 
 
 class Usage(NamedTuple):

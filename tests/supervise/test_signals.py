@@ -41,7 +41,7 @@ from megamix.train import joined
 from megamix.train.trainer import Trainer
 from tests.checkpoint.faults import FaultyFiles
 from tests.conftest import FULL
-from tests.train.jobs import counted_calls, run_on_ranks, tiny_job
+from tests.train.jobs import EXPERTS, counted_calls, run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of
 
 STEPS, EVAL_INTERVAL, SAVE_INTERVAL = 20, 7, 5
@@ -50,14 +50,21 @@ PLACES = ("training", "saving", "saving aside", "validating")  # places at which
 
 
 def _config(folder: Path, data: Path, **checkpoint: Any) -> Config:
+    """Where ranks divide experts, one that ends a validation alone would leave the others waiting."""
     return tiny_job(
         folder,
         tokens=data,
+        model={"experts": EXPERTS},
+        parallelism={"ep_size": 2},
         precision={"loss_scale": {"init_scale": 2.0**10}},
         training={"steps": STEPS, "eval_interval": EVAL_INTERVAL, "eval_batches": 4},
         checkpoint={"save_interval": SAVE_INTERVAL} | checkpoint,
         metrics={"tensorboard": False, "precision_interval": 0},
     )
+
+
+def _alone(folder: Path, data: Path) -> Config:
+    return _config(folder, data).with_keys(parallelism={"ep_size": 1})
 
 
 @contextmanager
@@ -270,14 +277,14 @@ def test_a_rank_waits_as_long_as_its_launcher_says(monkeypatch) -> None:
 
 
 def test_a_run_that_ends_says_so(tmp_path, data) -> None:
-    assert _outcome(_config(tmp_path, data)) == "finished"
+    assert _outcome(_alone(tmp_path, data)) == "finished"
     status = _status(tmp_path)
     assert (status["state"], status["exit_status"], status["update"]) == ("finished", 0, STEPS)
 
 
 def test_a_run_that_fails_says_why(tmp_path, data) -> None:
     with mock.patch.object(Trainer, "_log", side_effect=OSError("disk full")), pytest.raises(OSError, match="full"):
-        run_on_ranks(_config(tmp_path, data))
+        run_on_ranks(_alone(tmp_path, data))
     status = _status(tmp_path)
     assert (status["state"], status["exit_status"], status["update"]) == ("failed", 1, 1)
     assert status["reason"] == "OSError: disk full"

@@ -25,6 +25,8 @@ from megamix.train import joined
 from megamix.train.job import run_job
 
 VOCAB, SEQ_LEN, BRANCHING = 64, 32, 4  # each token has 4 equally likely successors: no model can get below ln 4
+# A second layer of experts, whose biases are the only numbers that no gradient moves.
+EXPERTS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "dense_layers": 1, "bias_rate": 0.01}
 
 
 def write_data(folder: Path, tokenizer: bool = False) -> None:

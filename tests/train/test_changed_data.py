@@ -29,7 +29,7 @@ from megamix.tools.ranks import DEADLINE_S
 from megamix.train import job
 from tests.conftest import FULL
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.jobs import BatchPlan, Sections, run_on_ranks, tiny_job, write_data
+from tests.train.jobs import EXPERTS, BatchPlan, Sections, run_on_ranks, tiny_job, write_data
 
 LENGTHS = [5, 0, 300, 1, 1, 90] * 40
 
@@ -176,7 +176,8 @@ def _config(folder: Path, **overrides: dict[str, object]) -> Config:
 
 @pytest.mark.parametrize("victim", [0, 1] if FULL else [1])
 def test_a_file_that_is_cut_while_two_ranks_train_ends_both_with_its_name(tmp_path, victim: int) -> None:
-    config = _config(tmp_path)
+    """The other rank waits for its experts when it learns of it."""
+    config = _config(tmp_path, model={"experts": EXPERTS}, parallelism={"ep_size": 2})
     path = tmp_path / "data/train.bin"
     size = path.stat().st_size
     ranks = FreshRanks(config, 2, partial(_cut_file, path, victim))

@@ -14,20 +14,17 @@ from safetensors.torch import load_file
 
 from megamix.cli import main
 from megamix.config import Config
-from tests.train.jobs import run_on_ranks, run_recorded, tiny_job, write_data
+from tests.train.jobs import EXPERTS, run_on_ranks, run_recorded, tiny_job, write_data
 from tests.train.outcome import metrics_of
 
 pytestmark = pytest.mark.uncounted
 
-EXPERTS: dict[str, Any] = {
-    "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "dense_layers": 1, "shared_ffn_hidden_size": 16,
-    "balance_loss": 0.01, "z_loss": 0.001, "bias_rate": 0.01,
-}  # fmt: skip
+ALL_PARTS = EXPERTS | {"shared_ffn_hidden_size": 16, "balance_loss": 0.01, "z_loss": 0.001}
 
 
 def experts_job(folder: Path, name: str, **changes: Any) -> Config:
     base = {
-        "model": {"experts": EXPERTS, "vocab_size": 280}, "data": {"tokenizer": str(folder / "data/tokenizer.json")},
+        "model": {"experts": ALL_PARTS, "vocab_size": 280}, "data": {"tokenizer": str(folder / "data/tokenizer.json")},
         "training": {"steps": 6, "eval_interval": 3, "global_batch_size": 4},
         "lr_schedule": {"decay_style": "constant"},
     }  # fmt: skip
