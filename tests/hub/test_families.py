@@ -6,6 +6,7 @@ One file for all that needs transformers: importing it takes seconds.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megamix.checkpoint.verify import read_checkpoint
+from megamix.cli import main
 from megamix.hub.convert import export_model, import_model
 from megamix.hub.source import open_source
 from megamix.model.generation import generate
@@ -104,6 +106,22 @@ def test_a_model_of_transformers_imports_trains_and_exports(
     assert max(gaps) < 5e-6, gaps
     assert max(losses) < 1e-6, losses
     print(f"{family}, {STEPS} updates: loss {max(losses):.1e} apart, logits {max(gaps):.1e}")
+
+
+def test_a_mixture_trained_where_ranks_divide_its_experts_evaluates_and_exports(
+    data: Path, tmp_path: Path, run_ranks, capsys
+) -> None:
+    random_model("qwen3_moe", next(shapes("qwen3_moe", 1))).save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "in")
+    divided = {"model.seq_len": SEQ_LEN, "parallelism.ep_size": 2}
+    run_ranks(run_on_ranks, 2, job_from(tmp_path / "in", data, tmp_path / "run", **divided))
+    assert main(["export", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    on_text = ["--data", str(data / "valid"), "--max-tokens", "129", "--dtype", "fp32"]
+    assert [main(["evaluate", str(tmp_path / folder), *on_text]) for folder in ("run", "out")] == [0, 0]
+    trained, exported = re.findall(r"[\d.]+ nats", capsys.readouterr().out)
+    assert trained == exported
+    ours, theirs = _opened(tmp_path / "run"), _from_transformers(tmp_path / "out")
+    assert _loss_gap(ours, theirs, _tokens(3)) < 1e-6
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED, *MIXTURES])
