@@ -19,10 +19,12 @@ def add_loss(x: Tensor, loss: Tensor) -> Tensor:
     it gets the own loss's scale, and is divided by the weights. It is no part of the loss that is reported;
     `megamix.record` reports it apart. Without an engine its factor is 1.
     Shapes: loss (), FP32 or FP64, a mean over this micro-batch's tokens.
-    Raises: ValueError for a loss of another shape.
+    Raises: ValueError for a loss of another shape or dtype.
     """
     if loss.dim():
         raise ValueError(f"add_loss: loss must be of shape (), got {tuple(loss.shape)}; pass its mean()")
+    if loss.dtype not in (torch.float32, torch.float64):  # the loss scale would be beyond FP16, too
+        raise ValueError(f"add_loss: loss must be FP32 or FP64, got {loss.dtype}; compute it from x.float()")
     added: Tensor = _AddedLoss.apply(x, loss)  # type: ignore[no-untyped-call]  # untyped in torch
     return added
 

@@ -65,6 +65,12 @@ class Tally(Counts):
         self.rule = rule
         self.register_buffer("value", torch.zeros(size, dtype=torch.float32))
 
+    def moved(self, value: Tensor, counts: Tensor) -> Tensor:
+        """Return the value after `value`. The rule gets copies, which it may write: a skipped step must leave `value`.
+        Shapes: FP32 (size,).
+        """
+        return self.rule(value.clone(), counts.clone())
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # half() would round the values, and to_empty() would lose them.
         before = self.value

@@ -51,14 +51,21 @@ class Tallies:
     def move(self, counts: Mapping[str, Tensor], skipped: Tensor) -> None:
         """Move each tally by its rule, unless the step is skipped. Shapes: skipped BOOL ()."""
         for name, tally in self._moving.items():
-            moved = tally.rule(tally.value, counts[name])
+            moved = tally.moved(tally.value, counts[name])
             torch.where(skipped, tally.value, moved, out=tally.value)
 
 
 def _check_rule(name: str, tally: Tally) -> None:
-    moved, wanted = tally.rule(tally.value, torch.zeros_like(tally.value)), tally.value
-    if (moved.shape, moved.dtype) != (wanted.shape, wanted.dtype):
+    if tally.value.dtype != torch.float32:
         raise ValueError(
-            f"the rule of the tally {name} must return {wanted.dtype} of shape {tuple(wanted.shape)}, got "
-            f"{moved.dtype} of shape {tuple(moved.shape)}; return the next value"
+            f"the value of the tally {name} is {tally.value.dtype}, and must be torch.float32; load weights without "
+            "assign=True, or after a cast of this value"
+        )
+    moved: object = tally.moved(tally.value, torch.zeros_like(tally.value))
+    wanted = tally.value.dtype, tally.value.shape
+    if not isinstance(moved, Tensor) or (moved.dtype, moved.shape) != wanted:
+        got = f"{moved.dtype} of shape {tuple(moved.shape)}" if isinstance(moved, Tensor) else repr(moved)
+        raise ValueError(
+            f"the rule of the tally {name} must return {wanted[0]} of shape {tuple(wanted[1])}, got {got}; return the "
+            "next value"
         )

@@ -211,3 +211,10 @@ def test_a_loss_of_another_shape_is_refused() -> None:
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(ValueError, match=r"add_loss: loss must be of shape \(\), got \(2,\); pass its mean\(\)"):
         megamix.add_loss(x, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
+def test_a_loss_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match=f"add_loss: loss must be FP32 or FP64, got {dtype}"):
+        megamix.add_loss(x, torch.ones((), dtype=dtype))

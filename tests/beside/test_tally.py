@@ -172,6 +172,22 @@ def test_a_skipped_step_leaves_every_bit_and_its_retry_counts_once() -> None:
     assert _values(engine) == [counts.tolist() for counts in result.tallied.values()]
 
 
+def test_a_rule_may_write_what_it_gets() -> None:
+    def in_place(value: Tensor, counts: Tensor) -> Tensor:
+        return value.add_(counts.mul_(2).add_(1))
+
+    model = choosers()
+    for block in model.blocks:
+        block.chosen.rule = in_place
+    engine = make_engine(model, precision=FP16)
+    assert not any(value.any() for value in model.buffers())
+    _backward(engine, 0, times=float("inf"))
+    assert engine.step().found_inf
+    assert not any(value.any() for value in model.buffers())
+    _backward(engine, 0)
+    assert [float(counts.sum()) for counts in engine.step().tallied.values()] == [24.0, 24.0]
+
+
 @pytest.mark.parametrize("shard", ["states", "gradients", "parameters"])
 def test_what_backward_computes_again_counts_once(shard: str) -> None:
     def told(recompute: bool) -> list[list[float]]:
@@ -400,6 +416,7 @@ def test_counts_of_another_shape_are_refused() -> None:
     [
         (lambda value, counts: value.sum(), r"float32 of shape \(5,\), got torch.float32 of shape \(\)"),
         (lambda value, counts: value.double(), r"float32 of shape \(5,\), got torch.float64 of shape \(5,\)"),
+        (lambda value, counts: None, r"float32 of shape \(5,\), got None; return the next value"),
     ],
 )
 def test_a_rule_whose_result_is_no_next_value_is_refused(rule: Callable[..., Tensor], told: str) -> None:
@@ -407,3 +424,10 @@ def test_a_rule_whose_result_is_no_next_value_is_refused(rule: Callable[..., Ten
     model.blocks[1].chosen.rule = rule
     with pytest.raises(ValueError, match=rf"the rule of the tally blocks.1.chosen must return torch.{told}"):
         ShardedEngine(model, make_engine().optimizer, FP16, Sharding())
+
+
+def test_a_value_of_another_dtype_is_refused() -> None:
+    model = choosers()
+    model.load_state_dict({name: value.half() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match=r"the value of the tally blocks.0.chosen is torch.float16, and must be"):
+        make_engine(model, precision=FP16)

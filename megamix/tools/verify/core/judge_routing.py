@@ -155,7 +155,7 @@ def judge_tallies(
         told = next(seen.tallied[name] for seen in holders.values())
 
         def moved(by: Tensor, tally: Tally = tally, value: str = value) -> Tensor:
-            return tally.rule(before[value].to(device), by.to(device)).cpu()
+            return tally.moved(before[value].to(device), by.to(device)).cpu()
 
         kinds = [] if skipped else [("not moved", before[value])]
         kinds += [(f"moved by data-parallel rank {rank}'s counts alone", moved(parts.sum(0)))
