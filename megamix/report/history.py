@@ -10,11 +10,21 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megamix.report.metrics import TAGS, TRANSFERS, LayerPrecision, is_overflow, precision_tag, set_tag
+from megamix.report.metrics import (
+    TAGS,
+    TRANSFERS,
+    LayerPrecision,
+    is_overflow,
+    load_tag,
+    over_mean,
+    precision_tag,
+    set_tag,
+)
 from megamix.run.run_folder import METRICS
 
 _SET = re.compile(re.escape(set_tag("")) + r"[A-Za-z0-9_-]+")  # tag of a validation set
 _ZERO_SHARES = precision_tag("zero_share", "")  # tag of LayerPrecision's first number; a layer's name follows
+_COUNTS = load_tag("counts", "")  # likewise of a layer's counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +37,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """One of LayerPrecision's numbers by layer and examined step."""
+    """Numbers by layer and column: one of LayerPrecision's by examined step, or loads by expert."""
 
     layers: list[str]  # in the order of the model
-    steps: list[int]
-    values: list[list[float]]  # by layer, then step; NaN for null
+    columns: list[int]
+    values: list[list[float]]  # by layer, then column; NaN for null, and where a layer has fewer columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +60,11 @@ class RunHistory:
     transfers: list[dict[str, Any]]  # rows of a profiled attempt, by bucket; empty if none was profiled
     resumed: Series  # steps from which the run went on
     precision: dict[str, HeatMap]  # by LayerPrecision's numbers; empty if no step was examined
+    loads: dict[int, HeatMap]  # of the last update whose counts were written, by its step; empty if there is none
 
     @property
     def examined_steps(self) -> int:
-        return len(self.precision["headroom"].steps) if self.precision else 0
+        return len(self.precision["headroom"].columns) if self.precision else 0
 
 
 def read_history(folder: Path) -> RunHistory:
@@ -81,6 +92,7 @@ def read_history(folder: Path) -> RunHistory:
         transfers=_transfers(rows),
         resumed=_series(rows, TAGS["resumed"]),
         precision=_precision([row for row in rows if any(tag.startswith(_ZERO_SHARES) for tag in row)]),
+        loads=_loads(rows),
     )
 
 
@@ -127,3 +139,14 @@ def _precision(rows: Sequence[dict[str, Any]]) -> dict[str, HeatMap]:
 def _numbers(rows: Sequence[dict[str, Any]], tag: str) -> list[float]:
     """Return a tag's values, NaN for null."""
     return [math.nan if row.get(tag) is None else row[tag] for row in rows]
+
+
+def _loads(rows: Sequence[dict[str, Any]]) -> dict[int, HeatMap]:
+    """Return the loads of the last row that holds counts, by the row's step."""
+    for row in reversed(rows):
+        counts = {tag: value for tag, value in row.items() if tag.startswith(_COUNTS) and isinstance(value, list)}
+        if found := {tag.removeprefix(_COUNTS): over_mean(each) for tag, each in counts.items()}:
+            width = max(map(len, found.values()))
+            values = [loads + [math.nan] * (width - len(loads)) for loads in found.values()]
+            return {row["step"]: HeatMap([*found], [*range(width)], values)}
+    return {}

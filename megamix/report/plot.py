@@ -1,6 +1,7 @@
 """Pictures of a run, drawn by the verb `plot` as PNGs in the run's folder. Needs matplotlib.
 
-They show curves, loss scale, use of FP16's range and communication, or the curves of several runs in one.
+They show curves, loss scale, use of FP16's range, communication and the load of experts, or the curves of several runs
+in one.
 """
 
 from __future__ import annotations
@@ -95,7 +96,11 @@ def figures(name: str, history: RunHistory) -> dict[str, Figure]:
         drawn["communication"] = _communication(name, history.transfers)
     for number, (title, unit, factor) in _MAPS.items():
         if history.examined_steps > 1:
-            drawn[number] = _heat_map(history.precision[number], f"{name}: {title}", unit, factor)
+            heat_map = history.precision[number]
+            drawn[number] = _heat_map(heat_map, f"{name}: {title}", unit, factor, columns="examined step")
+    for step, loads in history.loads.items():
+        title = f"{name}: tokens of each expert in the batch of step {step}"
+        drawn["load"] = _heat_map(loads, title, "of the layer's mean", 1.0, columns="expert")
     return drawn
 
 
@@ -177,17 +182,17 @@ def _communication(name: str, rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def _heat_map(heat_map: HeatMap, title: str, unit: str, factor: float) -> Figure:
-    num_layers, num_steps = len(heat_map.layers), len(heat_map.steps)
+def _heat_map(heat_map: HeatMap, title: str, unit: str, factor: float, *, columns: str) -> Figure:
+    num_layers, num_columns = len(heat_map.layers), len(heat_map.columns)
     figure = Figure(figsize=(9, min(14.0, 2 + 0.25 * num_layers)), layout="constrained")
     axes = figure.subplots()
     mesh = axes.pcolormesh([[factor * value for value in row] for row in heat_map.values])
     axes.set_facecolor("lightgrey")  # cells without a number, see docs/operations.md
     axes.invert_yaxis()  # the model's first layer is on top
-    every = -(-num_steps // _MOST_TICKS)
-    axes.set_xticks([column + 0.5 for column in range(0, num_steps, every)], map(str, heat_map.steps[::every]))
+    every = -(-num_columns // _MOST_TICKS)
+    axes.set_xticks([column + 0.5 for column in range(0, num_columns, every)], map(str, heat_map.columns[::every]))
     every = -(-num_layers // (4 * _MOST_TICKS))
     axes.set_yticks([row + 0.5 for row in range(0, num_layers, every)], heat_map.layers[::every])
-    axes.set(title=title, xlabel="examined step")
+    axes.set(title=title, xlabel=columns)
     figure.colorbar(mesh, label=unit)
     return figure

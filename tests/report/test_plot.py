@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from megamix.cli import main
 from megamix.config import load_config
 from megamix.report.history import HeatMap, Series, read_history
-from megamix.report.metrics import LayerPrecision, MetricsWriter
+from megamix.report.metrics import LayerPrecision, MetricsWriter, load_tags
 from megamix.report.plot import figures
 
 DRAWN = ["unscaled_below_share", "headroom", "hidden_update_share"]
@@ -75,8 +75,31 @@ def test_every_row_finds_its_place(run: Path) -> None:
     assert math.isnan(headroom[1][1])
 
 
+def test_the_load_of_experts_is_drawn_of_the_last_counts(run: Path, capsys) -> None:
+    assert read_history(run).loads == {}
+    counts = {"blocks.0": [0.0, 2.0], "blocks.1": [3.0, 1.0, 1.0, 3.0]}
+    with MetricsWriter(run, tensorboard=False) as writer:
+        writer.write(40, {"loss": 4.0}, load_tags({"blocks.0": [1.0, 1.0]}, detailed=True))
+        writer.write(50, {"loss": 4.0}, load_tags(counts, detailed=True))
+        writer.write(60, {"loss": 4.0}, load_tags(counts, detailed=False))
+    ((step, loads),) = read_history(run).loads.items()
+    assert (step, loads.layers, loads.columns) == (50, ["blocks.0", "blocks.1"], [0, 1, 2, 3])
+    axes, bar = figures("mine", read_history(run))["load"].axes
+    assert (axes.get_xlabel(), bar.get_ylabel()) == ("expert", "of the layer's mean")
+    (mesh,) = axes.collections
+    want = [0.0, 2.0, math.nan, math.nan, 1.5, 0.5, 0.5, 1.5]
+    assert mesh.get_array().filled(math.nan).flatten().tolist() == pytest.approx(want, nan_ok=True)
+    assert main(["plot", str(run)]) == 0
+    assert f"{run / 'load.png'}\n" in capsys.readouterr().out
+    assert 'img alt="load"' in (run / "page.html").read_text()
+
+
 def test_a_foreign_name_that_looks_like_one_of_ours_is_left_out(run: Path, capsys) -> None:
-    for row in ('{"step": 1, "precision/mine": 1.0}', '{"step": 30, "precision/mine/embedding": 1.0}'):
+    for row in (
+        '{"step": 1, "precision/mine": 1.0}',
+        '{"step": 30, "precision/mine/embedding": 1.0}',
+        '{"step": 9, "load/counts/a": 1}',
+    ):
         with (run / "metrics.jsonl").open("r+") as file:
             rest = file.read()
             file.seek(0)
