@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megamix.comm.host import gather_json
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.flat_layout import Piece
+from megamix.mixed_precision.flat_layout import ROW, Piece
 from megamix.mixed_precision.headroom import FP16_MAX
 from megamix.mixed_precision.step import Examination
 
@@ -31,6 +31,13 @@ class ParamPeak(NamedTuple):
     name: str
     sum_of_squares: float
     max_abs: float  # NaN if any element is NaN
+    experts: range = range(0)  # from the first to the last one whose matrix is a reason to skip the step
+
+    @property
+    def place(self) -> str:
+        """Return its name, with the experts that are at fault."""
+        numbers = " to ".join(map(str, sorted({*self.experts[:1], *self.experts[-1:]})))
+        return f"{self.name}, expert{'s' * (len(self.experts) > 1)} {numbers}" if self.experts else self.name
 
     @property
     def fault(self) -> Fault | None:
@@ -59,13 +66,15 @@ def headroom(max_abs: float) -> float:
     return math.inf if max_abs == 0 else -math.inf if math.isinf(max_abs) else math.log2(FP16_MAX / max_abs)
 
 
-def gather_peaks(engine: ShardedEngine, by_piece: Tensor) -> list[ParamPeak]:
+def gather_peaks(engine: ShardedEngine, by_piece: Tensor, peak_rows: Tensor) -> list[ParamPeak]:
     """Return the peaks of all parameters of the model, in registration order. Every rank must call it: one small
     collective.
 
-    Shapes: by_piece FP64 (2, pieces), a step's `StepResult.by_piece`, on the host or the device.
+    `by_piece` and `peak_rows` are those of a step's `StepResult`, on the host or the device.
     """
-    mine = peaks_by_param(by_piece.cpu(), engine.plan.pieces, engine.plan.param_names)
+    pieces, names = engine.plan.pieces, engine.plan.param_names
+    experts = experts_by_param(peak_rows.cpu(), pieces, names)
+    mine = torch.cat([peaks_by_param(by_piece.cpu(), pieces, names), experts], dim=1)
     table = engine.world.table(mine.flatten().to(engine.device))
     return merge_peaks(table.cpu().view(-1, *mine.shape), engine.plan.param_names)
 
@@ -78,10 +87,28 @@ def peaks_by_param(by_piece: Tensor, pieces: Sequence[Piece], param_names: Seque
     return peaks
 
 
+def experts_by_param(peak_rows: Tensor, pieces: Sequence[Piece], param_names: Sequence[str]) -> Tensor:
+    """Return the first expert and the one behind the last whose elements are in one rank's `peak_rows`, 0 without
+    experts. Shapes: (2, pieces of experts) -> FP64 (params, 2).
+    """
+    index = {name: row for row, name in enumerate(param_names)}
+    experts = torch.zeros(len(param_names), 2, dtype=torch.float64)
+    of_experts = [piece for piece in pieces if piece.spec.is_of_experts]
+    for piece, (first, last) in zip(of_experts, peak_rows.T.tolist(), strict=True):
+        elements = ROW * first, min(ROW * (last + 1), piece.numel) - 1
+        begin, end = (int(piece.first + element) // math.prod(piece.spec.shape[1:]) for element in elements)
+        experts[index[piece.spec.name]] = piece.spec.offset[0] + torch.tensor([begin, end + 1])
+    return experts
+
+
 def merge_peaks(table: Tensor, param_names: Sequence[str]) -> list[ParamPeak]:
-    """Merge the `peaks_by_param` of all ranks. Shapes: FP64 (ranks, params, 2)."""
-    sums, peaks = table[..., 0].sum(0).tolist(), table[..., 1].amax(0).tolist()  # both keep NaN and inf
-    return [ParamPeak(*values) for values in zip(param_names, sums, peaks, strict=True)]
+    """Merge the `peaks_by_param` and `experts_by_param` of all ranks. Shapes: FP64 (ranks, params, 4)."""
+    squares, largest, first, behind = table.unbind(-1)
+    sums, peaks = squares.sum(0).tolist(), largest.amax(0).tolist()  # both keep NaN and inf
+    at_fault = ~squares.isfinite() & (behind > 0)
+    begin, end = first.where(at_fault, torch.inf).amin(0), behind.where(at_fault, 0).amax(0)
+    experts = [range(int(min(bounds)), int(bounds[1])) for bounds in zip(begin.tolist(), end.tolist(), strict=True)]
+    return [ParamPeak(*values) for values in zip(param_names, sums, peaks, experts, strict=True)]
 
 
 class Origin(NamedTuple):

@@ -35,7 +35,7 @@ def overflow_words(loss: float, peaks: Sequence[ParamPeak]) -> str:
     if len(found) == len(peaks) and len({peak.fault for peak in found}) == 1:
         names = f"all {len(found)} parameters ({found[0].fault})"
     else:
-        names = ", ".join(f"{peak.name} ({peak.fault})" for peak in found[:_MOST_IN_LINE])
+        names = ", ".join(f"{peak.place} ({peak.fault})" for peak in found[:_MOST_IN_LINE])
         if len(found) > _MOST_IN_LINE:
             names += f" and {len(found) - _MOST_IN_LINE} more of {len(peaks)} parameters"
     words = names if math.isfinite(loss) else f"the loss is {loss}: {names}"
@@ -77,7 +77,7 @@ def cause(loss: float, peaks: Sequence[ParamPeak]) -> str:
 def origin_lines(peaks: Sequence[ParamPeak], origins: Origins) -> list[str]:
     """Return a line with rank and micro-batch for each parameter that overflowed in an examined attempt."""
     found = culprits(peaks)
-    lines = [f"{peak.name}: {_where(peak, origins)}" for peak in found[:_MOST_NAMES]]
+    lines = [f"{peak.place}: {_where(peak, origins)}" for peak in found[:_MOST_NAMES]]
     if len(found) > _MOST_NAMES:
         lines.append(f"and {len(found) - _MOST_NAMES} more parameters")
     return lines
@@ -149,8 +149,9 @@ class OverflowHistory:
         self.origins: list[str] = []  # origins of the last examined overflow, in words
 
     def note(
-        self, found_inf: bool, loss: float, loss_scale: float, by_piece: Tensor, examination: Examination | None
-    ) -> str:
+        self, found_inf: bool, loss: float, loss_scale: float, by_piece: Tensor, peak_rows: Tensor,
+        examination: Examination | None,
+    ) -> str:  # fmt: skip
         """Take an attempt's outcome; see StepResult. Return an overflow in words, else "". Every rank must call it."""
         attempts, overflows = 0, 0
         if self._scales and self._scales[-1][0] == loss_scale:
@@ -159,7 +160,7 @@ class OverflowHistory:
         if not found_inf:
             return ""
         self.count += 1
-        self._peaks.append(gather_peaks(self._engine, by_piece))
+        self._peaks.append(gather_peaks(self._engine, by_piece, peak_rows))
         if examination is not None:
             self.origins = origin_lines(self._peaks[-1], gather_origins(self._engine, examination))
         return overflow_words(loss, self._peaks[-1])

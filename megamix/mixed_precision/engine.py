@@ -30,7 +30,7 @@ from megamix.mixed_precision.flat_layout import FlatLayout, Piece, build_layout
 from megamix.mixed_precision.foreign_params import warn_of_foreign_params
 from megamix.mixed_precision.fused_update import choose_kernels
 from megamix.mixed_precision.grad_reduce import GradReduce, refuse_second_engine
-from megamix.mixed_precision.grad_stats import GradStats, agree, decide, stats_by_piece
+from megamix.mixed_precision.grad_stats import GradStats, agree, decide, peak_rows, stats_by_piece
 from megamix.mixed_precision.links import Links
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.module_guard import ModuleGuard
@@ -330,7 +330,7 @@ class ShardedEngine:
         If any gradient on any rank is not finite, nothing changes anywhere except the loss scale and `skipped_steps`.
         """
         with self.progress.alone("step()"):
-            by_piece, stats = self._sum_and_agree("step()")
+            by_piece, peaks, stats = self._sum_and_agree("step()")
             # The scale that this step's backward used. `update_` below may change the scale for the next step.
             scale_used = self.progress.scale_used
             with self._grads.freed_after(), self._examined() as examination:
@@ -355,6 +355,7 @@ class ShardedEngine:
                 lr=scalars.lr,
                 stop_requested=stats.stop_requested,
                 by_piece=by_piece,
+                peak_rows=peaks,
                 recorded=stats.recorded,
                 tallied=tallied,
                 examination=examination,
@@ -374,14 +375,16 @@ class ShardedEngine:
 
         Nothing else changes, so the first step may take the same batch. Every rank must call it.
         """
-        _, stats = self._sum_and_agree("probe_loss_scale()")
+        *_, stats = self._sum_and_agree("probe_loss_scale()")
         self._grads.reset()
         self._tallies.reset()
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.progress.scale_used)
         self._moving_buffers.put_back(torch.ones_like(stats.found_inf))
 
-    def _sum_and_agree(self, call: str) -> tuple[Tensor, GradStats]:
-        """Finish the step's sums; return their statistics by piece, FP64 (2, pieces), and those of the whole model."""
+    def _sum_and_agree(self, call: str) -> tuple[Tensor, Tensor, GradStats]:
+        """Finish the step's sums; return their statistics by piece, FP64 (2, pieces), their `peak_rows`, and the
+        statistics of the whole model.
+        """
         self.progress.require_complete(call)
         self._guard.check()
         self._unseen_writes.refuse_told()
@@ -390,13 +393,14 @@ class ShardedEngine:
             self._unseen_writes.look(self._kept_buckets)
         self._grads.wait_all()
         with self.clock.span("update"):
-            by_piece = stats_by_piece(self.buckets, self._row_stats, self.topology.saves_shard)
+            rows = [bucket.row_stats(self._row_stats) for bucket in self.buckets]
+            by_piece = stats_by_piece(self.buckets, rows, self.topology.saves_shard)
             lr = lr_of(self._lr_table, self.applied_updates + 1)
             found = self._unseen_writes.found
             stats = agree(by_piece, self.progress, self.stop_request, lr, found, self.world)
             self._unseen_writes.tell(stats.unseen_writes)
         self.progress.reset()
-        return by_piece, stats
+        return by_piece, peak_rows(self.buckets, rows), stats
 
     @property
     def _kept_buckets(self) -> list[Bucket]:

@@ -53,6 +53,11 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
+    def is_of_experts(self) -> bool:
+        """Return whether its first dim counts the experts of a layer."""
+        return self.along == "ep"
+
+    @property
     def block(self) -> tuple[slice, ...]:
         """Return the slices of the full parameter that this rank trains."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))

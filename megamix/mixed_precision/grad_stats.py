@@ -14,26 +14,38 @@ from torch import Tensor
 from megamix.comm.collectives import Collectives, noting
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.row_stats import RowStats
 from megamix.mixed_precision.step import Recorded, StepProgress
 from megamix.mixed_precision.update_slice import StepScalars
 
 
-def stats_by_piece(buckets: Sequence[Bucket], row_stats: RowStats, counts: bool) -> Tensor:
+def stats_by_piece(buckets: Sequence[Bucket], rows: Sequence[Tensor], counts: bool) -> Tensor:
     """Add up the statistics of rows by parameter.
 
     The statistics have two numbers for each row of 64 elements. So every step learns which parameter is not finite and
     how large each gradient is, without another pass over the gradient.
-    `counts`: False if another rank reports the same sums. Return FP64 (2, pieces): the sum of squares and max abs of
-    each piece that this rank owns, bucket after bucket.
+    `rows`: the `row_stats` of each bucket. `counts`: False if another rank reports the same sums. Return FP64 (2,
+    pieces): the sum of squares and max abs of each piece that this rank owns, bucket after bucket.
     """
-    rows = [bucket.row_stats(row_stats) for bucket in buckets]
     if rows[0].is_cpu:
         total, peaks = _on_cpu(buckets, rows)
     else:  # on a GPU segment_reduce would be a launch per bucket, with one block of threads per piece
         total = torch.stack(torch._foreach_norm(_by_piece(buckets, rows, 0), 1, dtype=torch.float64))
         peaks = torch.stack(torch._foreach_max(_by_piece(buckets, rows, 1)))
     return torch.stack([total if counts else torch.zeros_like(total), peaks.double()])
+
+
+def peak_rows(buckets: Sequence[Bucket], rows: Sequence[Tensor]) -> Tensor:
+    """Return where the largest element of each piece of experts' matrices lies, so that an overflow has an expert:
+    INT64 (2, pieces of experts), the first and the last row within the piece that reach it. NaN is the largest.
+    `rows`: the `row_stats` of each bucket.
+    """
+    found = [
+        torch.stack([peaks.argmax(), len(peaks) - 1 - peaks.flip(0).argmax()])
+        for bucket, (_, largest) in zip(buckets, rows, strict=True)
+        for piece, peaks in zip(bucket.pieces, torch.split(largest, bucket.piece_rows), strict=True)
+        if piece.spec.is_of_experts
+    ]
+    return torch.stack(found, 1) if found else torch.zeros(2, 0, dtype=torch.int64, device=rows[0].device)
 
 
 def _on_cpu(buckets: Sequence[Bucket], rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,7 @@ class StepResult(NamedTuple):
     lr: Tensor  # FP32 ()
     stop_requested: Tensor  # FP64 (): the largest of all ranks' `engine.stop_request`; 0: no rank asks to stop
     by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.plan.pieces`
+    peak_rows: Tensor  # INT64 (2, pieces of experts): the first and last rows of max abs in each of these pieces
     recorded: Recorded  # values given to `megamix.record`
     tallied: Mapping[str, Tensor]  # counts of all ranks by the name of their `Counts` or `Tally`, FP32 (size,)
     examination: Examination | None = None  # set after `engine.examine_next_step()`

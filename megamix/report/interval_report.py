@@ -122,11 +122,12 @@ class Outcome(NamedTuple):
     lr: float
     stop_requested: int  # reason for which a rank wants to leave; 0: none does
     by_piece: Tensor  # FP64 (2, pieces), as in StepResult
+    peak_rows: Tensor  # FP64 (2, pieces of experts), as in StepResult
     recorded: Recorded  # as in StepResult
     tallied: Mapping[str, Tensor]  # as in StepResult, FP64
 
 
-_SCALARS = Outcome._fields[:-3]  # fields of a step's result in front of by_piece
+_SCALARS = Outcome._fields[:-4]  # fields of a step's result in front of by_piece
 
 
 class Readout:
@@ -139,13 +140,14 @@ class Readout:
         self._pinned, self._num_pieces = device.type == "cuda", num_pieces
         self._slots = [torch.empty(0)] * lag  # each slot is made once its size is known
         self._names: list[tuple[tuple[str, Reduce], ...]] = [()] * lag
+        self._peaks = [0] * lag
         self._tallied = [dict[str, int]()] * lag  # number of counts, by name
         self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
 
     def write(self, attempt: int, result: StepResult) -> None:
         """Start copying the values that a step has returned."""
         scalars = [getattr(result, name).double() for name in _SCALARS] + [result.recorded.num_values]
-        tables = [result.by_piece.flatten(), result.recorded.table.double().flatten()]
+        tables = [table.double().flatten() for table in (result.by_piece, result.peak_rows, result.recorded.table)]
         if result.tallied:
             tables.append(torch.cat([*result.tallied.values()]).double())
         values = torch.cat([torch.stack(scalars), *tables])
@@ -154,6 +156,7 @@ class Readout:
             self._slots[slot] = torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
         self._slots[slot].copy_(values, non_blocking=True)
         self._names[slot] = result.recorded.names
+        self._peaks[slot] = result.peak_rows.numel()
         self._tallied[slot] = {name: len(counts) for name, counts in result.tallied.items()}
         event = self._events[slot]
         if event is not None:
@@ -165,13 +168,16 @@ class Readout:
         event = self._events[slot]
         if event is not None:
             event.synchronize()
-        sizes = [len(_SCALARS), 1, 2 * self._num_pieces, 2 * len(self._names[slot]), *self._tallied[slot].values()]
-        scalars, num_values, by_piece, table, *counts = torch.split(self._slots[slot].clone(), sizes)  # written again
+        sizes = [len(_SCALARS), 1, 2 * self._num_pieces, self._peaks[slot], 2 * len(self._names[slot])]
+        sizes += self._tallied[slot].values()
+        parts = torch.split(self._slots[slot].clone(), sizes)  # the slot is written again
+        scalars, num_values, by_piece, peaks, table, *counts = parts
         loss, found_inf, grad_norm, loss_scale, lr, stop = scalars.tolist()
         recorded = Recorded(self._names[slot], table.view(-1, 2), num_values)
         tallied = dict(zip(self._tallied[slot], counts, strict=True))
         return Outcome(
-            loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), by_piece.view(2, -1), recorded, tallied
+            loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), by_piece.view(2, -1), peaks.view(2, -1),
+            recorded, tallied,
         )  # fmt: skip
 
 

@@ -188,7 +188,8 @@ class Trainer:
             self.report.add(outcome.loss)
             self.console.advance()
         found_inf, loss = outcome.found_inf, outcome.loss
-        words = self.overflows.note(found_inf, loss, outcome.loss_scale, outcome.by_piece, examination)
+        peaks = outcome.by_piece, outcome.peak_rows
+        words = self.overflows.note(found_inf, loss, outcome.loss_scale, *peaks, examination)
         if words:
             self._note_overflow(attempt, outcome, fate, words)
         self.overflows.spend(found_inf, loss, attempt.number + 1, self.batch_plan.applied)

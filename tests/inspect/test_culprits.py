@@ -1,31 +1,38 @@
-"""Every overflow names its parameters, and in an examined step also rank and micro-batch, and inf or NaN; finite
-gradients are never named.
+"""Every overflow names its parameters, and the expert whose matrix it is; in an examined step also rank and
+micro-batch, and inf or NaN. Finite gradients are never named.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamix import Precision, ShardedEngine, StaticLossScale, StepResult
+from megamix.builders.objects import build_training
 from megamix.inspect.culprits import (
     Origin,
     Origins,
     ParamPeak,
+    experts_by_param,
     gather_origins,
     gather_peaks,
     headroom,
     merge_peaks,
     origins_of,
 )
+from megamix.mixed_precision.flat_layout import ParamSpec, Piece
+from megamix.tools.verify.layouts.observe import take_step
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.test_overflow import Injector
 from tests.engines import make_engine
+from tests.parallel.test_expert_parallel import experts_job
 
 ACCUM, TRIALS = 2, 20
 INF, NAN = math.inf, math.nan
@@ -46,7 +53,7 @@ def _attempt(engine: ShardedEngine, injector: Injector, step: int) -> StepResult
 
 
 def _faults(engine: ShardedEngine, result: StepResult) -> list[tuple[str, str | None]]:
-    return [(peak.name, peak.fault) for peak in gather_peaks(engine, result.by_piece) if peak.fault]
+    return [(peak.name, peak.fault) for peak in gather_peaks(engine, result.by_piece, result.peak_rows) if peak.fault]
 
 
 def _random_injections(trials: int) -> list[str]:
@@ -115,10 +122,53 @@ def test_finite_but_too_large_to_square_is_told_apart(run_ranks) -> None:
 
 def test_a_parameter_in_pieces_is_one_whose_worst_piece_counts() -> None:
     table = torch.tensor([[[1.0, 1.0], [4.0, 2.0]], [[2.0, 3.0], [INF, 2.0**70]], [[NAN, NAN], [INF, INF]]])
+    table = torch.cat([table, torch.zeros_like(table)], 2)
     first, second = merge_peaks(table[:2], ["a", "b"])
     assert (first, first.fault) == (ParamPeak("a", 3.0, 3.0), None)
     assert (second, second.fault) == (ParamPeak("b", INF, 2.0**70), "too large to square")
     assert [peak.fault for peak in merge_peaks(table, ["a", "b"])] == ["NaN", "inf"]
+
+
+UP = "blocks.1.feed_forward.up.weight"
+
+
+def _places(layout: str, ep_size: int, shard: str, wrong: dict[int, float]) -> list[str]:
+    """Return what overflows if the gradients of some experts, by their numbers in the model, get a value each."""
+    config = experts_job(layout, ep_size, "bf16", shard)
+    runner = build_training(config, torch.device("cpu"))
+    engine, ep = runner.engine, runner.engine.topology.along("ep")
+
+    def plant(grad: Tensor) -> Tensor:
+        grad, first = grad.clone(), ep.rank * len(grad)
+        for expert in range(first, first + len(grad)):
+            if expert in wrong:
+                grad[expert - first, 3, 5] = wrong[expert]
+        return grad
+
+    dict(engine.module.named_parameters())[UP].register_hook(plant)
+    result = take_step(config, runner, 0)
+    peaks = gather_peaks(engine, result.by_piece, result.peak_rows)
+    return [f"{peak.place} ({peak.fault})" for peak in peaks if peak.fault]
+
+
+@pytest.mark.parametrize(("layout", "ep_size", "shard"), [("dp2", 2, "states"), ("dp2", 1, "gradients")])
+def test_an_overflow_names_the_expert(run_ranks, layout: str, ep_size: int, shard: str) -> None:
+    for wrong, told in (
+        ({5: INF}, f"{UP}, expert 5 (inf)"),
+        ({0: 2.0**64}, f"{UP}, expert 0 (too large to square)"),
+        ({7: -INF, 2: NAN}, f"{UP}, experts 2 to 7 (NaN)"),
+        ({1: INF, 3: INF}, f"{UP}, experts 1 to 3 (inf)"),
+    ):
+        assert run_ranks(_places, 2, layout, ep_size, shard, wrong) == [[told]] * 2
+
+
+def test_rows_that_two_experts_share_name_both() -> None:
+    spec = ParamSpec.whole("up", (4, 5, 10), 0)
+    spec = dataclasses.replace(spec, full_shape=(8, 5, 10), offset=(4, 0, 0), along="ep")
+    piece = Piece(spec, first=64, start=0, end=192, numel=136)
+    for rows, experts in (((0, 0), (5, 7)), ((1, 1), (6, 8)), ((2, 2), (7, 8)), ((0, 2), (5, 8))):
+        found = experts_by_param(torch.tensor(rows)[:, None], [piece], ["up"])
+        assert found.tolist() == [[*map(float, experts)]]
 
 
 def test_origins_come_in_the_order_of_backward_and_the_surplus_is_counted() -> None:

@@ -87,7 +87,7 @@ def test_a_step_s_result_prints_in_a_line() -> None:
     recorded = Recorded((), torch.zeros(0, 2), zero)
     result = StepResult(
         torch.tensor(2.5), torch.tensor(True), torch.tensor(0.125), torch.tensor(math.inf), torch.tensor(65536.0),
-        torch.tensor(3e-4), zero, by_piece, recorded, {},
+        torch.tensor(3e-4), zero, by_piece, by_piece, recorded, {},
     )  # fmt: skip
     told = "StepResult(loss=2.5, grad_norm=0.125, max_abs=inf, loss_scale=65536, lr=0.0003, found_inf=True)"
     assert repr(result) == str(result) == told

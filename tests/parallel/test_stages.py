@@ -56,7 +56,7 @@ def _step(engine: ShardedEngine, factor: float) -> tuple[float, bool, list[str]]
     """Return (norm, whether the step was skipped, the parameters whose gradient was not finite)."""
     engine.backward(engine(factor))
     result = engine.step()
-    faults = [peak.name for peak in gather_peaks(engine, result.by_piece) if peak.fault is not None]
+    faults = [peak.name for peak in gather_peaks(engine, result.by_piece, result.peak_rows) if peak.fault is not None]
     return float(result.grad_norm), bool(result.found_inf), faults
 
 

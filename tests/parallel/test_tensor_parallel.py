@@ -162,7 +162,7 @@ def _overflow_on(victim: int, case: Case) -> tuple[bool, bool, float, list[str]]
     backward(case, engine, 1)
     result = engine.step()
     unchanged = are_equal(before, contents(engine))
-    faults = [peak.fault for peak in gather_peaks(engine, result.by_piece) if peak.fault]
+    faults = [peak.fault for peak in gather_peaks(engine, result.by_piece, result.peak_rows) if peak.fault]
     return bool(result.found_inf), unchanged, float(engine.skipped_steps), faults
 
 

@@ -22,7 +22,16 @@ from megamix.supervise.console import Console
 CPU = torch.device("cpu")
 NOTHING = Recorded((), torch.zeros(0, 2), torch.zeros((), dtype=torch.float64))
 OUTCOME = Outcome(
-    5.0, False, 1.0, loss_scale=8.0, lr=0.1, stop_requested=0, by_piece=torch.zeros(2, 1), recorded=NOTHING, tallied={}
+    5.0,
+    False,
+    1.0,
+    loss_scale=8.0,
+    lr=0.1,
+    stop_requested=0,
+    by_piece=torch.zeros(2, 1),
+    recorded=NOTHING,
+    tallied={},
+    peak_rows=torch.zeros(2, 0),
 )
 
 
@@ -102,7 +111,7 @@ def test_peak_memory_counts_what_was_once_held() -> None:
 def test_a_slot_keeps_its_step_until_it_is_read() -> None:
     lag = 2
     readout = Readout(CPU, num_pieces=3, lag=lag)
-    live, pieces = torch.zeros(()), torch.zeros(2, 3)
+    live, pieces, rows = torch.zeros(()), torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64)
     names = (("first", "mean"), ("second", "max"), ("third", "sum"))
     for attempt in range(10):
         if attempt >= lag:
@@ -110,6 +119,7 @@ def test_a_slot_keeps_its_step_until_it_is_read() -> None:
             outcome = readout.read(attempt - lag)
             assert outcome[:5] == (past, past > 4, past, past, past)
             assert torch.equal(outcome.by_piece, torch.full((2, 3), past, dtype=torch.float64))
+            assert torch.equal(outcome.peak_rows, torch.full((2, 2), past, dtype=torch.float64))
             assert outcome.recorded.names == names[: attempt - lag]
             assert outcome.recorded.num_values == past
             assert [*outcome.tallied] == [*"ab"][: attempt - lag]
@@ -117,12 +127,14 @@ def test_a_slot_keeps_its_step_until_it_is_read() -> None:
             assert torch.equal(outcome.recorded.table, torch.full((len(outcome.recorded.names), 2), past).double())
         live.fill_(attempt)
         pieces.fill_(attempt)
+        rows.fill_(attempt)
         recorded = Recorded(names[:attempt], torch.full((min(attempt, 3), 2), float(attempt)), live.double())
         tallied = {name: torch.full((3,), float(attempt)) for name in [*"ab"][:attempt]}
-        readout.write(attempt, StepResult(live, live > 4, live, live, live, live, live, pieces, recorded, tallied))
+        result = StepResult(live, live > 4, live, live, live, live, live, pieces, rows, recorded, tallied)
+        readout.write(attempt, result)
         live.fill_(-1)  # a live tensor in the slot would show this
         pieces.fill_(-1)
-        for table in (recorded.table, *tallied.values()):
+        for table in (rows, recorded.table, *tallied.values()):
             table.fill_(-1)
 
 

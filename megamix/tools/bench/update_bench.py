@@ -23,6 +23,7 @@ from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import choose_kernels
 from megamix.mixed_precision.grad_stats import stats_by_piece
+from megamix.mixed_precision.row_stats import RowStats
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.update_slice import Kernel, StepScalars
 from megamix.model.family import parameter_count
@@ -95,7 +96,7 @@ class UpdateRank:
         for kernels in (choose(try_compiler), choose(False)):
             update, stats = (COMPILED, STATS) if kernels.path == "compiled" else (LIBRARY, LIBRARY_STATS)
             self.variants[update] = partial(self._update, kernels.update)
-            self.variants[stats] = partial(stats_by_piece, self._buckets, kernels.row_stats, True)
+            self.variants[stats] = partial(self._stats, kernels.row_stats)
         self.variants[CASTS] = self._make_casts()
         # The copy is in FP32 and reads and writes as many bytes as the update.
         source = torch.ones(update_bytes(optimizer) * self.num_params() // 8)
@@ -114,6 +115,10 @@ class UpdateRank:
         for bucket in self._buckets:
             for span in bucket.spans:
                 kernel(bucket.part(span), self._scalars)
+
+    def _stats(self, row_stats: RowStats) -> None:
+        rows = [bucket.row_stats(row_stats) for bucket in self._buckets]
+        stats_by_piece(self._buckets, rows, True)
 
     def _make_casts(self) -> Callable[[], None]:
         """Return a function that casts gradients to FP32, runs torch's fused AdamW and casts masters to half.
