@@ -15,6 +15,7 @@ from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_ma
 from megamix.config import (
     Config,
     ConfigError,
+    ExpertsConfig,
     config_to_toml,
     data_source,
     effective_tables,
@@ -39,6 +40,9 @@ _PASS = (
     "model.dropout", "model.compile", "model.recompute", "model.init_std", "model.scaled_init", "model.folder",
     "model.init",
 )  # fmt: skip
+
+# Keys of [model.experts] that say how a training balances the loads from now on.
+_BALANCE = ("balance_loss", "z_loss", "bias_rate")
 
 
 def outlook(config: Config) -> str:
@@ -232,18 +236,26 @@ def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ...]) -> list[str]:
     differing = [key for key in _differing(old, new) if key.startswith(_REFUSED) and key not in may_change]
     other = _differing(_meaning(old), _meaning(new)) if differing else []
+    if _has_biases(old) and not _has_biases(new):
+        other.append("model.experts")
+    values = {key: _texts(old.get(key), new.get(key)) for key in differing if key in other}
     return [
-        f"{key}: the checkpoint has {_text(old.get(key))}, the configuration {_text(new.get(key))}; write the "
+        f"{key}: the checkpoint has {before}, the configuration {now}; write the "
         "former, or another checkpoint.folder to begin a new run"
         + (" (with these weights, if checkpoint.resume is this checkpoint's path)" if key == "optimizer.name" else "")
-        for key in differing
-        if key in other
+        for key, (before, now) in values.items()
     ]
 
 
+def _has_biases(keys: dict[str, Any]) -> bool:
+    """Return whether routers have biases that balance their experts."""
+    experts = keys.get("model.experts")
+    return isinstance(experts, dict) and bool(experts.get("bias_rate"))
+
+
 def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys, so that two spellings of one run are equal: keys that are not set get their value in effect, and
-    shares get one scale.
+    """Return the keys, so that two spellings of one run are equal: keys that are not set get their value in effect,
+    shares get one scale, and experts have no balance.
     """
     from megamix.model.family import family_of, section_of
 
@@ -251,12 +263,15 @@ def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
     section = section_of(model)
     config = section.model_validate({name: model[name] for name in section.model_fields if name in model})
     meant = {f"model.{name}": value for name, value in family_of(config).effective(config).items()}
+    if isinstance(experts := meant.get("model.experts"), ExpertsConfig):
+        meant["model.experts"] = experts.model_dump(exclude={*_BALANCE})
     split = keys.get("data.split")
     return {**keys, **meant, "data.split": split and split[0] / sum(split)}
 
 
 def _told(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    return [f"{key}: {_text(old.get(key))} -> {_text(new.get(key))}" for key in _differing(old, new)]
+    values = {key: _texts(old.get(key), new.get(key)) for key in _differing(old, new)}
+    return [f"{key}: {before} -> {now}" for key, (before, now) in values.items()]
 
 
 def _mixtures(keys: dict[str, Any], cursor: int) -> list[tuple[int, list[Any]]]:
@@ -284,6 +299,14 @@ def _shares(train: Any, numbers: dict[Any, int]) -> list[Any]:
 def _is_read(field: str, stages: int) -> bool:
     """Return whether a run has reached the data of a fingerprint. `stages`: number of data.stages that have begun."""
     return not field.startswith("data.stages") or any(field.startswith(f"data.stages[{n}]") for n in range(stages))
+
+
+def _texts(one: Any, other: Any) -> tuple[str, str]:
+    """Return two values as texts; of two tables only what differs."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        apart = _differing(one, other)
+        one, other = ({key: table[key] for key in apart if key in table} for table in (one, other))
+    return _text(one), _text(other)
 
 
 def _text(value: Any) -> str:

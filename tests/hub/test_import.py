@@ -24,8 +24,8 @@ from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.source import CheckpointWeights, open_source
 from megamix.mixed_precision.engine import ShardedEngine
 from tests.checkpoint.faults import listing
-from tests.hub.folders import GPT2, LLAMA, job_from, write_hugging_face
-from tests.train.jobs import run_on_ranks, write_data
+from tests.hub.folders import GPT2, LLAMA, job_from, random_model, shapes, write_hugging_face
+from tests.train.jobs import SEQ_LEN, run_on_ranks, write_data
 
 
 def _change(folder: Path, **keys: Any) -> None:
@@ -280,6 +280,27 @@ def test_every_rank_begins_from_the_imported_masters_with_nothing_else(tmp_path:
         assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[0]["step"] == 1
+
+
+def test_an_imported_mixture_is_trained_with_balance_and_goes_on_with_another(tmp_path: Path, capsys) -> None:
+    write_data(tmp_path / "data")
+    random_model("qwen3_moe", next(shapes("qwen3_moe", 1))).save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "in")
+
+    def run(steps: int, **experts: float) -> None:
+        changes = {f"model.experts.{key}": value for key, value in experts.items()}
+        changes |= {"model.seq_len": SEQ_LEN, "training.steps": steps}
+        run_on_ranks(job_from(tmp_path / "in", tmp_path / "data", tmp_path / "run", **changes))
+
+    run(2, balance_loss=0.01, z_loss=1e-3, bias_rate=1e-3)
+    for changed, told in (({"top_k": 2, "bias_rate": 1e-3}, "top_k"), ({"bias_rate": 0.0}, "bias_rate")):
+        with pytest.raises(ConfigError, match=rf"model.experts: the checkpoint has \{{ .*{told} = "):
+            run(3, **changed)
+    capsys.readouterr()
+    run(3, bias_rate=1e-4)
+    assert "changed since: model.experts: { balance_loss = 0.01, bias_rate = 0.001, z_loss = 0.001 } -> {" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_another_model_than_the_imported_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
