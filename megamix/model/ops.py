@@ -160,10 +160,7 @@ class Ops:
         """
         if _groups_on_device(x, weight):
             return torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0).int())
-        if has_values(counts):
-            of_groups = counts.tolist()  # on a GPU the host waits here
-        else:  # a memory plan's rows are spread evenly
-            of_groups = [len(part) for part in torch.empty(len(x), device="meta").tensor_split(len(weight))]
+        of_groups = host_counts(counts, len(x))
         return wide.apply(
             wide.GroupedLinear, x, weight, of_groups, torch.float32 if self._computes_wide(x) else x.dtype
         )

@@ -107,12 +107,12 @@ class _Way:
         size, rank = ep.axis.size, ep.axis.rank
         by_rank = ep.gather(counts).view(size, size, -1)  # rows of each rank for each rank's experts
         arriving = by_rank[:, rank]
-        both = host_counts(torch.cat((by_rank[rank].sum(1), arriving.sum(1))), 2 * num_rows)
+        to, of = rows_of_ranks(by_rank[rank].sum(1), arriving.sum(1), num_rows)
         # Runs of arriving rows, sorted by rank and then by expert; each row's run is the first that ends behind it.
         ends = arriving.flatten().cumsum(0)
-        runs = torch.searchsorted(ends, torch.arange(sum(both[size:]), device=ends.device), right=True)
+        runs = torch.searchsorted(ends, torch.arange(sum(of), device=ends.device), right=True)
         order = (runs % arriving.shape[1]).argsort(stable=True)
-        return _Way(ep, both[:size], both[size:], order, arriving.sum(0))
+        return _Way(ep, to, of, order, arriving.sum(0))
 
     def there(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank's experts. Shapes: (rows, ...) -> (rows here, ...)."""
@@ -129,6 +129,14 @@ class _Way:
         sent, into = rows.contiguous().view(-1), arrived.view(-1)
         self.ep.exchange(sent, into, [size * number for number in to], [size * number for number in of]).wait()
         return arrived
+
+
+def rows_of_ranks(to: Tensor, of: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+    """Return the rows to each rank, `num_rows` in all, and those from each. On a GPU the host waits for both at once.
+    Without values, as in a memory plan, as many arrive. Shapes: INT64 (ranks,).
+    """
+    both = host_counts(torch.cat((to, of)), 2 * num_rows)
+    return both[: len(to)], both[len(to) :]
 
 
 class _Gather:

@@ -6,6 +6,7 @@ matrix_memory    memory and traffic of the update of whole matrices
 activations      memory of forward and backward
 stand_ins        operations without memory, by which these are counted
 pipeline_memory  memory of a pipeline's rank
+expert_rows      rows of experts if tokens choose unevenly
 limits           limits from flags
 advice           changes for a job that does not fit
 report           the table, and whether it fits

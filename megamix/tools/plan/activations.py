@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Literal
@@ -28,7 +29,14 @@ from megamix.model.ops import Ops
 from megamix.parallel.build import divide_work
 from megamix.parallel.stages import Stage
 from megamix.parallel.tensor_parallel import take_blocks
-from megamix.tools.plan.stand_ins import CompiledGpuShapes, GpuShapes, few_slices, with_kernels, without_memory
+from megamix.tools.plan.stand_ins import (
+    CompiledGpuShapes,
+    GpuShapes,
+    crowded_experts,
+    few_slices,
+    with_kernels,
+    without_memory,
+)
 
 Machine = Literal["cpu", "gpu"]
 
@@ -56,12 +64,20 @@ class TracedWork:
     packed: bool = False
     division: ParallelismConfig = field(default_factory=ParallelismConfig)
     in_halves: bool = False  # each backward is in halves, except the first stage's
+    crowded: bool = False  # all tokens choose experts of this rank; else experts get equally many
 
     @property
     def hidden(self) -> tuple[int, int, int]:
         """Return the shape of the tensor that passes between stages, in `dtype`, while activations are kept."""
         parts = self.division.cp_size * (self.division.tp_size if self.division.sequence_parallel else 1)
         return self.batch[0], self.batch[1] // parts, self.model.hidden_size
+
+    def routing(self) -> AbstractContextManager[None]:
+        """Return a context in which tokens choose experts as this work says."""
+        experts = getattr(self.model, "experts", None)
+        if not self.crowded or experts is None:
+            return nullcontext()
+        return crowded_experts(experts.top_k, experts.num_experts // self.division.ep_size)
 
     @property
     def batch_bytes(self) -> int:
@@ -132,7 +148,7 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
 def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: bool) -> StageMemory:
     found = StageMemory()
     on_meta = work.machine == "gpu" and family_of(work.model).runs_on_meta
-    with without_memory(on_gpu=on_meta) as device, few_slices():
+    with without_memory(on_gpu=on_meta) as device, few_slices(), work.routing():
         model = work.build((*like[: not is_first], *like, *like[: not is_last]))  # missing ends get blocks of their own
         place(model, work.dtype, device)
         for module in model.modules() if work.machine == "gpu" else ():

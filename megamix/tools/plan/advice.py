@@ -70,6 +70,7 @@ def _kinds(config: Config, plan: MemoryPlan) -> Iterator[Changes]:
     yield _recompute(config)
     yield _micro_batches(config)
     yield _ranks(config)
+    yield _expert_ranks(config)
     if config.parallelism.shard != "parameters":
         adds_up = plan.grad_accum_steps > 1
         shared = config.with_keys(parallelism={"shard": "parameters"} | ({"accumulate": "owner"} if adds_up else {}))
@@ -119,6 +120,11 @@ def _ranks(config: Config) -> Changes:
     while more * math.prod(axis_sizes(section).values()) <= MOST_RANKS:
         yield f"{more} data-parallel ranks", config.with_keys(parallelism={"dp_size": more})
         more *= 2
+
+
+def _expert_ranks(config: Config) -> Changes:
+    for size in _doubled(config.parallelism.ep_size, 6):
+        yield f"parallelism.ep_size = {size}", config.with_keys(parallelism={"ep_size": size})
 
 
 def _meshes(config: Config, meshes: Sequence[Mapping[str, int]]) -> Changes:

@@ -69,23 +69,26 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: self.phases[phase])
 
 
-def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
-    """Return the plan of the job that `config` describes, on `dp_size` ranks for each part of the model.
+def plan_memory(config: Config, dp_size: int, machine: Machine, *, crowded: bool = False) -> MemoryPlan:
+    """Return the plan of the job that `config` describes, on `dp_size` ranks for each part of the model. `crowded`: see
+    TracedWork.
 
     Raises: ValueError if the global batch does not divide.
     """
     stages = plan_pipeline(config)
-    plans = (plan_rank(config, dp_size, pp_rank, machine, stages) for pp_rank in range(config.parallelism.pp_size))
+    ranks = range(config.parallelism.pp_size)
+    plans = (plan_rank(config, dp_size, pp_rank, machine, stages, crowded=crowded) for pp_rank in ranks)
     return max(plans, key=lambda plan: plan.peak)
 
 
 def plan_rank(
-    config: Config, dp_size: int, pp_rank: int, machine: Machine, stages: list[StagePlan] | None = None
-) -> MemoryPlan:
+    config: Config, dp_size: int, pp_rank: int, machine: Machine, stages: list[StagePlan] | None = None, *,
+    crowded: bool = False,
+) -> MemoryPlan:  # fmt: skip
     """Return the plan of one of a pipeline's ranks; see `plan_memory`. `stages`: those of all ranks, if known."""
     stages = plan_pipeline(config) if stages is None else stages
     mesh = Topology.place(0, dp=dp_size, ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
-    part = _plan_part(config, dp_size, mesh.pp.ranks[pp_rank], machine, stages)
+    part = _plan_part(config, dp_size, mesh.pp.ranks[pp_rank], machine, stages, crowded=crowded)
     activations = _activations(part)
     passes = _passes(part, activations)
     if activations.moved:
@@ -142,8 +145,9 @@ class _RankPart(NamedTuple):
 
 
 def _plan_part(
-    config: Config, dp_size: int, rank: int, machine: Machine, stages: list[StagePlan], *, own_states: bool = False
-) -> _RankPart:
+    config: Config, dp_size: int, rank: int, machine: Machine, stages: list[StagePlan], *,
+    own_states: bool = False, crowded: bool = False,
+) -> _RankPart:  # fmt: skip
     section, training = config.parallelism, config.training
     topology = Topology.place(rank, dp=dp_size, ep_size=section.ep_size, **axis_sizes(section))
     plain = config.model.model_copy(update={"compile": False})
@@ -177,6 +181,7 @@ def _plan_part(
         packed=config.data.packing == "documents",
         division=_division(section),
         in_halves=bool(stages) and section.pp_schedule.endswith("zero_bubble"),
+        crowded=crowded,
     )
     pipeline = None
     if stages:

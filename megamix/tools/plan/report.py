@@ -15,6 +15,7 @@ from megamix.machine import has_gpu
 from megamix.mixed_precision.settings import Shard
 from megamix.tools.plan.activations import Machine
 from megamix.tools.plan.advice import Advice, advise, by_shard
+from megamix.tools.plan.expert_rows import ExpertRows, expert_rows
 from megamix.tools.plan.memory_plan import MemoryPlan, amount, plan_memory
 
 # Part of a GPU's memory for its context, the workspaces of cuBLAS and cuDNN, and NCCL. Not measured.
@@ -31,12 +32,15 @@ def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | No
     plan = plan_memory(config, dp_size, machine)
     if not as_json:
         yield from _table(plan)  # printed before the changes, which take longer to count
+    experts = expert_rows(config, plan, limit)
+    if experts is not None and not as_json:
+        yield from _expert_rows(experts)
     shards = dict(by_shard(config, plan))
     if not as_json:
         yield from _shard_rows(config, plan, shards, limit)
     advice = advise(config, plan, limit) if limit is not None and plan.peak > limit else []
     if as_json:
-        record = _record(plan, limit, shards, advice)
+        record = _record(plan, limit, experts, shards, advice)
         yield (str if record["fits"] is not False else Failed)(json.dumps(record, indent=2))
     else:
         yield from _verdict(plan, limit, advice)
@@ -64,12 +68,14 @@ def require_fit(config: Config, dp_size: int, limit: int) -> str:
 
 
 def _record(
-    plan: MemoryPlan, limit: int | None, shards: dict[Shard, int | str], advice: list[Advice]
-) -> dict[str, object]:
+    plan: MemoryPlan, limit: int | None, experts: ExpertRows | None, shards: dict[Shard, int | str],
+    advice: list[Advice],
+) -> dict[str, object]:  # fmt: skip
     fits = None if limit is None else plan.peak <= limit
     return {
         **dataclasses.asdict(plan), "resident": plan.resident, "peak": plan.peak, "peak_phase": plan.peak_phase,
-        "memory": limit, "fits": fits, "shards": shards, "advice": [dataclasses.asdict(one) for one in advice],
+        "memory": limit, "fits": fits, "experts": experts and dataclasses.asdict(experts), "shards": shards,
+        "advice": [dataclasses.asdict(one) for one in advice],
     }  # fmt: skip
 
 
@@ -90,6 +96,17 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
         yield _row(phase, size) + (" <- peak" if phase == plan.peak_phase else "")
     beside = "beside it in the same memory" if plan.machine == "cpu" else "on the host"
     yield from _rows(beside, plan.host, sum(plan.host.values()))
+
+
+def _expert_rows(experts: ExpertRows) -> Iterator[str]:
+    yield "rows of a layer's experts on this rank, of a micro-batch"
+    if experts.worst == experts.even:
+        yield f"  {'however tokens choose':<36} {experts.even:>12,}"
+        return
+    yield f"  {'even routing, as counted above':<36} {experts.even:>12,}"
+    yield f"  {'if all tokens choose experts here':<36} {experts.worst:>12,}, peak {amount(experts.worst_peak)}"
+    if experts.factor is not None:
+        yield f"  {'the most that fits, of the even rows':<36} {experts.factor:>12.2f} times as many"
 
 
 def _shard_rows(config: Config, plan: MemoryPlan, shards: dict[Shard, int | str], limit: int | None) -> Iterator[str]:

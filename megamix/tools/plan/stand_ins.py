@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megamix.model import ops as operations
 from megamix.model import wide
 from megamix.model.context import Documents
 from megamix.model.ops import SEES_ALL, AttentionRule, Ops, Segmented, Segments
 from megamix.model.wide import Crossing, apply
+from megamix.parallel import expert_parallel
 
 
 @contextlib.contextmanager
@@ -34,6 +36,26 @@ def few_slices() -> Iterator[None]:
         yield
     finally:
         wide.row_slices = all_slices
+
+
+@contextlib.contextmanager
+def crowded_experts(top_k: int, num_here: int) -> Iterator[None]:
+    """Let every token, of whatever rank, choose the same experts, as many as it can of the `num_here` of this rank. No
+    routing brings more rows to a rank, or to an expert.
+    """
+    even_groups, even_ranks, most = operations.host_counts, expert_parallel.rows_of_ranks, min(top_k, num_here)
+
+    def groups(counts: Tensor, total: int) -> list[int]:
+        return even_groups(counts[:most], total) + [0] * (len(counts) - most)
+
+    def ranks(to: Tensor, of: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+        return even_ranks(to, of, num_rows)[0], [num_rows // top_k * most] * len(of)
+
+    operations.host_counts, expert_parallel.rows_of_ranks = groups, ranks
+    try:
+        yield
+    finally:
+        operations.host_counts, expert_parallel.rows_of_ranks = even_groups, even_ranks
 
 
 @contextlib.contextmanager

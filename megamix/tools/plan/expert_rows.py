@@ -1,0 +1,40 @@
+"""Rows that reach a rank's experts, under even routing and in the worst case, and how uneven routing may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamix.config import Config
+from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows of one layer's experts on one rank, of a micro-batch of each rank that shares these experts."""
+
+    even: int  # rows if experts get equally many; the plan counts these
+    worst: int  # rows if every token chooses experts of this rank
+    worst_peak: int  # bytes, with the worst rows in every layer and micro-batch
+    factor: float | None  # times the even rows that fit; None without a limit, or if the even rows do not fit
+
+
+def expert_rows(config: Config, plan: MemoryPlan, limit: int | None) -> ExpertRows | None:
+    """Return the rows of a planned job's experts; None if the model has none. `limit`: bytes that a rank may hold."""
+    experts, section = getattr(config.model, "experts", None), config.parallelism
+    if experts is None:
+        return None
+    tokens = config.training.micro_batch_size * config.model.seq_len // section.cp_size
+    worst = tokens * section.ep_size * min(experts.top_k, experts.num_experts // section.ep_size)
+    even = worst if section.ep_method == "gather" else tokens * experts.top_k  # a gather has room for the worst
+    worst_peak = plan_memory(config, plan.axes["dp"], plan.machine, crowded=True).peak
+    factor = None if limit is None or limit < plan.peak else _factor(worst / even, plan.peak, worst_peak, limit)
+    return ExpertRows(even, worst, worst_peak, factor)
+
+
+def _factor(most: float, even_peak: int, worst_peak: int, limit: int) -> float:
+    """Return a factor of the even rows, at most `most`, that fits.
+
+    The bytes at any moment are linear in the rows, and the peak is their maximum. So between both ends the peak lies on
+    the straight line or below, and this factor fits.
+    """
+    return most if worst_peak <= limit else 1 + (most - 1) * (limit - even_peak) / (worst_peak - even_peak)
