@@ -21,7 +21,7 @@ from megamix.hub.source import open_source
 from megamix.model.generation import generate
 from megamix.model.transformer import Transformer
 from tests.conftest import FULL
-from tests.hub.folders import FAMILIES, MIXTURES, STEPS, WINDOWED, job_from, random_model, shapes
+from tests.hub.folders import BY_LOOP, FAMILIES, MIXTURES, STEPS, WINDOWED, job_from, random_model, shapes
 from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks
 
 COUNT = 24 if FULL else 2
@@ -50,7 +50,7 @@ def _loss_gap(ours: Transformer, theirs: Any, tokens: Tensor) -> float:
 def _from_transformers(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **BY_LOOP)
     assert not any(report.values()), report  # missing, unexpected and mismatched keys
     return model.eval().requires_grad_(False)
 
