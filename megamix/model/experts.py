@@ -100,7 +100,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routes:
         """Return the routes of all tokens. Shapes: x (B, T, hidden_size); tokens are B * T."""
         logits = self.ops.scores(x, self.weight)
-        scores = logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
+        scores = self.scores(logits)
         ranking = scores.detach()
         if isinstance(self.balance, Tally):
             ranking = ranking + self.balance.value
@@ -113,6 +113,10 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         loss = self._loss(logits, scores, loads) if self.training and torch.is_grad_enabled() else None
         return Routes(chosen.flatten(0, 1), (weights * self.experts.scale).flatten(0, 1), counts, loss)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return the scores, all above 0. Shapes: FP32 (..., experts) -> the same."""
+        return logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
 
     def _best(self, ranking: Tensor) -> Tensor:
         """Return each token's experts, the best first. Shapes: FP32 (..., experts) -> INT64 (..., top_k)."""

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.tools.verify.layouts import layout_lines
 from megamix.train.job import run_job
 from tests.tools.plan.test_activations import BATCH, _counted
+from tests.tools.verify.jobs import pool_of
 from tests.train.jobs import SEQ_LEN, run_on_ranks, tiny_job, write_data
 
 PLUGIN = "tests.doors.family_plugin"
@@ -198,11 +199,5 @@ def test_plan_and_verify_know_it(run_ranks, folder: Path, monkeypatch, capsys) -
     assert main(["plan", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == parameter_count(_job(folder, "none").model)
 
-    def pool(size: int, on_gpus: bool) -> SimpleNamespace:  # the ranks that the other tests have started
-        def call(case, *args, deadline_s):
-            return run_ranks(case, size, *args)
-
-        return SimpleNamespace(call=call, on_gpus=on_gpus, close=lambda: None)
-
-    monkeypatch.setattr(layout_lines, "RankPool", pool)
+    monkeypatch.setattr(layout_lines, "RankPool", pool_of(run_ranks))
     assert main(["verify", str(path), "optimizer.compile=false", "--layouts", "dp2,tp2sp"]) == 0, capsys.readouterr()

@@ -1,0 +1,64 @@
+"""A plugin's mixture of experts, in one file: ranks divide its experts, a run goes on, and `verify` judges its
+routing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megamix.cli import main
+from megamix.config import Config, config_to_toml
+from megamix.plugins import FAMILIES
+from megamix.tools.verify.layouts import layout_lines
+from tests.tools.verify.jobs import pool_of
+from tests.train.jobs import EXPERTS, run_on_ranks, tiny_job, write_data
+
+PLUGIN = "tests.doors.experts_plugin"
+
+
+def _job(folder: Path, run: str, steps: int = 6) -> Config:
+    return tiny_job(
+        folder,
+        plugins=[PLUGIN],
+        model={"family": "root", "experts": EXPERTS},
+        training={"steps": steps, "eval_interval": 3},
+        lr_schedule={"decay_style": "constant"},
+        parallelism={"ep_size": 2},
+        checkpoint={"folder": str(folder / run), "save_interval": 3},
+        metrics={"tensorboard": False},
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> Iterator[None]:
+    """The plugin, imported for these tests alone."""
+    importlib.import_module(PLUGIN)
+    yield
+    del FAMILIES.registered["root"], FAMILIES.sections["root"], sys.modules[PLUGIN]
+
+
+def test_a_run_that_stops_goes_on_bit_for_bit(run_ranks, tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    for job in (_job(tmp_path, "whole"), _job(tmp_path, "halves", steps=3), _job(tmp_path, "halves")):
+        run_ranks(run_on_ranks, 2, job)
+    whole, halves = (load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "halves"))
+    assert whole.keys() == halves.keys()
+    assert all(torch.equal(whole[name], halves[name]) for name in whole)
+    bias = whole["blocks.1.feed_forward.router.balance.value"]
+    assert len({*bias.abs().tolist()}) > 4  # steps by the sign alone have the same length
+
+
+def test_verify_knows_it(run_ranks, tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "root.toml").write_text(config_to_toml(_job(tmp_path, "none")))
+
+    monkeypatch.setattr(layout_lines, "RankPool", pool_of(run_ranks))
+    args = ["verify", str(tmp_path / "root.toml"), "optimizer.compile=false", "--layouts", "dp2ep2"]
+    assert main(args) == 0, capsys.readouterr()
+    assert "scores" in capsys.readouterr().out
