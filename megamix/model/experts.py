@@ -215,5 +215,5 @@ class Experts(nn.Module):
         return down
 
     def _weighted(self, weights: Tensor, *widened: Tensor) -> Tensor:
-        inner = activate(self.ops, self.activation, *widened)
-        return (inner * weights.unsqueeze(-1)).to(inner.dtype)
+        with recomputed(self.selective, partial(activate, self.ops, self.activation, *widened)) as (inner,):
+            return (inner * weights.unsqueeze(-1)).to(inner.dtype)
