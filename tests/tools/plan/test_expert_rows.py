@@ -5,7 +5,7 @@ worst case, and within the memory for which it names a factor.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from unittest import mock
 
 import pytest
@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megamix.config import Config, config_from_dict
 from megamix.model.experts import Router
+from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.tools.plan.advice import Advice, advise
 from megamix.tools.plan.expert_rows import expert_rows
-from megamix.tools.plan.memory_plan import plan_memory
+from megamix.tools.plan.memory_plan import amount, plan_memory
 from megamix.tools.plan.report import report_lines
 from megamix.tools.verify.core.layout import parse_layout
 from tests.conftest import FULL
@@ -35,8 +36,8 @@ FULL_RECOMPUTE = {"model": {"recompute": "full"}}
 BF16 = {"precision": {"dtype": "bf16"}}
 GATHER = {"parallelism": {"ep_size": 2, "ep_method": "gather"}}
 CASES = {
-    "exchange": ("dp2ep2", {}),
-    "exchange, recompute, positions divided": ("cp2ep2", FULL_RECOMPUTE | BF16),
+    "exchange, positions divided": ("cp2ep2", BF16),
+    "exchange, recompute": ("dp2ep2", FULL_RECOMPUTE),
     "gather": ("dp2ep2", GATHER | BF16),
 }
 MORE = {
@@ -100,22 +101,34 @@ def test_ranks_stay_within_the_plan_however_tokens_choose(run_ranks, name: str) 
         assert factor == pytest.approx(1 + CROWDED[1] * (rows.worst / rows.even - 1), rel=1e-6)
 
 
+@pytest.mark.parametrize(("recompute", "widened"), [("none", 4), ("selective", 2), ("full", 0)])
+def test_each_further_row_keeps_in_each_layer_what_a_count_by_hand_says(recompute: str, widened: int) -> None:
+    """A block keeps a row's input, the outputs of gate and up, that of their product, weighted and not, in BF16, and
+    the weight. The row's place is kept for the way back, and for a repetition of the whole block.
+    """
+    config = _config("dp4ep4", **BF16).with_keys(model={"recompute": recompute})
+    work = TracedWork(
+        model=config.model, batch=(8, 64), dtype=torch.bfloat16, machine="gpu", division=config.parallelism
+    )
+    even, worst = (trace_stage(replace(work, crowded=crowded), range(2)).blocks for crowded in (False, True))
+    row = 8 + (0 if recompute == "full" else 2 * (128 + widened * 192) + 4)
+    assert worst - even == 2 * row * (8 - 2) * 8 * 64
+
+
 def test_the_report_says_what_uneven_routing_takes() -> None:
     config = _config("dp4ep4")
     plan = plan_memory(config, 4, "gpu")
     rows = expert_rows(config, plan, None)
     tokens = 8 * 64
     assert (rows.even, rows.worst, rows.factor) == (2 * tokens, 8 * tokens, None)
-    for limit, factor in (
-        (plan.peak - 1, None),
-        (plan.peak, 1.0),
-        (plan.peak + (rows.worst_peak - plan.peak) // 3, 2.0),
-        (rows.worst_peak + 1, 4.0),
-    ):
-        found = expert_rows(config, plan, limit).factor
-        assert found is None if factor is None else found == pytest.approx(factor, rel=1e-3)
-        said = [line for line in report_lines(config, 4, "gpu", limit, as_json=False) if "of the even rows" in line]
-        assert [line.split()[-4] for line in said] == ([] if factor is None else [f"{factor:.2f}"])
+    assert expert_rows(config, plan, plan.peak - 1) == rows
+    third = plan.peak + (rows.worst_peak - plan.peak) // 3
+    for limit, factor in ((plan.peak, 1.0), (third, 2.0), (rows.worst_peak + 1, 4.0)):
+        assert expert_rows(config, plan, limit).factor == pytest.approx(factor, rel=1e-3)
+    lines = [*report_lines(config, 4, "gpu", third, as_json=False)]
+    (worst,) = (line for line in lines if "all tokens choose experts here" in line)
+    assert worst.endswith(f" {8 * tokens:,}, peak {amount(rows.worst_peak)}")
+    assert any(line.endswith(" 2.00 times as many") for line in lines)
     (text,) = report_lines(config, 4, "gpu", plan.peak, as_json=True)
     assert json.loads(text)["experts"] == asdict(rows) | {"factor": 1.0}
 
@@ -131,6 +144,6 @@ def test_rows_that_no_routing_changes_are_said_once(layout: str, method: str) ->
 
 
 def test_more_ranks_for_the_experts_are_proposed_with_the_peak_that_they_lead_to() -> None:
-    config = _config("dp4", **BF16, **FULL_RECOMPUTE).with_keys(training={"micro_batch_size": 1})
+    config = _config("dp4-parameters", **BF16, **FULL_RECOMPUTE).with_keys(model={"seq_len": 63})  # no other ways
     plan, smaller = plan_memory(config, 4, "gpu"), plan_memory(config.with_keys(parallelism={"ep_size": 4}), 4, "gpu")
     assert Advice("parallelism.ep_size = 4", smaller.peak) in advise(config, plan, smaller.peak)
