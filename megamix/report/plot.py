@@ -100,7 +100,7 @@ def figures(name: str, history: RunHistory) -> dict[str, Figure]:
             drawn[number] = _heat_map(heat_map, f"{name}: {title}", unit, factor, columns="examined step")
     for step, loads in history.loads.items():
         title = f"{name}: tokens of each expert in the batch of step {step}"
-        drawn["load"] = _heat_map(loads, title, "of the layer's mean", 1.0, columns="expert")
+        drawn["load"] = _heat_map(loads, title, "times the layer's mean", 1.0, columns="expert")
     return drawn
 
 

@@ -85,7 +85,7 @@ def test_the_load_of_experts_is_drawn_of_the_last_counts(run: Path, capsys) -> N
     ((step, loads),) = read_history(run).loads.items()
     assert (step, loads.layers, loads.columns) == (50, ["blocks.0", "blocks.1"], [0, 1, 2, 3])
     axes, bar = figures("mine", read_history(run))["load"].axes
-    assert (axes.get_xlabel(), bar.get_ylabel()) == ("expert", "of the layer's mean")
+    assert (axes.get_xlabel(), bar.get_ylabel()) == ("expert", "times the layer's mean")
     (mesh,) = axes.collections
     want = [0.0, 2.0, math.nan, math.nan, 1.5, 0.5, 0.5, 1.5]
     assert mesh.get_array().filled(math.nan).flatten().tolist() == pytest.approx(want, nan_ok=True)

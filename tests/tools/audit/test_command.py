@@ -43,6 +43,15 @@ def test_ranks_that_divide_the_model_are_started(capsys: pytest.CaptureFixture[s
     assert {row["dtypes"]["master"] for row in told["rows"]} == {"fp32"}
 
 
+def test_a_job_whose_ranks_divide_experts_is_audited(capsys: pytest.CaptureFixture[str]) -> None:
+    experts = ["model.experts.num_experts=4", "model.experts.top_k=2", "model.experts.ffn_hidden_size=8"]
+    job = CONFIG.with_name("quickstart_moe.toml")
+    assert main(["audit", str(job), *SMALL, *experts, "--json", "--updates", "1"]) == 0
+    rows = {row["name"]: row["dtypes"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["blocks.1.feed_forward.up.weight"]["master"] == "fp32"
+    assert rows["blocks.1.feed_forward.router.weight"]["master"] == "fp32"
+
+
 def _page(*settings: str) -> dict[str, str]:
     config = at_own_size(load_config(CONFIG, settings), settings)
     report = command.audit_job(parse_layout("dp2").apply(config), 1)
