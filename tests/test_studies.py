@@ -26,6 +26,7 @@ import run_all
 import study
 import torch
 import vanishing
+from long_runs import Curve, Curves
 
 pytestmark = pytest.mark.uncounted
 
@@ -189,9 +190,9 @@ def test_every_optimizer_trains_and_the_page_is_what_the_kept_runs_say(tmp_path,
 
 def test_a_grid_goes_on_until_its_best_lies_inside_then_come_the_seeds() -> None:
     def trained(best: float) -> list[tuple[float, int]]:
-        curves: optimizers.Curves = {}
-        while runs := optimizers.missing(curves, "2 M", "AdamW"):
-            curves[runs[0]] = optimizers.Curve([1], [max(runs[0].lr / best, best / runs[0].lr)])
+        curves: Curves = {}
+        while runs := optimizers.PLAN.missing(curves, "2 M", "AdamW"):
+            curves[runs[0]] = Curve([1], [max(runs[0].lr / best, best / runs[0].lr)])
         return [(run.lr, run.seed) for run in sorted(curves)]
 
     inside = [(lr, 1) for lr in (1e-3, 2e-3, 4e-3, 8e-3)]
@@ -210,7 +211,7 @@ def test_passes_are_summed_by_what_a_step_needs(tmp_path, monkeypatch) -> None:
 
 
 def test_every_study_has_a_test_and_a_place_on_the_page() -> None:
-    scripts = {path.stem for path in (ROOT / "docs/studies").glob("*.py")} - {"study", "run_all"}
+    scripts = {path.stem for path in (ROOT / "docs/studies").glob("*.py")} - {"study", "long_runs", "run_all"}
     assert scripts == {module.__name__ for module in STUDIES} == {*run_all.studies()}
 
 

@@ -7,28 +7,23 @@ started again; Every run is a job as `megamix train` runs it, in BF16 on one ran
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import math
 import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
+import long_runs
 import numpy as np
 import study
+from long_runs import SEEDS, Curve, Curves, Plan, Run, best_of, grid, mean_and_spread
 
 from megamix import Muon
-from megamix.config import load_config
 from megamix.plugins import OPTIMIZERS
-from megamix.report.history import read_history
-from megamix.train.job import run_job
 
-KEPT = study.FIGURES / "optimizers.json"
 SETTINGS = (
     "precision.dtype=bf16", "optimizer.compile=false", "metrics.precision_interval=0", "metrics.tensorboard=false",
     "training.global_batch_size=8",
@@ -65,7 +60,7 @@ WAYS = {
     "Muon, one scale": ("optimizer.name=muon",),
 }
 ADAMW, NAG, MUON = (2e-3, 4e-3, 1e-3, 8e-3), (0.4, 0.2, 0.8, 0.1), (8e-3, 4e-3, 16e-3, 32e-3)
-# What is trained first stands first, the grids, too. One whose best value is its first or last is continued.
+# What is trained first stands first.
 GRIDS = {
     ("2 M", "Muon"): MUON, ("2 M", "AdamW"): ADAMW, ("2 M", "NAG"): NAG, ("2 M, 206 steps", "Muon"): MUON[:3],
     ("width 64", "Muon"): MUON, ("width 64", "Muon, one scale"): MUON,
@@ -77,90 +72,26 @@ TIMES = {
     ("2 M", "AdamW"): 1.0, ("2 M", "NAG"): 1.05, ("2 M", "Muon"): 1.26,
     ("11 M", "AdamW"): 1.0, ("11 M", "Muon"): 1.11,
 }  # fmt: skip
-SEEDS = (1, 2, 3)  # the grid is the first one's
-
-
-class Run(NamedTuple):
-    size: str
-    way: str
-    lr: float
-    seed: int
-
-
-class Curve(NamedTuple):
-    """Validation losses, in nats per token."""
-
-    steps: list[int]
-    losses: list[float]
-
-
-Curves = dict[Run, Curve]
 
 
 def train(run: Run, texts: Path, folder: Path) -> Curve:
-    """`folder`: what another attempt has left there is continued."""
-    config = load_config(
-        study.ROOT / "configs/quickstart_adamw.toml",
-        (
-            *SETTINGS, *SIZES[run.size], *WAYS[run.way], f"optimizer.lr={run.lr}", f"optimizer.min_lr={run.lr / 10}",
-            f"training.seed={run.seed}", f"data.train={texts / 'train'}", f"data.valid={texts / 'valid'}",
-            f"checkpoint.folder={folder}", "checkpoint.save_interval=64",
-        ),
-    )  # fmt: skip
-    # Without a tokenizer a job writes no sample of text at its end.
-    config = config.with_keys(data={"tokenizer": None})
     muon = OneScale if run.way == "Muon, one scale" else Muon
-    with mock.patch.dict(OPTIMIZERS.registered, muon=muon), contextlib.redirect_stdout(io.StringIO()):
-        run_job(config)
-    history = read_history(folder).valid_loss
-    return Curve(history.steps, [round(loss, 4) for loss in history.values])
+    with mock.patch.dict(OPTIMIZERS.registered, muon=muon):
+        return long_runs.train(
+            run, "quickstart_adamw.toml", (*SETTINGS, *SIZES[run.size], *WAYS[run.way]), texts, folder
+        )
 
 
-def grid(curves: Curves, size: str, way: str) -> dict[float, float]:
-    """Return the last loss by learning rate, of the first seed."""
-    ends = {run: curve.losses[-1] for run, curve in sorted(curves.items()) if run.seed == SEEDS[0]}
-    return {run.lr: loss for run, loss in ends.items() if run[:2] == (size, way)}
-
-
-def missing(curves: Curves, size: str, way: str) -> list[Run]:
-    """Return what is to be trained next of one grid: its values, one more beyond an edge, or the best one's seeds."""
-    losses = grid(curves, size, way)
-    lrs = [lr for lr in GRIDS[size, way] if lr not in losses]
-    if not lrs:
-        best = min(losses, key=losses.__getitem__)
-        lrs = [lr for edge, lr in ((min(losses), best / 2), (max(losses), best * 2)) if best == edge]
-    if lrs or size.startswith("width"):
-        return [Run(size, way, lr, SEEDS[0]) for lr in lrs]
-    return [run for seed in SEEDS if (run := Run(size, way, best, seed)) not in curves]
-
-
-def read_kept() -> Curves:
-    return {Run(*run): Curve(*curve) for run, *curve in map(json.loads, KEPT.read_text("utf-8").splitlines())}
-
-
-def train_missing() -> None:
-    texts, curves = study.prepare_text(False, study.ROOT), read_kept()
-    while runs := [run for size, way in GRIDS for run in missing(curves, size, way)]:
-        print(*runs[0], file=sys.stderr, flush=True)
-        curves[runs[0]] = train(runs[0], texts, study.ROOT / "runs/optimizers" / " ".join(map(str, runs[0])))
-        lines = [json.dumps([run, *curve]) for run, curve in sorted(curves.items())]
-        KEPT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+PLAN = Plan("optimizers", GRIDS, train, of_one_seed=("width 64", "width 256"))
 
 
 def measure(small: bool = False) -> Curves:
     if not small:
-        return read_kept()
+        return PLAN.read_kept()
     with tempfile.TemporaryDirectory() as folder:
         texts = study.prepare_text(True, Path(folder))
-        runs = [Run("small", way, 0.4 if way == "NAG" else 8e-3, SEEDS[0]) for way in WAYS]
-        return {run: train(run, texts, Path(folder) / run.way) for run in runs}
-
-
-def best_of(curves: Curves, size: str, way: str) -> tuple[float, list[Curve]]:
-    """Return the first seed's best learning rate, and the curve of each seed at it."""
-    losses = grid(curves, size, way)
-    lr = min(losses, key=losses.__getitem__)
-    return lr, [curve for run, curve in sorted(curves.items()) if run[:3] == (size, way, lr)]
+        small_runs = [Run("small", way, 0.4 if way == "NAG" else 8e-3, SEEDS[0]) for way in WAYS]
+        return {run: train(run, texts, Path(folder) / run.way) for run in small_runs}
 
 
 def text(curves: Curves) -> str:
@@ -172,20 +103,15 @@ def text(curves: Curves) -> str:
         if not size.startswith("width"):
             time = TIMES.get((size, way), 0.0)
             step = of_seeds[0].steps[-1] / max(1.0, time)
-            there = [f"{time:.2f}", f"{step:.0f}", *_mean([np.interp(step, *curve) for curve in of_seeds])]
-            ends = [f"{len(of_seeds)}", *_mean([curve.losses[-1] for curve in of_seeds])]
+            there = [f"{time:.2f}", f"{step:.0f}", *mean_and_spread([np.interp(step, *curve) for curve in of_seeds])]
+            ends = [f"{len(of_seeds)}", *mean_and_spread([curve.losses[-1] for curve in of_seeds])]
             best.append([f"{size}, {way}", f"{lr:g}", *ends, *(there if time else [""] * 4)])
     columns = "size, optimizer|lr|seeds|loss|spread|step time / AdamW's|step in AdamW's time|loss there|spread there"
-    todo = "; ".join(f"{size}, {way}" for size, way in GRIDS if missing(curves, size, way))
     return "\n\n".join([
         study.table(columns.split("|"), best),
         study.table(["size, optimizer", "best", "loss at each learning rate, seed 1"], grids),
-        f"Not trained to the end of the plan: {todo or 'nothing'}.",
+        PLAN.untrained(curves),
     ])  # fmt: skip
-
-
-def _mean(losses: list[float]) -> list[str]:
-    return [f"{statistics.mean(losses):.3f}", f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else ""]
 
 
 def draw(curves: Curves, figure: Any) -> None:
@@ -212,6 +138,6 @@ def draw(curves: Curves, figure: Any) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["train"]:
-        train_missing()
+        PLAN.train_missing()
     else:
         study.main(__file__, measure, text, draw)
