@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megamix.checkpoint.verify import read_checkpoint
@@ -53,6 +54,13 @@ def _from_transformers(folder: Path) -> Any:
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **BY_LOOP)
     assert not any(report.values()), report  # missing, unexpected and mismatched keys
     return model.eval().requires_grad_(False)
+
+
+def _written(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a folder's files."""
+    return {
+        name: tuple(value.shape) for path in folder.glob("*.safetensors") for name, value in load_file(path).items()
+    }
 
 
 def _greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
@@ -136,6 +144,7 @@ def test_what_is_imported_exports_to_the_same_weights_and_configuration(family: 
     if family in older:
         assert exported.config.model_type == older[family]
         return
+    assert _written(tmp_path / "out") == _written(tmp_path / "hf")
     before, after = theirs.state_dict(), exported.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
