@@ -39,6 +39,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None, cache: BlockCache | None
     ) -> Tensor:
+        # The compiler ends a graph before experts. Without this look at their class it would also take that graph for a
+        # block without experts, when backward repeats one: other tensors would be kept.
+        assert isinstance(self.feed_forward, nn.Module)
         with normed(self.selective, self.attention_norm, x) as hidden:
             x = x + self._end(self.attention(hidden, rotary, documents, cache), self.attention_end_norm)
         with normed(self.selective, self.feed_forward_norm, x) as hidden:

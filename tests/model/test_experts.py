@@ -4,6 +4,7 @@ balance and their recomputed steps are exact. What does not go together is refus
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -184,6 +185,24 @@ def test_costs_count_the_experts_that_a_token_passes() -> None:
     more = flops_per_token(config) - flops_per_token(dense)
     attention = 6 * 4 * 32 * 32 + 12 * 24 * 32
     assert more == attention + 6 * 32 * (3 * (3 * 24 + 16) + 8)
+
+
+@pytest.mark.uncounted
+def test_compiled_blocks_without_and_with_experts_are_repeated_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    changes: dict[str, Any] = {"num_layers": 3, "recompute": "full"}
+    models = [Transformer(section({"dense_layers": 1}, **changes, compile=compiles)) for compiles in (False, True)]
+    models[1].load_state_dict(models[0].state_dict())
+    tokens = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))
+    for model in models:
+        for _ in range(2):
+            model(tokens, tokens.roll(1, 1)).backward()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (other.grad - one.grad).norm() <= 1e-5 * one.grad.norm()
+    torch._dynamo.reset()
 
 
 def test_text_with_a_cache_is_that_without() -> None:
