@@ -19,7 +19,7 @@ from torch import Tensor
 from megamix.comm.collectives import Collectives
 from megamix.model.decoder import Decoder
 from megamix.model.experts import Compute, Experts, Routes, SortedRows, at_own_experts
-from megamix.model.ops import host_counts
+from megamix.model.ops import has_values, host_counts
 from megamix.model.wide import Crossing, apply
 
 FindWay = Callable[[Tensor, int], "_Way"]
@@ -133,9 +133,12 @@ class _Way:
 
 def rows_of_ranks(to: Tensor, of: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
     """Return the rows to each rank, `num_rows` in all, and those from each. On a GPU the host waits for both at once.
-    Without values, as in a memory plan, as many arrive. Shapes: INT64 (ranks,).
+    Without values, as in a memory plan, ranks get equal parts, and as many rows arrive. Shapes: INT64 (ranks,).
     """
-    both = host_counts(torch.cat((to, of)), 2 * num_rows)
+    if not has_values(to):
+        even = host_counts(to, num_rows)
+        return even, even
+    both: list[int] = torch.cat((to, of)).tolist()
     return both[: len(to)], both[len(to) :]
 
 

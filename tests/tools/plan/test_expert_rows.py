@@ -143,6 +143,12 @@ def test_rows_that_no_routing_changes_are_said_once(layout: str, method: str) ->
     assert not any("even routing" in line for line in lines)
 
 
+def test_rows_are_planned_that_do_not_divide_by_the_ranks() -> None:
+    config = _config("dp4ep4").with_keys(model={"seq_len": 9}, training={"micro_batch_size": 1})
+    rows = expert_rows(config, plan_memory(config, 4, "gpu"), None)
+    assert (rows.even, rows.worst) == (2 * 9, 2 * 4 * 9)
+
+
 def test_more_ranks_for_the_experts_are_proposed_with_the_peak_that_they_lead_to() -> None:
     config = _config("dp4-parameters", **BF16, **FULL_RECOMPUTE).with_keys(model={"seq_len": 63})  # no other ways
     plan, smaller = plan_memory(config, 4, "gpu"), plan_memory(config.with_keys(parallelism={"ep_size": 4}), 4, "gpu")
