@@ -104,7 +104,7 @@ class Router(nn.Module):
         ranking = scores.detach()
         if isinstance(self.balance, Tally):
             ranking = ranking + self.balance.value
-        chosen = self.ops.choose(self.ops, ranking, self._best)
+        chosen = self.choose(ranking)
         loads = _count(chosen, self.experts.num_experts)
         counts = loads.sum(0)
         self.balance.add(counts)
@@ -118,8 +118,10 @@ class Router(nn.Module):
         """Return the scores, all above 0. Shapes: FP32 (..., experts) -> the same."""
         return logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
 
-    def _best(self, ranking: Tensor) -> Tensor:
-        """Return each token's experts, the best first. Shapes: FP32 (..., experts) -> INT64 (..., top_k)."""
+    def choose(self, ranking: Tensor) -> Tensor:
+        """Return each token's experts, the best first. `ranking`: scores and biases, FP32 (..., experts) -> INT64 (...,
+        top_k).
+        """
         return self._within_groups(ranking).topk(self.experts.top_k, -1).indices
 
     def _within_groups(self, ranking: Tensor) -> Tensor:

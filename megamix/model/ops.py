@@ -88,8 +88,6 @@ Product = Callable[["Ops", Tensor, Tensor, Tensor | None], Tensor]
 LookUp = Callable[["Ops", Tensor, Tensor], Tensor]
 Attend = Callable[["Ops", Tensor, Tensor, Tensor, Any, AttentionRule], Tensor]
 Keep = Callable[["Ops", Tensor, float], Tensor]
-Best = Callable[[Tensor], Tensor]
-Choose = Callable[["Ops", Tensor, Best], Tensor]
 OverSequence = Callable[["Ops", Tensor], Tensor]
 
 
@@ -112,8 +110,6 @@ class Ops:
     look_up: LookUp = lambda ops, tokens, weight: ops.whole_embedding(tokens, weight)
     attend: Attend = lambda ops, *inputs: ops.whole_attention(*inputs)
     keep: Keep = lambda ops, x, share: ops.whole_keep(x, share)
-    # Each token's experts, INT64 (..., top_k), by their scores FP32 (..., experts). The last argument chooses the best.
-    choose: Choose = lambda ops, ranking, best: best(ranking)
     # Counts of whole sequences, INT64 (B, experts), from those of the positions that are here.
     over_sequence: OverSequence = lambda ops, counts: counts
 

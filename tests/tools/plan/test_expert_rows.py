@@ -56,12 +56,12 @@ def _config(layout: str, **sections: dict) -> Config:
 def _peak(config: Config, share: float) -> int:
     """Return the most bytes that live at once on this rank, with this share of the tokens crowded."""
 
-    def best(router: Router, ranking: Tensor) -> Tensor:
+    def choose(router: Router, ranking: Tensor) -> Tensor:
         tokens = torch.arange(ranking[..., 0].numel()).view(*ranking.shape[:-1], 1)
         first = (TOP_K * tokens).masked_fill(tokens < share * tokens.numel(), 0)
         return (first + torch.arange(TOP_K)) % NUM_EXPERTS
 
-    with mock.patch.object(Router, "_best", best):
+    with mock.patch.object(Router, "choose", choose):
         return max(_measured(config)[2].values())
 
 

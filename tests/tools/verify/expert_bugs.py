@@ -50,13 +50,13 @@ def router_in_half() -> object:
 
 
 def worst_experts_chosen() -> object:
-    return mock.patch.object(Router, "_best", lambda router, ranking: (-ranking).topk(router.experts.top_k, -1).indices)
+    return mock.patch.object(Router, "choose", lambda self, ranking: (-ranking).topk(self.experts.top_k, -1).indices)
 
 
 def choice_by_rounded_scores() -> object:
     """Scores are rounded to half on the way to the choice: this is less than a model in half rounds anyway."""
-    right = Router._best
-    return mock.patch.object(Router, "_best", lambda router, ranking: right(router, ranking.bfloat16()))
+    right = Router.choose
+    return mock.patch.object(Router, "choose", lambda router, ranking: right(router, ranking.bfloat16()))
 
 
 def biased_weights() -> object:

@@ -7,7 +7,6 @@ choices are judged by themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from megamix.model.experts import Router
-from megamix.model.ops import Best, Ops
 from megamix.tools.verify.core.verdict import Tensors
 
 
@@ -59,17 +57,17 @@ class _Keeper:
 
     def __init__(self, router: Router) -> None:
         self.kept: list[Choice] = []
-        self._choose, self._x = router.ops.choose, torch.empty(0)
+        self._choose, self._x = router.choose, torch.empty(0)
         # The compiler would trace the list.
         self._keep: Callable[[Tensor, Tensor], None] = torch.compiler.disable(self._note)  # type: ignore[no-untyped-call]  # untyped in torch
-        router.ops = replace(router.ops, choose=self._chosen)
+        router.choose = self._chosen  # type: ignore[method-assign]  # for this router alone
         router.register_forward_pre_hook(self._before)
 
     def _before(self, router: nn.Module, inputs: tuple[Tensor]) -> None:
         self._x = inputs[0]
 
-    def _chosen(self, ops: Ops, ranking: Tensor, best: Best) -> Tensor:
-        experts = self._choose(ops, ranking, best)
+    def _chosen(self, ranking: Tensor) -> Tensor:
+        experts = self._choose(ranking)
         self._keep(ranking, experts)
         return experts
 
@@ -85,11 +83,11 @@ class Replays:
     def __init__(self, model: nn.Module) -> None:
         self._routers, self._rankings, self._choices = routers(model), Tensors(), Choices()
         for name, router in self._routers.items():
-            router.ops = replace(router.ops, choose=partial(self._chosen, name))
+            router.choose = partial(self._chosen, name, router.choose)  # type: ignore[method-assign]  # for this one alone
 
-    def _chosen(self, name: str, ops: Ops, ranking: Tensor, best: Best) -> Tensor:
+    def _chosen(self, name: str, choose: Callable[[Tensor], Tensor], ranking: Tensor) -> Tensor:
         self._rankings[name] = ranking
-        return self._choices[name] if name in self._choices else best(ranking)
+        return self._choices[name] if name in self._choices else choose(ranking)
 
     def set(self, choices: Choices, device: torch.device) -> None:
         """Replay these choices in each forward, and in what backward repeats of it."""
