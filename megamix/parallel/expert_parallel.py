@@ -29,12 +29,12 @@ def divide_experts(model: Decoder, ep: Collectives, *, gathers: bool = False) ->
     """Make experts whose stacks are this rank's blocks compute for all ranks of `ep`. Their calls are collective then,
     in evaluation, too. `gathers`: each rank gets all tokens, and the host waits for nothing.
     """
-    exchange = _Exchange(ep)
+    way = _Gather(ep) if gathers else _Exchange(ep)
     for module in model.modules():
         if isinstance(module, Experts):
-            module.at_experts = _Gather(ep) if gathers else exchange
-    if not gathers:
-        model.around_recompute = exchange.around_recompute
+            module.at_experts = way
+    if isinstance(way, _Exchange):
+        model.around_recompute = way.around_recompute
 
 
 class _Exchange:
@@ -43,16 +43,13 @@ class _Exchange:
     """
 
     def __init__(self, ep: Collectives):
-        self._ep = ep
+        self._new_way: FindWay = partial(_Way.between, ep)
         self.find_way: FindWay = self._new_way
         # As in borders.py: the compiler can trace only some collectives of some backends.
         self._away: Callable[..., Tensor] = torch.compiler.disable(self._compute_away)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __call__(self, x: Tensor, routes: Routes, compute: Compute) -> Tensor:
         return at_own_experts(x, routes, partial(self._away, compute))
-
-    def _new_way(self, counts: Tensor, num_rows: int) -> _Way:
-        return _Way.between(self._ep, counts, num_rows)
 
     def around_recompute(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of a block's forward, in which ways are kept, and of its repetition, which takes them."""
@@ -173,11 +170,11 @@ class _Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class _RowsHere:
-    """The rows of the copies whose experts are here, and behind them foreign ones, whose values are unset."""
+class _RowsHere(SortedRows):
+    """The rows of the copies whose experts are here, and behind them foreign ones, whose values are unset. `row_of` has
+    any row for a foreign copy.
+    """
 
-    order: Tensor  # INT64 (rows,): the copy in each row
-    row_of: Tensor  # INT64 (tokens, top_k): the row of each copy; of a foreign copy any row
     elsewhere: Tensor  # BOOL (tokens, top_k): copies whose experts are not here
     is_foreign: Tensor  # BOOL (rows,)
     counts: Tensor  # INT64 (experts here,)
@@ -192,9 +189,6 @@ class _RowsHere:
         order = rows.order[:most]
         is_foreign = elsewhere.flatten()[order]
         return _RowsHere(order, rows.row_of.clamp(max=most - 1), elsewhere, is_foreign, counts[:-1])
-
-    def spread(self, x: Tensor) -> Tensor:
-        return x.index_select(0, self.order // self.row_of.shape[1])
 
     def join(self, rows: Tensor) -> Tensor:
         """Return the sum of each token's rows here, added in FP32 and rounded once."""
