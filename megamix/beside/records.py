@@ -21,17 +21,17 @@ _TAG = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 
 
 class Listener:
-    """The step to which values are recorded: that of the last engine in use.
+    """The step to which a forward reports. `latest`: that of the last engine in use, for `megamix.record`.
 
     `recorded_rows`: FP32 (2,) by name and reduce, a value and the number of values in it; the tensors stay from step to
-    step, because compiled code refers to them. `counts()`: whether a value recorded now counts.
+    step, because compiled code refers to them. `listens()`: whether what is reported now is part of the step.
     """
 
     latest: ClassVar[Callable[[], Listener | None]] = lambda: None
 
-    def __init__(self, device: torch.device, counts: Callable[[], bool]) -> None:
+    def __init__(self, device: torch.device, listens: Callable[[], bool]) -> None:
         self.recorded_rows: dict[tuple[str, Reduce], Tensor] = {}
-        self.counts = counts
+        self.listens = listens
         self.device = device
         self.claim()
 
@@ -53,7 +53,7 @@ def record(name: str, tensor: Tensor, reduce: Reduce = "mean") -> None:
     before.
     """
     step = Listener.latest()
-    if step is None or not step.counts():
+    if step is None or not step.listens():
         return
     if tensor.dim():
         raise ValueError(f"record({name!r}): must be of shape (), got {tuple(tensor.shape)}; pass its mean() or amax()")

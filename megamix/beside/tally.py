@@ -38,11 +38,11 @@ class Counts(nn.Module):
                 "one number for each place"
             )
         step = None if self._step is None else self._step()
-        if step is not None and self._counts is not None and torch.is_grad_enabled() and step.counts():
+        if step is not None and self._counts is not None and torch.is_grad_enabled() and step.listens():
             self._counts += counts.detach()
 
     def connect(self, counts: Tensor, step: Listener) -> None:
-        """Count into `counts`, FP32 (size,), while `step` counts."""
+        """Count into `counts`, FP32 (size,), while `step` listens."""
         self._counts, self._step = counts, weakref.ref(step)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -102,9 +102,9 @@ class StepProgress(Listener):
     `recorded_rows`: the rows of `Recorded.table`.
     """
 
-    def __init__(self, grad_accum_steps: int, device: torch.device, counts: Callable[[], bool], num_parts: int = 1):
+    def __init__(self, grad_accum_steps: int, device: torch.device, listens: Callable[[], bool], num_parts: int = 1):
         """Begin before the first step. `num_parts`: number of ranks whose losses are parts of one loss."""
-        super().__init__(device, counts)
+        super().__init__(device, listens)
         self.grad_accum_steps, self._num_parts = grad_accum_steps, num_parts
         self.micro_batches, self._ended = 0, False
         self.examined = False  # True: this step is examined, or the next one will be
