@@ -62,7 +62,7 @@ _LIBRARY.impl("gradient_of_added_loss", _gradient_on_meta, "Meta")
 
 @contextmanager
 def added_losses_times(factor: Tensor | float) -> Iterator[None]:
-    """Multiply added losses by a number, or FP32 (), in the backward passes inside the block."""
+    """Multiply added losses by a number, or FP32 (), in all threads' backward passes inside the block."""
     before = _AddedLoss.factor
     _AddedLoss.factor = factor
     try:

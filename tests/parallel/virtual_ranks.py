@@ -116,8 +116,7 @@ def take_step(
             running.backward = False
             loss = model(*batch.inputs)
             running.backward = True
-            with added_losses_times(scale / section.cp_size):
-                (loss.float() / section.cp_size * scale).backward()
+            (loss.float() / section.cp_size * scale).backward()
             losses.append(loss.item())
             for name, parameter in model.named_parameters():
                 grads[name] = parameter.grad if name not in grads else grads[name] + parameter.grad
@@ -125,7 +124,8 @@ def take_step(
         return losses, grads, placements, counts
 
     running = threading.local()
-    with ThreadPoolExecutor(num_ranks) as pool:
+    # The factor is one of all threads.
+    with added_losses_times(scale / section.cp_size), ThreadPoolExecutor(num_ranks) as pool:
         ranks = [*pool.map(on_rank, topologies)]
     grads = {}
     for name in weights:
