@@ -36,9 +36,9 @@ class CausalAttention(Branch):
         """Return heads whose first elements, as many as the tables have, are turned by the tokens' positions."""
         if rotary is None or not self.rotates:
             return heads
-        cos, sin = rotary[-2:] if self.rule.window else rotary[:2]
-        rotated, rest = heads.tensor_split([2 * cos.shape[-1]], -1)
-        rotated = self.ops.rotary(rotated, cos, sin)
+        tables = rotary.windowed if self.rule.window and rotary.windowed is not None else rotary
+        rotated, rest = heads.tensor_split([2 * tables.cos.shape[-1]], -1)
+        rotated = self.ops.rotary(rotated, tables.cos, tables.sin)
         return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
     def attend(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -153,9 +153,12 @@ class LayerNorm(nn.LayerNorm):
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-# cos and sin, FP32 (T, rotary_dim / 2) or (B, T, rotary_dim / 2). Those of layers with a window come last, if they have
-# their own.
-RotaryTables = tuple[Tensor, ...]
+class RotaryTables(NamedTuple):
+    """Rows of a table of rotary positions, FP32 (T, rotary_dim / 2) or (B, T, rotary_dim / 2)."""
+
+    cos: Tensor
+    sin: Tensor
+    windowed: "RotaryTables | None" = None  # those of layers with a window, if they have their own
 
 
 class RotaryTable(nn.Module):
@@ -195,14 +198,15 @@ class RotaryTable(nn.Module):
     def forward(self, num_positions: int, positions: Tensor | None = None) -> RotaryTables:
         """Return the tables' rows of the given positions, INT64 (B, T), or of the first num_positions."""
         rows = slice(num_positions) if positions is None else positions
-        return self.cos[rows], self.sin[rows]
+        return RotaryTables(self.cos[rows], self.sin[rows])
 
 
 class TwoRotaryTables(nn.ModuleList):
     """The table of layers without a window, and that of layers with one."""
 
     def forward(self, num_positions: int, positions: Tensor | None = None) -> RotaryTables:
-        return tuple(rows for table in self for rows in table(num_positions, positions))
+        tables, windowed = (table(num_positions, positions) for table in self)
+        return RotaryTables(tables.cos, tables.sin, windowed)
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling, theta: float) -> tuple[Tensor, float]:

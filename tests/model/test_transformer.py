@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamix.config import ModelConfig
-from megamix.model.layers import RotaryTable
+from megamix.model.layers import RotaryTable, RotaryTables
 from megamix.model.ops import Ops
 from megamix.model.transformer import Block, Transformer
 from tests.model.rounding import FP16_WIDE, UNIT
@@ -153,9 +153,10 @@ def test_rotary_attention_depends_on_distance_and_not_on_place() -> None:
     model = model_of(num_layers=1, init_std=0.2, seq_len=40)
     assert model.rotary is not None
     x = torch.randn(1, 8, 32)
-    cos, sin = model.rotary(40)
+    cos, sin, _ = model.rotary(40)
     block = model.blocks[0]
-    here, there = (block(x, (cos[start : start + 8], sin[start : start + 8]), None, None) for start in (0, 32))
+    rows = (RotaryTables(cos[start : start + 8], sin[start : start + 8]) for start in (0, 32))
+    here, there = (block(x, tables, None, None) for tables in rows)
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
 
 

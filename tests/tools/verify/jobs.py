@@ -29,7 +29,7 @@ from megamix.mixed_precision.unit_gather import UnitGather
 from megamix.mixed_precision.unseen_writes import UnseenWrites
 from megamix.mixed_precision.update_slice import UpdateGroup
 from megamix.model import decoder
-from megamix.model.layers import RotaryTable
+from megamix.model.layers import RotaryTable, RotaryTables
 from megamix.model.ops import SEES_ALL, Ops
 from megamix.parallel import build, tensor_parallel
 from megamix.tools.verify.core.layout import parse_layout
@@ -258,7 +258,8 @@ def recomputed_elsewhere() -> object:
         calls = itertools.count()
 
         def forward(x):
-            tables = rotary if next(calls) == 0 else [table.roll(1, -2) for table in rotary]
+            turned = RotaryTables(rotary.cos.roll(1, -2), rotary.sin.roll(1, -2))
+            tables = rotary if next(calls) == 0 else turned
             return block(x, tables, *context)
 
         return checkpoint(forward, x, **settings)
