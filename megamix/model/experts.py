@@ -97,14 +97,16 @@ class Router(nn.Module):
         rule = partial(towards_mean, rate)
         self.balance = Tally(experts.num_experts, rule) if rate else Counts(experts.num_experts)
 
+    @property
+    def biases(self) -> Tensor | None:
+        """Return what is added to the scores in the choice, FP32 (experts,); None: nothing is."""
+        return self.balance.value if isinstance(self.balance, Tally) else None
+
     def forward(self, x: Tensor) -> Routes:
         """Return the routes of all tokens. Shapes: x (B, T, hidden_size); tokens are B * T."""
         logits = self.ops.scores(x, self.weight)
         scores = self.scores(logits)
-        ranking = scores.detach()
-        if isinstance(self.balance, Tally):
-            ranking = ranking + self.balance.value
-        chosen = self.choose(ranking)
+        chosen = self.choose(scores.detach() if self.biases is None else scores.detach() + self.biases)
         loads = _count(chosen, self.experts.num_experts)
         counts = loads.sum(0)
         self.balance.add(counts)

@@ -39,7 +39,7 @@ def judge_scores(verdict: Verdict, number: int, right: RightStep, ranks: Sequenc
                 found, largest = kept.ranking.double(), float(want.abs().max())
                 bound = NOISE * float((native - want).abs().max()) + 2 * U32 * largest
                 error = float((found - want).abs().max())
-                bias = router.balance.value.cpu().double() if isinstance(router.balance, Tally) else 0.0
+                bias = 0.0 if router.biases is None else router.biases.cpu().double()
                 explain = partial(_kind_of_scores, found, want, bias, bound)
                 verdict.note(number, "scores", f"{name} on rank {rank}", error, bound, explain)
                 short = float(shortfall(kept.ranking, kept.experts, router.experts).max())
@@ -68,7 +68,7 @@ def judge_choices(
         rankings = [[of[name] for of in step.rankings] for step in (exact, native)]
         noise = max(float((one - other).abs().max()) for one, other in zip(*rankings, strict=True))
         left, bound = iter(rankings[0]), 2 * NOISE * noise
-        bias = router.balance.value.cpu().double() if isinstance(router.balance, Tally) else 0.0
+        bias = 0.0 if router.biases is None else router.biases.cpu().double()
         for rank, mine in enumerate(by_rank):
             for choices in mine:
                 ranking, chosen = next(left), choices[name]

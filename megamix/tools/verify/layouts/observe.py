@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from megamix.beside.tally import Tally
 from megamix.builders.data import plugin_source
 from megamix.builders.objects import build_loader, build_training
 from megamix.config import Config, reading_ranks
@@ -55,11 +54,11 @@ def set_biases(config: Config, model: nn.Module) -> None:
     with, a bias that is missing would not show.
     """
     for name, router in routers(model).items():
-        if isinstance(router.balance, Tally):
+        if router.biases is not None:
             drawn = torch.Generator().manual_seed(config.training.seed + sum(name.encode()))
             size = config.model.init_std * config.model.hidden_size**0.5  # of the logits of a normed input
             slope = 0.25 if router.experts.score == "sigmoid" else 1 / router.experts.num_experts
-            router.balance.value.copy_(size * slope * torch.randn(router.experts.num_experts, generator=drawn))
+            router.biases.copy_(size * slope * torch.randn(router.experts.num_experts, generator=drawn))
 
 
 def take_step(config: Config, runner: MicroBatchRunner, attempt: int) -> StepResult:
