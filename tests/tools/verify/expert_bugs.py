@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from megamix.beside.tally import Tally
+from megamix.comm.collectives import GlooCollectives
 from megamix.mixed_precision.tallies import Tallies
 from megamix.model.experts import Router, Routes, Stack
 from megamix.model.ops import Ops
+from megamix.parallel.expert_parallel import _Way
 
 
-class _LargerGradient(torch.autograd.Function):
+class _GradientTimes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, factor: float, x: Tensor) -> Tensor:
+        ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 1.1 * grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.factor * grad
 
 
 def _stacks(change: Callable[[Tensor], Tensor]) -> object:
@@ -35,8 +41,46 @@ def _stacks(change: Callable[[Tensor], Tensor]) -> object:
 
 
 def expert_gradients_larger() -> object:
-    """As with ranks that divide experts and divide a loss otherwise than they."""
-    return _stacks(_LargerGradient.apply)
+    return _stacks(partial(_GradientTimes.apply, 1.1))
+
+
+def expert_gradients_over_ep() -> object:
+    """Gradients of experts are divided by the ranks that divide them, as if each had seen all tokens."""
+    return _stacks(partial(_GradientTimes.apply, 0.5))
+
+
+def rows_of_the_other_rank() -> object:
+    """Each of two ranks sends the other's rows in place of its own: as many, which it takes for its experts'."""
+    right = _Way.there
+
+    def there(self: _Way, rows: Tensor) -> Tensor:
+        return right(self, torch.cat(rows.split(self.to[::-1])[::-1]))
+
+    return mock.patch.object(_Way, "there", there)
+
+
+def rows_not_regrouped() -> object:
+    """Rows that arrive stay sorted by rank, where each rank's are sorted by expert."""
+    right = _Way.between
+
+    def between(*given: Any) -> _Way:
+        way = right(*given)
+        return replace(way, order=torch.arange(len(way.order), device=way.order.device))
+
+    return mock.patch.object(_Way, "between", between)
+
+
+@contextmanager
+def experts_not_reduced() -> Iterator[None]:
+    """Ranks that own the same experts keep each its own gradient."""
+    whole = GlooCollectives.reduce_scatter
+
+    def forgets(self: GlooCollectives, grads: Tensor, grad_shard: Tensor, use: Any) -> Any:
+        divided = self.axis.size < dist.get_world_size()
+        return whole(self, grads, grad_shard, (lambda parts: None) if divided else use)
+
+    with mock.patch.object(GlooCollectives, "reduce_scatter", forgets):
+        yield
 
 
 def experts_permuted() -> object:
@@ -102,6 +146,10 @@ EXPERT_BUGS: dict[str, Callable[[], object]] = {
     bug.__name__: bug
     for bug in (
         expert_gradients_larger,
+        expert_gradients_over_ep,
+        rows_of_the_other_rank,
+        rows_not_regrouped,
+        experts_not_reduced,
         experts_permuted,
         router_in_half,
         worst_experts_chosen,

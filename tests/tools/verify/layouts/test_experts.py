@@ -67,6 +67,9 @@ def test_right_layouts_pass(run_ranks, ranks: int) -> None:
 
 NAMED = {
     "expert_gradients_larger": (0, "gradient", "blocks.1.feed_forward.down.weight[", "1.1 times the right one"),
+    "expert_gradients_over_ep": (0, "gradient", "blocks.1.feed_forward.down.weight[", "0.5 times the right one"),
+    "rows_of_the_other_rank": (0, "gradient", "norm.weight", ""),
+    "rows_not_regrouped": (0, "gradient", "norm.weight", ""),
     "experts_permuted": (0, "gradient", "norm.weight", "that of stacks turned by 1"),
     "router_in_half": (0, "scores", "blocks.1.feed_forward.router on rank 0", "computed in half, not in FP32"),
     "worst_experts_chosen": (0, "choice of experts", "router on rank 0", "not by its own scores"),
@@ -76,12 +79,21 @@ NAMED = {
     "bias_moves_on_skipped": (1, "tally", "router.balance.value on rank 0", "moved by a step that is none"),
     "bias_of_own_counts": (0, "tally", "router.balance.value on rank", "'s counts alone"),
 }  # fmt: skip
+WITH_EP = ("expert_gradients_over_ep", "rows_of_the_other_rank", "rows_not_regrouped")
 
 
 def test_bugs_are_named_at_their_first_step(run_ranks) -> None:
     job = {"dtype": "fp16", "loss_scale": 4.0}
     cases = [
-        (_config("dp2", EXPERTS, model={"recompute": "full" if "recompute" in bug else "none"}, **job), bug)
+        (
+            _config(
+                "dp2ep2" if bug in WITH_EP else "dp2",
+                EXPERTS,
+                model={"recompute": "full" if "recompute" in bug else "none"},
+                **job,
+            ),
+            bug,
+        )
         for bug in NAMED
     ]
     by_rank = run_ranks(observe_bugs, 2, cases, OVERFLOW_AT, deadline_s=600.0)
@@ -90,6 +102,14 @@ def test_bugs_are_named_at_their_first_step(run_ranks) -> None:
         assert (first.attempt, first.check) == (attempt, check)
         assert where in first.where
         assert kind in first.looks_like
+
+
+def test_experts_that_their_owners_do_not_sum_are_named(run_ranks) -> None:
+    config = _config("dp4ep2", EXPERTS, dtype="fp16", loss_scale=4.0)
+    seen = run_ranks(observe_bugs, 4, [(config, "experts_not_reduced")], OVERFLOW_AT)
+    first = _judge(config, [steps for (steps,) in seen]).differences[0]
+    assert (first.attempt, first.check) == (0, "gradient")
+    assert "blocks.1.feed_forward.down.weight[" in first.where
 
 
 def test_a_run_of_many_experts_in_half_stays_far_within_its_bounds(run_ranks) -> None:
