@@ -236,13 +236,14 @@ def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ...]) -> list[str]:
     differing = [key for key in _differing(old, new) if key.startswith(_REFUSED) and key not in may_change]
     other = _differing(_meaning(old), _meaning(new)) if differing else []
+    hints = {"optimizer.name": "with these weights, if checkpoint.resume is this checkpoint's path"}
     if _has_biases(old) and not _has_biases(new):
         other.append("model.experts")
+        hints["model.experts"] = "bias_rate = 1e-30 keeps the biases as they are"
     values = {key: _texts(old.get(key), new.get(key)) for key in differing if key in other}
     return [
         f"{key}: the checkpoint has {before}, the configuration {now}; write the "
-        "former, or another checkpoint.folder to begin a new run"
-        + (" (with these weights, if checkpoint.resume is this checkpoint's path)" if key == "optimizer.name" else "")
+        "former, or another checkpoint.folder to begin a new run" + (f" ({hints[key]})" if key in hints else "")
         for key, (before, now) in values.items()
     ]
 

@@ -293,14 +293,20 @@ def test_an_imported_mixture_is_trained_with_balance_and_goes_on_with_another(tm
         run_on_ranks(job_from(tmp_path / "in", tmp_path / "data", tmp_path / "run", **changes))
 
     run(2, balance_loss=0.01, z_loss=1e-3, bias_rate=1e-3)
-    for changed, told in (({"top_k": 2, "bias_rate": 1e-3}, "top_k"), ({"bias_rate": 0.0}, "bias_rate")):
-        with pytest.raises(ConfigError, match=rf"model.experts: the checkpoint has \{{ .*{told} = "):
+    kept = r"bias_rate = 1e-30 keeps the biases as they are\)"
+    for changed, told in (({"top_k": 2, "bias_rate": 1e-3}, "top_k = "), ({"bias_rate": 0.0}, f"bias_rate = .*{kept}")):
+        with pytest.raises(ConfigError, match=rf"model.experts: the checkpoint has \{{ .*{told}"):
             run(3, **changed)
     capsys.readouterr()
     run(3, bias_rate=1e-4)
     assert "changed since: model.experts: { balance_loss = 0.01, bias_rate = 0.001, z_loss = 0.001 } -> {" in " ".join(
         capsys.readouterr().out.split()
     )
+    before = load_file(tmp_path / "run/weights.safetensors")
+    run(4, bias_rate=1e-30)
+    after = load_file(tmp_path / "run/weights.safetensors")
+    still = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert still == {name for name in before if name.endswith("balance.value")} != set()
 
 
 def test_another_model_than_the_imported_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
