@@ -60,4 +60,4 @@ def test_a_step_reads_the_numbers_of_rows_where_ranks_exchange_them_and_nothing_
             wait: count for wait, count in waits.items() if not wait.startswith(READOUT) and " tests/" not in wait
         }
         assert sum(others.values()) == reads * layers * micro_batches * STEADY, others
-        assert all("copy_ to the host at megamix/model/ops.py" in wait for wait in others), others
+        assert all("copy_ to the host at megamix/parallel/expert_parallel.py" in wait for wait in others), others
