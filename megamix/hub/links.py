@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megamix.checkpoint.boxes import Box
-from megamix.config import DecoderConfig
+from megamix.config import DecoderConfig, ExpertsConfig
 from megamix.model.family import families, family_of
 from megamix.model.formats import Format, Location
 
@@ -95,14 +95,27 @@ def formats() -> dict[str, Format]:
     return {form.model_type: form for family in families() for form in family.formats}
 
 
+def _misfits(key: str, value: object, values: tuple[object, ...], form: str) -> list[str]:
+    """Return what is in a model and not in a format. Of experts these are the keys that differ, or all of them."""
+    if not isinstance(value, ExpertsConfig):
+        return [f"{key} is {value}, {form} has {' or '.join(map(str, values))}"]
+    theirs = dict(values[0]) if isinstance(values[0], ExpertsConfig) else {}
+    return [
+        f"{key}.{name} is {mine}, {form} has {theirs.get(name, 'no experts')}"
+        for name, mine in value
+        if name not in theirs or mine != theirs[name]
+    ]
+
+
 def format_of(config: DecoderConfig) -> Format:
     """Return the format that can express such a model. Raises: ValueError saying why the nearest format cannot."""
     given = family_of(config).effective(config)
     misfits = {
         form: [
-            f"model.{key} is {given[key]}, {form.model_type} has {' or '.join(map(str, values))}"
+            misfit
             for key, values in form.allowed(config).items()
             if given[key] not in values
+            for misfit in _misfits(f"model.{key}", given[key], values, form.model_type)
         ]
         for form in family_of(config).formats
     }

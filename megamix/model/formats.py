@@ -11,8 +11,8 @@ from megamix.config import DecoderConfig
 Json = Mapping[str, Any]
 _SHOWN = 80  # most characters of a file's value in a message
 OTHERS = (
-    'to train it as it is, write family = "transformers" and this folder under [model]; to evaluate, generate or '
-    "export what was trained so, give the folder of its run"
+    'to train it as it is, write family = "transformers" and this folder under [model], if `megamix train --check` '
+    "then takes it; to evaluate, generate or export what was trained so, give the folder of its run"
 )
 
 

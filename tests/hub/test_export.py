@@ -213,6 +213,12 @@ def test_a_format_does_not_lose_what_a_windows_layers_rotate_by() -> None:
     assert format_of(ModelConfig(**SMALL, **OLMO, windows=[4, 0], rope_scaling=YARN, window_rope_theta=1e4)) is form
 
 
+def test_the_nearest_format_of_a_mixture_is_a_mixture_and_differs_in_single_keys() -> None:
+    experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "score": "sigmoid", "bias_rate": 0.0}
+    with pytest.raises(ValueError, match=r"the nearest: model.experts.score is sigmoid, mixtral has softmax$"):
+        format_of(ModelConfig(**SMALL, experts=experts))
+
+
 def test_a_format_writes_the_numbers_that_transformers_asks_for() -> None:
     granite = formats()["granite"].write(ModelConfig(**SMALL, residual_scale=0.5))
     assert granite["attention_multiplier"] == 6**-0.5

@@ -34,7 +34,7 @@ def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | No
         yield from _table(plan)  # printed before the changes, which take longer to count
     experts = expert_rows(config, plan, limit)
     if experts is not None and not as_json:
-        yield from _expert_rows(experts)
+        yield from _expert_rows(config, experts)
     shards = dict(by_shard(config, plan))
     if not as_json:
         yield from _shard_rows(config, plan, shards, limit)
@@ -98,7 +98,7 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
     yield from _rows(beside, plan.host, sum(plan.host.values()))
 
 
-def _expert_rows(experts: ExpertRows) -> Iterator[str]:
+def _expert_rows(config: Config, experts: ExpertRows) -> Iterator[str]:
     yield "rows of a layer's experts on this rank, of a micro-batch"
     if experts.worst == experts.even:
         yield f"  {'however tokens choose':<36} {experts.even:>12,}"
@@ -106,7 +106,9 @@ def _expert_rows(experts: ExpertRows) -> Iterator[str]:
     yield f"  {'even routing, as counted above':<36} {experts.even:>12,}"
     yield f"  {'if all tokens choose experts here':<36} {experts.worst:>12,}, peak {amount(experts.worst_peak)}"
     if experts.factor is not None:
-        yield f"  {'the most that fits, of the even rows':<36} {experts.factor:>12.2f} times as many"
+        most = f"  {'the most that fits, of the even rows':<36} {experts.factor:>12.2f} times as many"
+        saves = config.model.recompute != "full" and experts.factor < experts.worst / experts.even
+        yield most + '; model.recompute = "full" keeps the least of a row' * saves
 
 
 def _shard_rows(config: Config, plan: MemoryPlan, shards: dict[Shard, int | str], limit: int | None) -> Iterator[str]:
