@@ -14,6 +14,7 @@ from typing import Any
 
 import bf16_moments
 import bf16_rounding
+import experts
 import gemm_accumulation
 import loss_scales
 import memory
@@ -32,8 +33,8 @@ pytestmark = pytest.mark.uncounted
 
 ROOT = Path(__file__).parents[1]
 STUDIES = (
-    bf16_moments, bf16_rounding, gemm_accumulation, loss_scales, memory, optimizers, overflow, passes, regression,
-    vanishing,
+    bf16_moments, bf16_rounding, experts, gemm_accumulation, loss_scales, memory, optimizers, overflow, passes,
+    regression, vanishing,
 )  # fmt: skip
 PAGE = run_all.PAGE.read_text(encoding="utf-8")
 
@@ -186,6 +187,16 @@ def test_every_optimizer_trains_and_the_page_is_what_the_kept_runs_say(tmp_path,
     kept = optimizers.measure()
     assert f"\n{optimizers.text(kept)}\n\n<!-- end of optimizers -->" in PAGE
     _shows(optimizers, kept, tmp_path, monkeypatch)
+
+
+def test_a_mixture_trains_as_the_dense_model_does_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch) -> None:
+    small = experts.measure(small=True)
+    assert [run.way for run in small] == [*experts.WAYS]
+    assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
+    assert [curve.load is None for curve in small.values()] == [False, True]
+    kept = experts.measure()
+    assert f"\n{experts.text(kept)}\n\n<!-- end of experts -->" in PAGE
+    _shows(experts, kept, tmp_path, monkeypatch)
 
 
 def test_a_grid_goes_on_until_its_best_lies_inside_then_come_the_seeds() -> None:
