@@ -1,6 +1,5 @@
-"""What a GPU would run of a layer of experts, as tests/gpu/expert_kernels.py counts it without one.
-
-`python docs/expert_kernels.py` writes the table of docs/experts.md.
+"""Write the table of docs/experts.md: `python docs/expert_kernels.py`. It holds what a GPU would run of a layer of
+experts, as tests/gpu/expert_kernels.py counts it without one.
 """
 
 from __future__ import annotations

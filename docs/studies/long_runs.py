@@ -40,7 +40,7 @@ Curves = dict[Run, Curve]
 
 
 class Plan(NamedTuple):
-    """What is trained. `grids`: learning rates by size and way, the first ones first; one whose best value is its first
+    """A plan of runs. `grids`: learning rates by size and way, the first ones first; one whose best value is its first
     or last is continued. `train(run, texts, folder)` trains one, and goes on with what the folder holds. `of_one_seed`:
     sizes whose best value gets no other seeds.
     """

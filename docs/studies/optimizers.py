@@ -60,7 +60,7 @@ WAYS = {
     "Muon, one scale": ("optimizer.name=muon",),
 }
 ADAMW, NAG, MUON = (2e-3, 4e-3, 1e-3, 8e-3), (0.4, 0.2, 0.8, 0.1), (8e-3, 4e-3, 16e-3, 32e-3)
-# What is trained first stands first.
+# The learning rate that is trained first stands first, the grids, too.
 GRIDS = {
     ("2 M", "Muon"): MUON, ("2 M", "AdamW"): ADAMW, ("2 M", "NAG"): NAG, ("2 M, 206 steps", "Muon"): MUON[:3],
     ("width 64", "Muon"): MUON, ("width 64", "Muon, one scale"): MUON,

@@ -13,7 +13,7 @@ from megamix.beside.records import Listener
 
 
 class Counts(nn.Module):
-    """What the forwards of a step count, by place, without a vector that it moves.
+    """Counts of a step's forwards, by place. They move no vector.
 
     The engine that trains the module sums the counts over the global batch, for `StepResult.tallied`; without one
     nothing is counted.

@@ -149,9 +149,14 @@ class OverflowHistory:
         self.origins: list[str] = []  # origins of the last examined overflow, in words
 
     def note(
-        self, found_inf: bool, loss: float, loss_scale: float, by_piece: Tensor, peak_rows: Tensor,
+        self,
+        found_inf: bool,
+        loss: float,
+        loss_scale: float,
+        by_piece: Tensor,
+        peak_rows: Tensor,
         examination: Examination | None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Take an attempt's outcome; see StepResult. Return an overflow in words, else "". Every rank must call it."""
         attempts, overflows = 0, 0
         if self._scales and self._scales[-1][0] == loss_scale:

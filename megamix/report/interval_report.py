@@ -176,9 +176,17 @@ class Readout:
         recorded = Recorded(self._names[slot], table.view(-1, 2), num_values)
         tallied = dict(zip(self._tallied[slot], counts, strict=True))
         return Outcome(
-            loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), by_piece.view(2, -1), peaks.view(2, -1),
-            recorded, tallied,
-        )  # fmt: skip
+            loss,
+            bool(found_inf),
+            grad_norm,
+            loss_scale,
+            lr,
+            int(stop),
+            by_piece.view(2, -1),
+            peaks.view(2, -1),
+            recorded,
+            tallied,
+        )
 
 
 class RecordedRows:

@@ -123,7 +123,7 @@ def load_tags(counts: Mapping[str, Sequence[float]], *, detailed: bool) -> dict[
     tags: dict[str, float | list[int]] = {}
     for layer, each in counts.items():
         loads = over_mean(each)
-        # Of shares p: -sum(p ln p) / ln n, where a load is n p.
+        # The entropy of n shares p is -sum(p ln p), at most ln n; a load is n p.
         entropy = 1 - statistics.fmean(load * math.log(load or 1) for load in loads) / math.log(max(len(each), 2))
         values = {"max": max(loads), "min": min(loads), "entropy": entropy}
         tags |= {load_tag(name, layer): value for name, value in values.items()}
@@ -137,7 +137,7 @@ DETAILED_EVERY = 10  # log lines from one with details to the next
 
 def format_lines(
     step: int, steps: int, metrics: StepMetrics, *, detailed: bool, counts: Sequence[Sequence[float]] = ()
-) -> str:  # fmt: skip
+) -> str:
     """Return a step's line on the console, as plain text that stays readable in a batch system's log.
 
     The line has at most 100 columns while a run has fewer than a million steps. `detailed`: add two lines of values
@@ -217,7 +217,7 @@ class MetricsWriter:
 
     def write(
         self, step: int, values: Mapping[str, float | None], others: Mapping[str, float | list[int]] | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write values by their names in TAGS, and others by their tags. Lists are in metrics.jsonl alone.
 
         None, inf and NaN become null: JSON has no word for them.

@@ -1,4 +1,4 @@
-"""What a layer of experts launches and moves on a GPU, counted on meta tensors, which stand for a GPU's."""
+"""Count what a layer of experts launches and moves on a GPU. Meta tensors stand for a GPU's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ METHODS = (
 
 @dataclass
 class Part:
-    """What one part of a layer takes. `bytes`: of each operation's inputs and outputs, once: the least it moves."""
+    """Cost of one part of a layer. `bytes`: those of each operation's inputs and outputs, once: the least it moves."""
 
     operations: int = 0
     bytes: int = 0
@@ -101,7 +101,7 @@ def count(ep_size: int) -> list[dict[str, Part]]:
         here = len(linear.weight) // (1 if linear is layer.router else ep_size)
         linear.weight = torch.nn.Parameter(linear.weight.detach()[:here].bfloat16())
     compute = layer._compute
-    layer._compute = lambda rows, weights, counts: compute(rows, weights, counts[:here])  # type: ignore[method-assign]
+    layer._compute = lambda rows, weights, counts: compute(rows, weights, counts[:here])  # type: ignore[method-assign]  # for this layer
     with contextlib.ExitStack() as inside:
         for method in METHODS:
             inside.enter_context(parts.claim(*method))

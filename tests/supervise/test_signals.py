@@ -50,7 +50,7 @@ PLACES = ("training", "saving", "saving aside", "validating")  # places at which
 
 
 def _config(folder: Path, data: Path, **checkpoint: Any) -> Config:
-    """Where ranks divide experts, one that ends a validation alone would leave the others waiting."""
+    """Return a job whose ranks divide experts: one that ended a validation alone would leave the other waiting."""
     return tiny_job(
         folder,
         tokens=data,

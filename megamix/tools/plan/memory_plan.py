@@ -82,9 +82,14 @@ def plan_memory(config: Config, dp_size: int, machine: Machine, *, crowded: bool
 
 
 def plan_rank(
-    config: Config, dp_size: int, pp_rank: int, machine: Machine, stages: list[StagePlan] | None = None, *,
+    config: Config,
+    dp_size: int,
+    pp_rank: int,
+    machine: Machine,
+    stages: list[StagePlan] | None = None,
+    *,
     crowded: bool = False,
-) -> MemoryPlan:  # fmt: skip
+) -> MemoryPlan:
     """Return the plan of one of a pipeline's ranks; see `plan_memory`. `stages`: those of all ranks, if known."""
     stages = plan_pipeline(config) if stages is None else stages
     mesh = Topology.place(0, dp=dp_size, ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))

@@ -68,9 +68,12 @@ def require_fit(config: Config, dp_size: int, limit: int) -> str:
 
 
 def _record(
-    plan: MemoryPlan, limit: int | None, experts: ExpertRows | None, shards: dict[Shard, int | str],
+    plan: MemoryPlan,
+    limit: int | None,
+    experts: ExpertRows | None,
+    shards: dict[Shard, int | str],
     advice: list[Advice],
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, object]:
     fits = None if limit is None else plan.peak <= limit
     return {
         **dataclasses.asdict(plan), "resident": plan.resident, "peak": plan.peak, "peak_phase": plan.peak_phase,
