@@ -14,13 +14,16 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import megamix
 from megamix import progress
 from tests.programs import count_no_lines_in_programs, counting, lines_counted
+
+if TYPE_CHECKING:
+    from megamix.tools.ranks import RankPool
 
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
@@ -136,20 +139,32 @@ def doors(tmp_path: Path) -> Iterator[None]:
             del sys.modules[name]
 
 
+class RankPools:
+    """Real Gloo ranks that wait for work: a pool per world size (megamix/tools/ranks.py), started at first use."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(
+        self, case: Callable[..., Any], world_size: int, *args: Any, deadline_s: float | None = None
+    ) -> list[Any]:
+        """Run a top-level function on ranks. A case that fails in a rank fails the test by the rank's name."""
+        from megamix.tools.ranks import RankPool
+
+        if world_size not in self._pools:
+            self._pools[world_size] = RankPool(world_size)
+        return self._pools[world_size].call(_on_rank, counts, case, *args, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        """End the ranks, and with them what plugins registered there. The next case starts new ones."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
 @pytest.fixture(scope="session")
-def run_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`run_ranks(case, world_size, *args)` runs a top-level function on real Gloo ranks: a pool per world size, started
-    when first asked for (megamix/tools/ranks.py). A case that fails in a rank fails the test by the rank's name.
-    """
-    from megamix.tools.ranks import RankPool
-
-    pools: dict[int, RankPool] = {}
-
-    def run(case: Callable[..., Any], world_size: int, *args: Any, deadline_s: float | None = None) -> list[Any]:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size].call(_on_rank, counts, case, *args, deadline_s=deadline_s)
-
-    yield run
-    for pool in pools.values():
-        pool.close()
+def run_ranks() -> Iterator[RankPools]:
+    """`run_ranks(case, world_size, *args)` runs a top-level function on real Gloo ranks."""
+    pools = RankPools()
+    yield pools
+    pools.close()

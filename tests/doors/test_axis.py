@@ -43,12 +43,13 @@ ROWS = "tests.doors.rows_axis"
 
 
 @pytest.fixture
-def rows(doors: None) -> Iterator[None]:
-    """Register the plugin's axis anew, and forget it after the test."""
+def rows(doors: None, run_ranks) -> Iterator[None]:
+    """Register the plugin's axis anew, and forget it after the test, on the ranks, too."""
     sys.modules.pop(ROWS, None)
     importlib.import_module(ROWS)
     yield
     del sys.modules[ROWS]
+    run_ranks.close()
 
 
 def _verified(layout: str, dtype: str, **more: Any) -> Config:
