@@ -152,6 +152,7 @@ DIFFERS = {
     "checkpoint.timeout_s": "a job's parallelism.timeout_s",
     "checkpoint.frozen": "a job saves all that it trains",
     "checkpoint.save_interval": OF_A_RUN,
+    "checkpoint.keep_every": OF_A_RUN,
     "checkpoint.async_save": OF_A_RUN,
     "checkpoint.on_save_failure": OF_A_RUN,
     "checkpoint.resume": OF_A_RUN,

@@ -24,6 +24,12 @@ from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")
 
+Stays = Callable[[Path], bool]  # tells of an old checkpoint whether it is not removed
+
+
+def _replaced(path: Path) -> bool:
+    return False
+
 
 def save(folder: Path, snapshot: Snapshot, all_or_none: AllOrNone, files: Files | None = None) -> Path:
     """Write a checkpoint, and return its path when it is on the disk. Every rank must call it, and gets the same path.
@@ -85,14 +91,14 @@ def commit(begun: Path, manifest: Manifest, written: Sequence[dict[str, str | in
     return name
 
 
-def remove_old(folder: Path, keep: int, saved: Path, files: Files) -> None:
-    """Remove all checkpoints but the `keep` newest and `saved`. A failure loses nothing, so it is only logged. One rank
-    calls it, after a save and before the next one. The disk may take long to free the files, so it runs beside other
-    work.
+def remove_old(folder: Path, keep: int, saved: Path, files: Files, stays: Stays = _replaced) -> None:
+    """Remove all checkpoints but the `keep` newest, `saved` and those that stay. A failure loses nothing, so it is only
+    logged. One rank calls it, after a save and before the next one. The disk may take long to free the files, so it
+    runs beside other work.
     """
     try:
         for path in checkpoints(folder)[keep:]:
-            if path != saved:
+            if path != saved and not stays(path):
                 # A half-removed checkpoint must not look whole. So it first loses its name, in one instant, and then
                 # its manifest.
                 doomed = path.with_name(aside_name(path.name))
@@ -109,17 +115,17 @@ class Saver:
     `all_or_none`: nothing else may use its group, or the thread's collectives would be matched with others.
     `saved(path)`, `failed(error)`: one of them is called at the end of each save, by the thread that wrote it, before
     the next save begins. If a disk fails, every rank gets the same error; if a peer died, each rank gets its own error.
-    After a save all checkpoints but the `keep` newest are removed.
+    After a save all checkpoints are removed but the `keep` newest and those of which `stays(path)` is true.
     """
 
     def __init__(
-        self, folder: Path, keep: int, all_or_none: AllOrNone,
-        saved: Callable[[Path], None], failed: Callable[[Exception], None], files: Files | None = None,
+        self, folder: Path, keep: int, all_or_none: AllOrNone, saved: Callable[[Path], None],
+        failed: Callable[[Exception], None], files: Files | None = None, stays: Stays = _replaced,
     ):  # fmt: skip
         if type(keep) is not int or keep < 2:
             raise ValueError(f"keep must be a whole number, at least 2, got {keep!r}: the newest may be damaged")
         self.folder, self._keep, self._all_or_none, self._files = folder, keep, all_or_none, files or Files()
-        self._saved, self._failed = saved, failed
+        self._saved, self._failed, self._stays = saved, failed, stays
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
 
@@ -150,7 +156,7 @@ class Saver:
 
     def _remove_old(self, saved: Path | None) -> None:
         if saved is not None and self._all_or_none.rank == 0:
-            remove_old(self.folder, self._keep, saved, self._files)
+            remove_old(self.folder, self._keep, saved, self._files, self._stays)
 
     def _write(self, snapshot: Snapshot) -> Path | None:
         """Write the snapshot, and return the checkpoint's path; None if the save failed."""

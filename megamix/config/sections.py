@@ -138,6 +138,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; a run continues from one as if it had never stopped. 0: only at the end."""
     keep: Annotated[PositiveInt, Field(ge=2)] = 2
     """Number of newest checkpoints to keep; at least 2, because the newest may prove damaged."""
+    keep_every: NonNegativeInt = 0
+    """Steps between checkpoints that no later one replaces, each of which is saved, too. 0: none."""
     async_save: bool = True
     """Whether training goes on while a checkpoint is written, from a copy in the host's memory."""
     on_save_failure: Literal["continue", "stop"] = "continue"

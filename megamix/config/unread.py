@@ -61,8 +61,8 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "parallelism.cp_method": _at_least("parallelism.cp_size", 2),
     "parallelism.ep_method": _at_least("parallelism.ep_size", 2),
     "parallelism.sequence_parallel": _at_least("parallelism.tp_size", 2),
-    "checkpoint.async_save": _at_least("checkpoint.save_interval", 1),
-    "checkpoint.on_save_failure": _at_least("checkpoint.save_interval", 1),
+    "checkpoint.async_save": (*_at_least("checkpoint.save_interval", 1), *_at_least("checkpoint.keep_every", 1)),
+    "checkpoint.on_save_failure": (*_at_least("checkpoint.save_interval", 1), *_at_least("checkpoint.keep_every", 1)),
     "metrics.sample_prompt": (Where("data.tokenizer", bool, "runs/data/tokenizer.json"),),
     "profiling.start_step": _at_least("profiling.num_steps", 1),
 }

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from megamix.checkpoint.all_or_none import AllOrNone
-from megamix.checkpoint.folder import Files
+from megamix.checkpoint.folder import Files, applied_updates
 from megamix.checkpoint.save import Saver
 from megamix.config import Config
 from megamix.inspect.replicas import check_replicas
@@ -33,7 +33,9 @@ class RunCheckpoints:
         self._all_or_none, self._console, self._leave = all_or_none, console, leave
         folder = checkpoint_folder(config)
         self._files = Files()
-        self._saver = Saver(folder, config.checkpoint.keep, all_or_none, self._saved, self._failed, self._files)
+        self._saver = Saver(
+            folder, config.checkpoint.keep, all_or_none, self._saved, self._failed, self._files, self._stays
+        )  # fmt: skip
         # Path and place in the run of the newest checkpoint in the run's own folder.
         own = start.checkpoint if start.checkpoint is not None and start.checkpoint.path.parent == folder else None
         self._path = own.path if own is not None else None
@@ -88,6 +90,10 @@ class RunCheckpoints:
         self._under_way, self._error, self._start_s = _place(progress), None, time.perf_counter()
         record = self._record.model_copy(update={"progress": progress.model_dump(mode="json")})
         (self._saver.start if beside else self._saver.save)(self._engine, record)
+
+    def _stays(self, path: Path) -> bool:
+        update, keep_every = applied_updates(path), self._section.keep_every
+        return keep_every > 0 and update > 0 and update % keep_every == 0
 
     def _saved(self, path: Path) -> None:
         self._newest, self._path = self._under_way, path

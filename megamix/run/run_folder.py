@@ -33,6 +33,17 @@ def checkpoint_folder(config: Config) -> Path:
     return Path(config.checkpoint.folder) / CHECKPOINTS
 
 
+def checkpoint_words(config: Config) -> str:
+    """Return a line on the checkpoints that stay; empty if a run keeps only the newest."""
+    section, steps = config.checkpoint, config.training.steps
+    if not section.keep_every:
+        return ""
+    return (
+        f"checkpoints: one after every {section.keep_every} updates stays, {steps // section.keep_every} by update "
+        f"{steps}, beside the newest {section.keep}"
+    )
+
+
 def folder_problems(config: Config) -> list[str]:
     """Return the reasons why a run cannot write to its folder, one line each."""
     folder, path = config.checkpoint.folder, Path(config.checkpoint.folder)

@@ -19,6 +19,7 @@ from megamix.report.trackers import start_trackers
 from megamix.run.checkpointing import RunCheckpoints
 from megamix.run.results import write_results
 from megamix.run.resume import load_start
+from megamix.run.run_folder import checkpoint_words
 from megamix.supervise.console import phase
 from megamix.supervise.status import EndedEarlyError
 from megamix.train.joined import join, supervised
@@ -60,7 +61,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
 
             # 3. The state of a run that goes on. From here on the folder is this run's.
             start = job.start = load_start(job.start, config, engine, job.all_or_none)
-            for line in start.told(config.training.steps):
+            for line in filter(None, (*start.told(config.training.steps), checkpoint_words(config))):
                 console.line(line)
             job.on_first_rank(lambda: job.begin(start, claims=True))
 

@@ -72,6 +72,7 @@ class Trainer:
         self._validated = start.validated  # the update after which the last validation was
         self._stop_reason = 0  # the reason to leave on which the ranks have agreed; 0: none
         self._scaled = build_loss_scale(config.precision) is not None
+        self._save_intervals = (config.checkpoint.save_interval, config.checkpoint.keep_every)
         self.profiling = Profiling(config, engine, console, writer)
         report.go_on_from(start.attempts, start.losses(), start.tokens)
         console.begin(start.applied)
@@ -128,7 +129,7 @@ class Trainer:
             is_new = self._validated < stop  # False: this update was validated before the run was interrupted
             if is_new and self.validation is not None and self._stops_for(stop, self.config.training.eval_interval):
                 valid_loss = self._validate(self.validation, stop, leave)
-            if stop < self.config.training.steps and self._stops_for(stop, self.config.checkpoint.save_interval):
+            if stop < self.config.training.steps and any(self._stops_for(stop, each) for each in self._save_intervals):
                 with self.engine.clock.span("save"):
                     self.checkpoints.save(self.progress())
         return valid_loss
@@ -150,7 +151,7 @@ class Trainer:
     def _stops(self) -> list[int]:
         """Return the coming updates that are followed by a validation or a save. The last one ends the run."""
         steps = self.config.training.steps
-        intervals = (self.config.training.eval_interval, self.config.checkpoint.save_interval)
+        intervals = (self.config.training.eval_interval, *self._save_intervals)
         stops = {stop for interval in intervals if interval for stop in range(interval, steps, interval)}
         return sorted(stop for stop in {*stops, steps} if stop >= self.batch_plan.applied)
 
