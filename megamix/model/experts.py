@@ -21,7 +21,7 @@ from megamix.config import ExpertsConfig, ModelConfig
 from megamix.model import sizes
 from megamix.model.feed_forward import FeedForward, activate
 from megamix.model.layers import ParamRule
-from megamix.model.ops import Ops
+from megamix.model.ops import Groups, Ops
 from megamix.model.recompute import recomputed
 from megamix.model.wide import Crossing, apply
 
@@ -182,8 +182,8 @@ class Stack(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.rules = {"weight": ParamRule("normal", std, 0, "ep")}
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return self.ops.grouped_linear(rows, self.weight, counts)
+    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        return self.ops.grouped_linear(rows, self.weight, groups)
 
 
 class Experts(nn.Module):
@@ -213,9 +213,10 @@ class Experts(nn.Module):
 
     def _compute(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs times the rows' factors. Backward then needs no output of an expert."""
-        widened = [self.up(rows, counts)] if self.gate is None else [self.gate(rows, counts), self.up(rows, counts)]
+        groups = self.ops.groups(rows, counts, *self.up.weight.shape[1:])
+        widened = [self.up(rows, groups)] if self.gate is None else [self.gate(rows, groups), self.up(rows, groups)]
         with recomputed(self.selective, partial(self._weighted, weights, *widened)) as (inner,):
-            down: Tensor = self.down(inner, counts)
+            down: Tensor = self.down(inner, groups)
         return down
 
     def _weighted(self, weights: Tensor, *widened: Tensor) -> Tensor:

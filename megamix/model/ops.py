@@ -51,11 +51,24 @@ def host_counts(counts: Tensor, total: int) -> list[int]:
     return [share + (number < rest) for number in range(len(counts))]
 
 
-def _groups_on_device(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a GPU multiplies groups without telling the host their sizes: torch's kernel takes BF16, with rows
-    that begin at multiples of 16 bytes. A meta tensor stands for a GPU's.
-    """
-    return x.dtype == torch.bfloat16 and not x.is_cpu and all(size % 8 == 0 for size in weight.shape[1:])
+class Groups(NamedTuple):
+    """The sizes of groups of rows, in the form in which products of groups need them."""
+
+    ends: Tensor | None  # INT32 (groups,): a GPU's kernel reads them, and the host none
+    counts: list[int]  # numbers of rows, if there are no ends
+    places: Tensor | None  # INT64 (rows,): of rows among groups padded to the largest; None: no padding
+
+
+# Padding that a GPU computes in place of a loop over groups, with its launches for each. More would take more memory
+# than a step of even groups has.
+MAX_PADDED = 2  # times the rows
+
+
+def padded_places(counts: Tensor, most: int, num_rows: int) -> Tensor:
+    """Return where rows lie among groups padded to `most` rows, INT64 (rows,). Shapes: counts INT64 (groups,)."""
+    ends, rows = counts.cumsum(0), torch.arange(num_rows, device=counts.device)
+    group = torch.searchsorted(ends, rows, right=True)
+    return rows + (group * most - (ends - counts)[group])
 
 
 class Segments(NamedTuple):
@@ -149,17 +162,32 @@ class Ops:
             return wide.apply(wide.WideScores, x, weight)
         return F.linear(x, weight)
 
-    def grouped_linear(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    def groups(self, x: Tensor, counts: Tensor, *sizes: int) -> Groups:
+        """Return the groups of rows x (rows, ...) for products of matrices with these sizes. Shapes: counts INT64
+        (groups,).
+
+        On a GPU torch's kernel takes BF16, with rows that begin at multiples of 16 bytes; for all else the host waits
+        for the counts, once for all products of the groups. A meta tensor stands for a GPU's.
+        """
+        if not x.is_cpu and x.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes):
+            return Groups(counts.cumsum(0).int(), [], None)
+        numbers = host_counts(counts, len(x))
+        most = max(numbers)
+        if x.is_cpu or sum(numbers) != len(x) or len(numbers) * most > MAX_PADDED * len(x):
+            return Groups(None, numbers, None)
+        return Groups(None, numbers, padded_places(counts, most, len(x)))
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """Return the product of each row with its group's matrix.
 
-        Shapes: x (rows, in) sorted by group, weight (groups, out, in), counts INT64 (groups,) -> (rows, out).
+        Shapes: x (rows, in) sorted by group, weight (groups, out, in) -> (rows, out).
         """
-        if _groups_on_device(x, weight):
-            return torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0).int())
-        of_groups = host_counts(counts, len(x))
-        return wide.apply(
-            wide.GroupedLinear, x, weight, of_groups, torch.float32 if self._computes_wide(x) else x.dtype
-        )
+        if groups.ends is not None:
+            return torch._grouped_mm(x, weight.mT, offs=groups.ends)
+        if groups.places is not None:
+            return wide.apply(wide.PaddedLinear, x, weight, groups.places, max(groups.counts))
+        compute_dtype = torch.float32 if self._computes_wide(x) else x.dtype
+        return wide.apply(wide.GroupedLinear, x, weight, groups.counts, compute_dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if self._sums_wide(x):

@@ -133,6 +133,30 @@ def _groups(rows: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
     return torch.split(rows[: sum(counts)], counts)
 
 
+class PaddedLinear(torch.autograd.Function):
+    """GroupedLinear as one product, of groups padded with zeros to `most` rows. `places`: INT64 (rows,), of the rows
+    among the padded ones. Keeps x, weight and places.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, places: Tensor, most: int) -> Tensor:
+        ctx.save_for_backward(x, weight, places)
+        ctx.most = most
+        return _padded(x, places, len(weight), most).bmm(weight.mT).flatten(0, 1).index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, places = ctx.saved_tensors
+        slopes = _padded(grad, places, len(weight), ctx.most)
+        of_x = slopes.bmm(weight).flatten(0, 1).index_select(0, places)
+        return of_x, slopes.mT.bmm(_padded(x, places, len(weight), ctx.most)), None, None
+
+
+def _padded(rows: Tensor, places: Tensor, groups: int, most: int) -> Tensor:
+    return rows.new_zeros(groups * most, rows.shape[1]).index_copy_(0, places, rows).view(groups, most, -1)
+
+
 class WideEmbedding(torch.autograd.Function):
     """An embedding: tokens INT64 (...), weight (vocab, hidden) -> (..., hidden). The gradient's rows are summed in
     FP32.

@@ -1,11 +1,12 @@
 """Experts compute what transformers' mixtures compute, and what each token's experts compute alone; their counts, their
-balance and their recomputed steps are exact. What does not go together is refused in one line.
+balance, their recomputed steps and a GPU's padded products are exact. What does not go together is refused in one line.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from megamix.config import ModelConfig
 from megamix.model.experts import Experts, towards_mean
 from megamix.model.family import flops_per_token, parameter_count
-from megamix.model.ops import Ops
+from megamix.model.ops import Groups, Ops, padded_places
 from megamix.model.sizes import fewest_params
 from megamix.model.transformer import Transformer
 from tests.config.test_errors import changed, problems_of
@@ -116,6 +117,30 @@ def test_each_token_gets_its_own_experts_and_no_other_token_matters() -> None:
     same = x[:1, :1].expand(2, 5, 32)
     assert torch.allclose(block(same).flatten(0, 1), alone(block, same.flatten(0, 1)), rtol=1e-12, atol=1e-12)
     assert sorted(block.router(same).counts.tolist()) == [0] * 5 + [10] * 3
+
+
+def test_padded_products_are_those_of_each_group() -> None:
+    torch.manual_seed(8)
+    counts = torch.tensor([0, 3, 2, 0, 3, 1])
+    x, grad = torch.randn(9, 5, dtype=torch.float64, requires_grad=True), torch.randn(9, 4, dtype=torch.float64)
+    weight = torch.randn(6, 4, 5, dtype=torch.float64, requires_grad=True)
+    places = padded_places(counts, 3, 9)
+    assert places.tolist() == [3, 4, 5, 6, 7, 12, 13, 14, 15]
+    ways = Groups(None, counts.tolist(), places), Groups(None, counts.tolist(), None)
+    padded, looped = (Ops(wide=False).grouped_linear(x, weight, groups) for groups in ways)
+    assert torch.allclose(padded, looped, rtol=1e-12, atol=1e-12)
+    slopes = [torch.autograd.grad(out, (x, weight), grad) for out in (padded, looped)]
+    for of_padded, of_looped in zip(*slopes, strict=True):
+        assert torch.allclose(of_padded, of_looped, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("counts", "padded"), [([2, 2, 1], True), ([0, 4, 2], True), ([0, 5, 1], False)])
+def test_groups_are_padded_on_a_gpu_while_that_at_most_doubles_the_rows(counts: list[int], padded: bool) -> None:
+    rows = torch.empty(sum(counts), 4, dtype=torch.float16, device="meta")
+    with mock.patch("megamix.model.ops.host_counts", lambda counts, total: counts.tolist()):
+        groups = Ops(wide=False).groups(rows, torch.tensor(counts), 8, 8)
+    assert (groups.places is not None) == padded
+    assert groups.counts == counts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

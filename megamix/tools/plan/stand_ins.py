@@ -40,12 +40,16 @@ def few_slices() -> Iterator[None]:
 
 @contextlib.contextmanager
 def crowded_experts(top_k: int, num_here: int) -> Iterator[None]:
-    """Let every token, of whatever rank, choose the same experts, as many as it can of the `num_here` of this rank. No
-    routing brings more rows to a rank, or to an expert.
+    """Let every token, of whatever rank, choose as many experts as it can of the `num_here` of this rank: on a CPU the
+    same ones, on a GPU such that groups are padded as far as they ever are. No routing brings more rows to a rank, and
+    none takes more memory there.
     """
     even_groups, even_ranks, most = operations.host_counts, expert_parallel.rows_of_ranks, min(top_k, num_here)
 
     def groups(counts: Tensor, total: int) -> list[int]:
+        if counts.is_meta and len(counts) > 1:
+            largest = min(total, operations.MAX_PADDED * total // len(counts))
+            return [largest, *even_groups(counts[1:], total - largest)]
         return even_groups(counts[:most], total) + [0] * (len(counts) - most)
 
     def ranks(to: Tensor, of: Tensor, num_rows: int) -> tuple[list[int], list[int]]:

@@ -18,7 +18,7 @@ from megamix.beside.tally import Tally
 from megamix.comm.collectives import GlooCollectives
 from megamix.mixed_precision.tallies import Tallies
 from megamix.model.experts import Router, Routes, Stack
-from megamix.model.ops import Ops
+from megamix.model.ops import Groups, Ops
 from megamix.parallel.expert_parallel import _Way
 
 
@@ -34,8 +34,8 @@ class _GradientTimes(torch.autograd.Function):
 
 
 def _stacks(change: Callable[[Tensor], Tensor]) -> object:
-    def forward(self: Stack, rows: Tensor, counts: Tensor) -> Tensor:
-        return self.ops.grouped_linear(rows, change(self.weight), counts)
+    def forward(self: Stack, rows: Tensor, groups: Groups) -> Tensor:
+        return self.ops.grouped_linear(rows, change(self.weight), groups)
 
     return mock.patch.object(Stack, "forward", forward)
 
