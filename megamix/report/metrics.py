@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megamix.durable import read_own
@@ -136,12 +137,18 @@ DETAILED_EVERY = 10  # log lines from one with details to the next
 
 
 def format_lines(
-    step: int, steps: int, metrics: StepMetrics, *, detailed: bool, counts: Sequence[Sequence[float]] = ()
+    step: int,
+    steps: int,
+    metrics: StepMetrics,
+    *,
+    detailed: bool,
+    counts: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> str:
     """Return a step's line on the console, as plain text that stays readable in a batch system's log.
 
     The line has at most 100 columns while a run has fewer than a million steps. `detailed`: add two lines of values
-    that change little. `counts`: by layer; their largest over their mean is in these lines, as the mean of layers.
+    that change little. `counts`: by layer; their largest over their mean is in these lines, as the mean of layers, and
+    one more line tells layers whose router has collapsed.
     """
     here = f"step {step:>{len(str(steps))}}/{steps}"
     line = (
@@ -156,13 +163,26 @@ def format_lines(
         f"memory {metrics.memory_gib:.2f} GiB"
     )
     if counts:
-        rest += f" | load {statistics.fmean(max(over_mean(each)) for each in counts):.2f}"
+        rest += f" | load {statistics.fmean(max(over_mean(each)) for each in counts.values()):.2f}"
     shares = (
         f"time: data {metrics.data_share:.0%}, fwd+bwd {metrics.forward_backward_share:.0%}, "
         f"reduce-scatter {metrics.reduce_scatter_share:.0%}, update {metrics.update_share:.0%}, "
         f"all-gather {metrics.all_gather_share:.0%}"
     )
-    return f"{line}\n{here} | {rest}\n{here} | {shares}"
+    return "\n".join([line, f"{here} | {rest}", f"{here} | {shares}", *_collapsed(counts)])
+
+
+def _collapsed(counts: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return a line for layers in which at least half of the experts get less than a hundredth of the mean."""
+    idle = {layer: sum(load < 0.01 for load in over_mean(each)) for layer, each in counts.items()}
+    layers = [layer for layer, number in idle.items() if 2 * number >= len(counts[layer])]
+    if not layers:
+        return []
+    most = max(layers, key=lambda layer: idle[layer] / len(counts[layer]))
+    return [
+        f"  {idle[most]} of {len(counts[most])} experts get no tokens in {most}, and half in {len(layers)} layer(s):",
+        "  the router collapses; raise model.experts.bias_rate or balance_loss (docs/experts.md)",
+    ]
 
 
 class MetricsWriter:

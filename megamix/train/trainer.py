@@ -243,7 +243,7 @@ class Trainer:
         )
         steps, interval = self.config.training.steps, self.config.metrics.log_interval
         detailed = update in (1, steps) or update % (DETAILED_EVERY * interval) == 0
-        self.console.line(format_lines(update, steps, metrics, detailed=detailed, counts=[*counts.values()]))
+        self.console.line(format_lines(update, steps, metrics, detailed=detailed, counts=counts))
         self.console.show(f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s")
         if self.writer is not None:
             self.writer.write(update, metrics.values(), recorded | load_tags(counts, detailed=detailed))

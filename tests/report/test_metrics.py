@@ -87,6 +87,17 @@ def test_the_console_line_says_what_is_absent_or_not_finite(change: dict[str, fl
     assert words in format_lines(1, 10, dataclasses.replace(METRICS, **change), detailed=True)  # type: ignore[arg-type]  # of any field
 
 
+def test_a_router_that_collapses_is_told() -> None:
+    even, uneven, collapsed = [5.0] * 8, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 36.0], [20.0, 20.0, *[0.01] * 6]
+    for counts in ({"a": even}, {"a": uneven, "b": even}):
+        lines = format_lines(20, 1000, METRICS, detailed=True, counts=counts).splitlines()
+        assert len(lines) == 3
+    lines = format_lines(20, 1000, METRICS, detailed=True, counts={"a": even, "b": collapsed}).splitlines()
+    assert " | load 2.50" in lines[1]
+    assert lines[3].strip() == "6 of 8 experts get no tokens in b, and half in 1 layer(s):"
+    assert "raise model.experts.bias_rate" in lines[4]
+
+
 def test_every_metric_has_a_tag_of_its_own() -> None:
     assert METRICS.values().keys() <= TAGS.keys()
     assert len(set(TAGS.values())) == len(TAGS)
