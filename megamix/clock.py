@@ -23,6 +23,7 @@ class Clock:
         self._open: list[str] = []
         self._last = "the start"
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.total_s: defaultdict[str, float] = defaultdict(float)  # seconds per span since the start, as far as read
         self._events: list[tuple[str, str | None, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -69,5 +70,7 @@ class Clock:
 
     def _add(self, name: str, outer: str | None, seconds: float) -> None:
         self._seconds[name] += seconds
+        self.total_s[name] += seconds
         if outer is not None:
             self._seconds[outer] -= seconds
+            self.total_s[outer] -= seconds

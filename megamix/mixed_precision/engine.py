@@ -159,7 +159,7 @@ class ShardedEngine:
         self._observers = observers = list[StepObserver]()
         self._examiner: Examiner | None = None
         kernels = choose_kernels(self.optimizer, groups, buckets, self.world, compile_update)
-        self.update_path = kernels.path
+        self.update_path, self.compile_s = kernels.path, kernels.compile_s
         self._row_stats = kernels.row_stats
         self._grads = grads = GradReduce(buckets, self._links.replicas, kernels.row_stats, overlap, clock, observers)
         self.progress = StepProgress(

@@ -8,9 +8,10 @@ With Adam and half sums of gradients it moves 28 bytes per element: gradient 2, 
 from __future__ import annotations
 
 import logging
+import time
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from threading import Timer
@@ -155,6 +156,7 @@ class Kernels:
     update: Kernel
     row_stats: RowStats
     path: Literal["compiled", "library"]  # "library": torch's own kernels
+    compile_s: float = 0.0  # seconds for which the compiler was tried
 
 
 def choose_kernels(
@@ -180,7 +182,7 @@ def choose_kernels(
     told = (
         "compiling the optimizer's update: up to a minute unless it is cached (compile_update=False compiles nothing)"
     )
-    late = Timer(_SILENT_S, log.warning, [told])
+    late, start_s = Timer(_SILENT_S, log.warning, [told]), time.perf_counter()
     if world.axis.rank == 0:
         late.start()
     try:
@@ -195,9 +197,9 @@ def choose_kernels(
     finally:
         late.cancel()
     if world.agree(compiles):
-        return compiled
+        return replace(compiled, compile_s=time.perf_counter() - start_s)
     log.warning("the update cannot be compiled here (%s): using torch's own kernels", reason)
-    return library
+    return replace(library, compile_s=time.perf_counter() - start_s)
 
 
 def _compiled_stats(device: torch.device) -> RowStats:

@@ -2,6 +2,8 @@
 
 interval_report  from values of single steps to a log interval's report
 log_file         log file whose disk errors never end the run
+ledger           seconds of a start by what they went into
+journal          events of a run, and the sign of life of the start that runs
 metrics          a line on the console, in metrics.jsonl and in TensorBoard
 trackers         wandb and trackers of plugins
 profiling        traces of the steps that are profiled

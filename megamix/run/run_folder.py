@@ -22,10 +22,12 @@ from megamix.supervise.status import STATUS
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
 METRICS, SET_ASIDE = "metrics.jsonl", "set_aside.jsonl"
+EVENTS, HEARTBEAT = "events.jsonl", "heartbeat.json"
 RESUME_WORDS = ("auto", "never")  # words in place of a path
 BEGIN_ANEW = "write another checkpoint.folder to begin a new run, or put an undamaged checkpoint there"
 _MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these files belongs to a run
-_READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, METRICS, SET_ASIDE)  # all other files are created by each start
+# All other files are created by each start.
+_READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, METRICS, SET_ASIDE, EVENTS, HEARTBEAT)
 _WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, SAMPLE, GAVE_UP, "trace_rank*.json")
 
 

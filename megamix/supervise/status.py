@@ -101,26 +101,30 @@ def last_update(folder: Path) -> int:
 class RunStatus:
     """Writes `status.json` in a run's folder, whole or not at all. The first rank does, or the lowest living one."""
 
-    def __init__(self, folder: Path, steps: int, applied: Callable[[], int] = lambda: 0):
+    def __init__(
+        self, folder: Path, steps: int, applied: Callable[[], int] = lambda: 0, ended: Callable[..., None] | None = None
+    ):
         """Keep the folder. `applied`: returns the number of updates so far, on any thread. Before training it may
-        return less than the number of the update from which the run starts.
+        return less than the number of the update from which the run starts. `ended`: called with `state`, `reason` and
+        `exit_status` once the end is written.
         """
-        self.folder, self._steps, self._applied = folder, steps, applied
-        self._start, self._restarts = 0, 0
+        self.folder, self._steps, self._applied, self._ended = folder, steps, applied, ended
+        self._began: tuple[int, int, int] | None = None  # update, restarts, starts; None on a rank that began nothing
 
-    def begin(self, update: int, max_restarts: int) -> None:
+    def begin(self, update: int, max_restarts: int, starts: int = 1) -> None:
         """Note that the run starts from `update`, the update of its newest checkpoint. Call it again if that checkpoint
-        cannot be loaded and the run starts from an older one.
+        cannot be loaded and the run starts from an older one. `starts`: the number of starts, this one included.
 
         Raises: OSError if the file cannot be written; StuckError, which is also written to the file, after more than
         `max_restarts` restarts in a row from one update. A start after a preempted run does not count.
         """
-        state, start, restarts, reason = self._earlier
+        state, start, restarts, reason, _ = self._earlier
         in_vain = state not in ("finished", "preempted") and update <= start
-        self._start, self._restarts = update, restarts + 1 if in_vain else 0
-        if self._restarts > max_restarts:
+        restarts = restarts + 1 if in_vain else 0
+        self._began = update, restarts, starts
+        if restarts > max_restarts:
             stuck = StuckError(
-                f"started {self._restarts + 1} times from update {update} without progress "
+                f"started {restarts + 1} times from update {update} without progress "
                 f"(checkpoint.max_restarts {max_restarts}); find out the reason, then remove {self.folder / STATUS}. "
                 f"The last start's end: {state} {reason}".strip()
             )
@@ -129,19 +133,26 @@ class RunStatus:
         self._store("running", "")
 
     @functools.cached_property
-    def _earlier(self) -> tuple[str, int, int, str]:
-        """Return the state, start, restarts and reason that the previous start has left. They are read once, before
-        this start writes.
+    def _earlier(self) -> tuple[str, int, int, str, int]:
+        """Return the state, start, restarts, reason and starts that the previous start has left. They are read once,
+        before this start writes. A rank that ends for the first one reads what that has written.
         """
         try:
             values = json.loads(read_own(self.folder / STATUS))
-            return values["state"], int(values["start"]), int(values["restarts"]), values["reason"]
+            counts = int(values["start"]), int(values["restarts"])
+            return values["state"], *counts, values["reason"], int(values.get("starts", 0))
         except _NOT_OURS:
-            return "finished", 0, 0, ""
+            return "finished", 0, 0, "", 0
 
     @property
     def _update(self) -> int:
-        return max(self._start, self._applied())
+        return max(self._of_start[0], self._applied())
+
+    @property
+    def _of_start(self) -> tuple[int, int, int]:
+        """Return the update, restarts and starts of this start, also on a rank that did not begin it."""
+        _, update, restarts, _, starts = self._earlier
+        return self._began or (update, restarts, starts)
 
     def end(self, error: BaseException | None) -> None:
         """Write how the run ended. `error`: the exception that ended it; None if all updates are done."""
@@ -157,6 +168,8 @@ class RunStatus:
         """Write how the run ended. If the disk fails, print it on the console. `exit_status`: None is that of the
         state.
         """
+        if self._ended is not None:
+            self._ended(state=state, reason=reason, exit_status=exit_status or EXIT_STATUS[state])
         try:
             self._store(state, reason, exit_status)
         except OSError as error:
@@ -167,14 +180,16 @@ class RunStatus:
             )
 
     def _store(self, state: State, reason: str, exit_status: int | None = None) -> None:
+        _, restarts, starts = self._of_start
         values = {
             "state": state,
             "exit_status": exit_status or EXIT_STATUS.get(state),
             "update": self._update,
             "steps": self._steps,
-            "start": self._start,
-            "restarts": self._restarts,
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "start": self._of_start[0],
+            "restarts": restarts,
+            "starts": starts,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "reason": reason,
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -14,6 +14,7 @@ from megamix.model.family import parameter_count
 from megamix.parallel.build import build_model, drawn, undrawn
 from megamix.parallel.stages import describe_stages
 from megamix.report.interval_report import IntervalReport, mfu_per_token_rate
+from megamix.report.ledger import COMPILE, SAVING, START
 from megamix.report.metrics import MetricsWriter
 from megamix.report.trackers import start_trackers
 from megamix.run.checkpointing import RunCheckpoints
@@ -52,6 +53,8 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
                 engine = build_engine(config, model, model.units, accumulation, job.topology, placements, fill)
                 del fill  # it may hold the first weights of the whole model
             job.engine = engine  # the watchdog reads this rank's progress from the engine and the trainer
+            job.ledger.enter(START)
+            job.ledger.move(engine.compile_s, of=START, to=COMPILE)
             console = job.console
             console.line(_describe(config, engine, job.device))
             if begins_anew and (weights := first_weights(config.model)):
@@ -64,6 +67,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             for line in filter(None, (*start.told(config.training.steps), checkpoint_words(config))):
                 console.line(line)
             job.on_first_rank(lambda: job.begin(start, claims=True))
+            job.journal.tell("loaded")
 
             # 4. The data, which must be those that the checkpoints will name.
             loader = files.enter_context(build_loader(config, training_source(config), job.device))
@@ -80,17 +84,20 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
                 writer = files.enter_context(_make_writer(config, start.progress.applied, report))
 
             # 6. The loop.
-            checkpoints = RunCheckpoints(config, engine, start, job.all_or_none, console, job.leave)
+            checkpoints = RunCheckpoints(config, engine, start, job.all_or_none, console, job.leave, job.journal.tell)
             runner = build_runner(config, engine, model, stages)
             trainer = make(
-                config, runner, loader, validation, report, console, writer, checkpoints, start.progress, memory_line
-            )
+                config, runner, loader, validation, report, console, writer, checkpoints, start.progress, memory_line,
+                job.ledger, job.journal.tell,
+            )  # fmt: skip
             job.trainer = trainer
             valid_loss, early = None, None
             try:
                 valid_loss = trainer.train(job.leave)
             except EndedEarlyError as error:
                 early = error
+                job.journal.tell("leave", reason=str(error))
+            job.ledger.enter(SAVING)
 
             # 7. The results. A run that was asked to leave skips them: it has no time, and will be started again.
             early = trainer.save_last(early)

@@ -21,6 +21,8 @@ from megamix.config import Config, ConfigError, axis_sizes
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.weights import Fill
+from megamix.report.journal import Journal
+from megamix.report.ledger import Ledger, age_s, boot_s
 from megamix.report.metrics import cut_logs
 from megamix.run import run_folder
 from megamix.run.ranks_agree import known_data
@@ -64,7 +66,10 @@ class Job:
     trainer: Trainer | None = None
 
     def __post_init__(self) -> None:
-        self.status = RunStatus(Path(self.config.checkpoint.folder), self.config.training.steps, self._applied)
+        folder, steps = Path(self.config.checkpoint.folder), self.config.training.steps
+        self.ledger = Ledger(boot_s() - age_s(self.launcher or os.getpid()))
+        self.journal = Journal(folder, self.ledger, self._progress)
+        self.status = RunStatus(folder, steps, self._applied, partial(self.journal.tell, "end"))
 
     @cached_property  # built at the first line, since a progress bar counts time from its construction
     def console(self) -> Console:
@@ -104,14 +109,17 @@ class Job:
             raise ConfigError(problems, "job")
 
     def begin(self, start: Start, *, claims: bool) -> None:
-        """Count this start in the folder's status. A second call replaces the count of the first one. With `claims` the
-        folder also becomes this run's.
+        """Count this start in the folder's status and journal. A second call replaces the count of the first one. With
+        `claims` the folder also becomes this run's.
         """
         if claims:
             run_folder.claim(self.config)
             cut_logs(self.status.folder, start.progress)
             (self.status.folder / run_folder.GAVE_UP).unlink(missing_ok=True)
-        self.status.begin(start.progress.applied, self.config.checkpoint.max_restarts)
+        if not self.journal.starts:
+            self.journal.open(ranks=self.topology.world.size, steps=self.config.training.steps)
+            self.journal.tell("joined")
+        self.status.begin(start.progress.applied, self.config.checkpoint.max_restarts, self.journal.starts)
 
     def counted(self, fill: Fill) -> Fill:
         """Return a `fill` that also counts the drawn bytes as progress, by which others see that this rank lives."""
@@ -134,6 +142,12 @@ class Job:
 
     def _applied(self) -> int:
         return 0 if self.trainer is None else self.trainer.batch_plan.applied
+
+    def _progress(self) -> tuple[int, int]:
+        """Return the updates and tokens so far, of the loop or of the checkpoint that it goes on from."""
+        if self.trainer is None:
+            return self.start.progress.applied, self.start.progress.tokens
+        return self.trainer.batch_plan.applied, self.trainer.report.tokens
 
 
 def join(config: Config, stack: ExitStack) -> Job:
@@ -169,6 +183,8 @@ def join(config: Config, stack: ExitStack) -> Job:
     job.start = find_start(config, data.fingerprints, all_or_none)
     # The start is counted before the model is built and loaded: a run that dies meanwhile has started as well.
     job.on_first_rank(lambda: job.begin(job.start, claims=False))
+    if topology.world.rank == 0:
+        stack.enter_context(job.journal.beating())
     return job
 
 

@@ -1,6 +1,7 @@
 """The training loop, top to bottom."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.report.interval_report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
+from megamix.report.ledger import COMPILE, SAVING, TRAINED, VALIDATION, Ledger
 from megamix.report.metrics import DETAILED_EVERY, MetricsWriter, format_lines, load_tags, set_tag
 from megamix.report.profiling import Profiling
 from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
@@ -51,6 +53,8 @@ class Trainer:
         checkpoints: RunCheckpoints,
         start: Progress,  # progress from which the run goes on
         memory_line: MemoryLine | None,  # returns the log's line on memory
+        ledger: Ledger,
+        tell: Callable[..., None],  # takes an event: its kind, and more by name
     ):
         self.config, self.runner = config, runner
         engine = self.engine = runner.engine
@@ -58,6 +62,7 @@ class Trainer:
         self.validation = Validation(config, runner, validation) if validation else None
         self.report, self.console, self.writer, self.checkpoints = report, console, writer, checkpoints
         self.memory_line = memory_line if writer is not None else None
+        self.ledger, self.tell = ledger, tell
         self.device = engine.device
         training, precision = config.training, config.precision
         self.batch_plan = BatchPlan(
@@ -69,6 +74,7 @@ class Trainer:
         self.scale_search = ScaleSearch(engine.loss_scale.min_scale)
         self._examinations: dict[int, Examination] = {}  # by the numbers of attempts in flight
         self._last_overflowed = False  # whether the last outcome was an overflow
+        self._first = start.applied + 1  # the first update of this start
         self._validated = start.validated  # the update after which the last validation was
         self._stop_reason = 0  # the reason to leave on which the ranks have agreed; 0: none
         self._scaled = build_loss_scale(config.precision) is not None
@@ -103,6 +109,7 @@ class Trainer:
         rank was asked to leave; DamagedMemory if the ranks' copies of a parameter or counter differ.
         """
         plan, valid_loss = self.batch_plan, None
+        self.ledger.enter(COMPILE)
         self.engine.module.train()
         self.batches.prefetch(plan.next_new())
         if self.engine.loss_scale.wants_probe:
@@ -122,16 +129,20 @@ class Trainer:
                 attempt = plan.launch()
                 if self._last_overflowed or self._is_examined(attempt.number):
                     self.engine.examine_next_step()
+                start_s = time.perf_counter()
                 with self.profiling.attempt(attempt.number, plan.applied):
                     self.runner.forward_backward(self._load(attempt.batch))
                     result = self.engine.step()
                 self._note(attempt, result)
+                self.ledger.launched(time.perf_counter() - start_s)
             is_new = self._validated < stop  # False: this update was validated before the run was interrupted
             if is_new and self.validation is not None and self._stops_for(stop, self.config.training.eval_interval):
                 valid_loss = self._validate(self.validation, stop, leave)
             if stop < self.config.training.steps and any(self._stops_for(stop, each) for each in self._save_intervals):
                 with self.engine.clock.span("save"):
+                    self.ledger.enter(SAVING)
                     self.checkpoints.save(self.progress())
+                    self.ledger.enter(TRAINED)
         return valid_loss
 
     def save_last(self, early: EndedEarlyError | None) -> EndedEarlyError | None:
@@ -182,12 +193,15 @@ class Trainer:
         examination = self._examinations.pop(attempt.number, None)
         self._stop_reason = max(self._stop_reason, outcome.stop_requested)
         fate = self.batch_plan.settle(outcome.found_inf, outcome.loss_scale)
+        self.ledger.settle(applied=fate is Fate.APPLIED, waited_s=self.engine.clock.total_s["data"])
         # Every overflow names its parameters, but only an examined one names ranks and micro-batches. So the attempt
         # launched next is examined; with requeue and redo it tries the same batch again.
         self._last_overflowed = outcome.found_inf
         if fate is Fate.APPLIED:
             self.report.add(outcome.loss)
             self.console.advance()
+            if self.batch_plan.applied == self._first:
+                self.tell("first_step")
         found_inf, loss = outcome.found_inf, outcome.loss
         peaks = outcome.by_piece, outcome.peak_rows
         words = self.overflows.note(found_inf, loss, outcome.loss_scale, *peaks, examination)
@@ -254,6 +268,8 @@ class Trainer:
         Raises: PreemptedError between two batches, on every rank between the same ones.
         """
         self.report.pause()
+        self.ledger.enter(VALIDATION)
+        self.tell("validate_begin")
         losses = validation.losses(before_each=partial(self._leave_if_asked, leave))
         self._validated = done
         loss, by_set = losses[""], {name: loss for name, loss in losses.items() if name}
@@ -263,6 +279,8 @@ class Trainer:
         self.console.line(f"{told}\n{folded(each)}" if each else told)
         if self.writer is not None:
             self.writer.write(done, {"valid_loss": loss}, {set_tag(name): loss for name, loss in by_set.items()})
+        self.ledger.enter(TRAINED)
+        self.tell("validate_end")
         self.report.resume()
         return loss
 

@@ -236,7 +236,7 @@ def test_a_signal_to_a_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, c
     assert errors.count(said) == 1
     assert _saved(end.folder) == end.status["update"] < STEPS
     names = {path.name for path in (end.folder / "run").iterdir()}
-    assert names == {"checkpoints", "config.toml", "metrics.jsonl", "status.json"}
+    assert names == {"checkpoints", "config.toml", "events.jsonl", "heartbeat.json", "metrics.jsonl", "status.json"}
 
 
 @pytest.mark.uncounted

@@ -14,7 +14,15 @@ from megamix.config import config_to_toml
 from megamix.inspect.overflows import GaveUpError
 from tests.train.jobs import run_on_ranks, run_recorded, tiny_job, write_data
 
-READ_OR_CONTINUED = ["config.toml", "status.json", "run.lock", "metrics.jsonl", "set_aside.jsonl"]
+READ_OR_CONTINUED = [
+    "config.toml",
+    "status.json",
+    "run.lock",
+    "metrics.jsonl",
+    "set_aside.jsonl",
+    "events.jsonl",
+    "heartbeat.json",
+]
 WRITTEN_ANEW = [
     "config.toml.partial", "status.json.partial", "weights.safetensors.partial", "sample.txt.partial",
     "sample.txt", "gave_up.txt", "gave_up.txt.partial", "stacks_rank0.txt", "stacks_rank1.txt",

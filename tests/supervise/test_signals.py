@@ -193,7 +193,7 @@ def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_i
     assert status["update"] <= asked[victim].begun + 3
     assert _saved(tmp_path)[0] == status["update"]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "checkpoints", "config.toml", "metrics.jsonl", "status.json"
+        "checkpoints", "config.toml", "events.jsonl", "heartbeat.json", "metrics.jsonl", "status.json"
     }  # fmt: skip
     assert run_ranks(_outcome, 2, config) == ["finished"] * 2
     assert differences(end_of(tmp_path), whole.end) == []

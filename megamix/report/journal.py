@@ -1,0 +1,163 @@
+"""Journal of a run: events.jsonl, which each start continues and nothing ever cuts, and heartbeat.json, the sign of
+life of the start that runs. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megamix.durable import open_own, read_own
+from megamix.report.ledger import Ledger, boot_s
+from megamix.report.log_file import LogFile
+from megamix.run.run_folder import EVENTS, HEARTBEAT
+from megamix.supervise.status import STATUS
+
+Row = dict[str, Any]
+BEAT_S = 1.0  # seconds from one heartbeat to the next
+KILLED = "killed"  # the state at the end of a start that could not say how it ended
+_BEAT_BYTES = 1024  # of a heartbeat: it is overwritten in place, which a full disk still takes
+_NUMBERS = ("t", "at", "starts", "step")  # what every row holds
+
+
+class Journal:
+    """Writes the events of one start, on the first rank. Unless it is opened, it writes nothing. No method but `open`
+    raises an OSError: rows that the disk does not take wait for it.
+
+    A row holds `t`, seconds since 1970; `starts`, the number of this start of the run; `kind`; `at`, seconds since the
+    start; `step` and `tokens` of all updates so far; `phase` and `seconds`, the ledger's.
+    """
+
+    def __init__(self, folder: Path, ledger: Ledger, progress: Callable[[], tuple[int, int]]):
+        """`progress`: returns the updates and tokens so far; any thread may call it."""
+        self.starts = 0
+        self._folder, self._ledger, self._progress = folder, ledger, progress
+        self._file = LogFile(partial(Path, folder, EVENTS))
+        self._torn = b""  # what ends a last line that a killed start has left unfinished
+        self._writing = threading.Lock()
+
+    def open(self, **facts: Any) -> None:
+        """Close the start before, if that could not do so itself, and begin a new one with `facts` about it. Raises:
+        OSError for a file that is not our own.
+        """
+        rows, path = read_rows(self._folder), self._folder / EVENTS
+        self._torn = b"\n" if path.is_file() and not path.read_bytes().endswith(b"\n") else b""
+        self.starts = (rows[-1]["starts"] if rows else 0) + 1
+        if rows and rows[-1]["kind"] != "end":
+            rows.append(closing_row(self._folder, rows))
+            self._append(rows[-1])
+        silent_s = time.time() - rows[-1]["t"] if rows else -1.0
+        if silent_s >= 0:  # two starts of one process do not overlap
+            self._ledger.begin_at(max(self._ledger.began_s, boot_s() - silent_s))
+        row = self._row("start")
+        self._append({**row, "t": row["t"] - row["at"], "at": 0.0, "host": socket.gethostname(), **facts})
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """Write an event. Any thread may call it."""
+        if self.starts:
+            self._append({**self._row(kind), **values})
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Give a sign of life every second until the end of the block, then close the file."""
+        is_over = threading.Event()
+
+        def beat() -> None:
+            while True:
+                with suppress(OSError):
+                    self._beat()
+                if is_over.wait(BEAT_S):
+                    return
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+            self._file.close()
+
+    def _beat(self) -> None:
+        text = json.dumps({**self._row("beat"), "pid": os.getpid()}).ljust(_BEAT_BYTES - 1) + "\n"
+        descriptor = open_own(self._folder / HEARTBEAT, os.O_WRONLY | os.O_CREAT)
+        try:
+            os.pwrite(descriptor, text.encode(), 0)
+        finally:
+            os.close(descriptor)
+
+    def _row(self, kind: str) -> Row:
+        (at, phase, seconds), (step, tokens) = self._ledger.read(), self._progress()
+        row = {"t": round(time.time(), 3), "starts": self.starts, "kind": kind, "step": step, "tokens": tokens}
+        return {**row, "at": round(at, 3), "phase": phase, "seconds": seconds}
+
+    def _append(self, row: Row) -> None:
+        if self._writing.acquire(timeout=1.0):  # another thread may hang in the disk
+            try:
+                self._file.append(self._torn + json.dumps(row).encode() + b"\n")
+                self._torn = b""
+            finally:
+                self._writing.release()
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Return the events of a run's folder; none if there is no file. Lines that no run has written whole are left out,
+    and so are rows of a start that a later one has taken for dead. Raises: OSError.
+    """
+    rows: list[Row] = []
+    if (folder / EVENTS).is_file():
+        for line in read_own(folder / EVENTS).split(b"\n"):
+            row = _parsed(line)
+            if row and (not rows or row["kind"] == "start" or row["starts"] == rows[-1]["starts"]):
+                rows.append(row)
+    return rows
+
+
+def read_beat(folder: Path) -> Row:
+    """Return the last sign of life in a run's folder; empty if there is none."""
+    with suppress(OSError):
+        return _parsed(read_own(folder / HEARTBEAT).partition(b"\n")[0])
+    return {}
+
+
+def closing_row(folder: Path, rows: list[Row]) -> Row:
+    """Return the row that ends the last start of `rows`, which did not write it: by its status if another rank has
+    written that, else as that of a killed one, as of its last sign of life.
+    """
+    beat, number = read_beat(folder), rows[-1]["starts"]
+    last = beat if beat.get("starts") == number and beat["at"] >= rows[-1]["at"] else rows[-1]
+    status = _status(folder)
+    if status.get("starts") == number and status["state"] != "running":
+        ended = {key: status[key] for key in ("state", "reason", "exit_status")}
+        silent_s = max(0.0, datetime.datetime.fromisoformat(status["time"]).timestamp() - last["t"])
+    else:
+        ended = {"state": KILLED, "reason": f"ended without a word, in: {last['phase']}", "exit_status": None}
+        silent_s = BEAT_S / 2 if last is beat else 0.0  # between two signs of life
+    return {**last, "t": last["t"] + silent_s, "at": last["at"] + silent_s, "kind": "end", **ended}
+
+
+def _status(folder: Path) -> Mapping[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        status = json.loads(read_own(folder / STATUS))
+        if isinstance(status, dict) and {"state", "reason", "exit_status", "time", "starts"} <= status.keys():
+            return status
+    return {}
+
+
+def _parsed(line: bytes) -> Row:
+    """Return a row; empty for a line that is none."""
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        whole = isinstance(row, dict) and all(isinstance(row.get(key), int | float) for key in _NUMBERS)
+        if whole and {"kind", "phase"} <= row.keys() and isinstance(row.get("seconds"), dict):
+            return dict(row)
+    return {}

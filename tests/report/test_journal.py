@@ -1,0 +1,113 @@
+"""A run's events.jsonl is only ever continued: a killed start is closed by the next one with its last sign of life, a
+cut line harms no other, a full disk loses no row, and a start that was taken for dead adds nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megamix.report import log_file
+from megamix.report.journal import BEAT_S, KILLED, Journal, read_beat, read_rows
+from megamix.report.ledger import COMPILE, Ledger, boot_s
+from megamix.run.run_folder import EVENTS, HEARTBEAT
+from megamix.supervise.status import RunStatus
+
+
+def _begun(folder: Path, starts: int = 1) -> Journal:
+    """Return the journal of a start that loads its checkpoint, `starts` starts into the run."""
+    for _ in range(starts):
+        journal = Journal(folder, Ledger(boot_s()), lambda: (40, 4000))
+        journal.open(ranks=2, steps=100)
+    return journal
+
+
+def _kinds(folder: Path) -> list[tuple[int, str]]:
+    return [(row["starts"], row["kind"]) for row in read_rows(folder)]
+
+
+def test_a_killed_start_is_closed_by_the_next_one_as_of_its_last_sign_of_life(tmp_path) -> None:
+    journal = _begun(tmp_path)
+    with journal.beating():
+        journal._ledger.enter(COMPILE)
+    beat = read_beat(tmp_path)
+    before = (tmp_path / EVENTS).read_bytes()
+    _begun(tmp_path)
+    assert (tmp_path / EVENTS).read_bytes().startswith(before)
+    assert _kinds(tmp_path) == [(1, "start"), (1, "end"), (2, "start")]
+    end = read_rows(tmp_path)[1]
+    assert (end["state"], end["reason"]) == (KILLED, f"ended without a word, in: {beat['phase']}")
+    assert end["at"] == pytest.approx(beat["at"] + BEAT_S / 2)
+    assert end["t"] == pytest.approx(beat["t"] + BEAT_S / 2)
+
+
+def test_a_start_whose_end_another_rank_wrote_is_closed_with_that(tmp_path) -> None:
+    journal = _begun(tmp_path, starts=3)
+    RunStatus(tmp_path, 100).begin(40, 9, journal.starts)
+    other = RunStatus(tmp_path, 100)  # of the second rank, since the first one is dead
+    other.write("failed", "rank 0 died")
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["starts"], status["start"], status["exit_status"]) == (3, 40, 1)
+    _begun(tmp_path)
+    end = read_rows(tmp_path)[-2]
+    assert (end["starts"], end["state"], end["reason"], end["exit_status"]) == (3, "failed", "rank 0 died", 1)
+
+
+def test_a_start_that_says_how_it_ended_is_not_closed_again(tmp_path) -> None:
+    journal = _begun(tmp_path)
+    RunStatus(tmp_path, 100, ended=lambda **end: journal.tell("end", **end)).write("preempted", "asked to stop")
+    _begun(tmp_path)
+    assert _kinds(tmp_path) == [(1, "start"), (1, "end"), (2, "start")]
+    assert read_rows(tmp_path)[1]["exit_status"] == 75
+
+
+@pytest.mark.parametrize("torn", [b'{"t": 3, "starts": 1, "ki', b"\0\0\0", b"[" * 100_000, b'{"t": "a"}'])
+def test_a_last_line_that_was_cut_harms_no_other(tmp_path, torn: bytes) -> None:
+    _begun(tmp_path).tell("joined")
+    with (tmp_path / EVENTS).open("ab") as file:
+        file.write(torn)
+    _begun(tmp_path).tell("joined")
+    kinds = [(1, "start"), (1, "joined"), (1, "end"), (2, "start"), (2, "joined")]
+    assert _kinds(tmp_path) == kinds
+
+
+def test_rows_that_a_full_disk_does_not_take_are_written_later(tmp_path, caplog) -> None:
+    journal = _begun(tmp_path)
+    with mock.patch.object(log_file.os, "write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        journal.tell("joined")
+    assert _kinds(tmp_path) == [(1, "start")]
+    journal.tell("loaded")
+    assert _kinds(tmp_path) == [(1, "start"), (1, "joined"), (1, "loaded")]
+
+
+def test_a_start_that_was_taken_for_dead_adds_nothing(tmp_path) -> None:
+    first = _begun(tmp_path)
+    _begun(tmp_path).tell("joined")
+    first.tell("loaded")
+    first.tell("end", state="finished", reason="", exit_status=0)
+    assert _kinds(tmp_path) == [(1, "start"), (1, "end"), (2, "start"), (2, "joined")]
+    _begun(tmp_path)
+    assert _kinds(tmp_path)[-1] == (3, "start")
+
+
+def test_another_rank_writes_nothing(tmp_path) -> None:
+    Journal(tmp_path, Ledger(boot_s()), lambda: (0, 0)).tell("joined")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_heartbeat_is_one_length_and_a_link_is_not_followed(tmp_path) -> None:
+    journal = _begun(tmp_path)
+    with journal.beating():
+        pass
+    assert (tmp_path / HEARTBEAT).stat().st_size == 1024
+    (tmp_path / HEARTBEAT).unlink()
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / HEARTBEAT).symlink_to(tmp_path / "target")
+    with journal.beating():
+        pass
+    assert (tmp_path / "target").read_text() == "precious"
+    assert read_beat(tmp_path) == {}
