@@ -11,6 +11,7 @@ verify        the check of a checkpoint, which finds it good or lists its proble
 frozen        frozen parameters beside a checkpoint: their digests and, if asked for, their values
 load          the newest good checkpoint, loaded into an engine of any layout and verified on the way
 checkpoints   saving and loading as one object, for a user's own program
+copying       a copy of a checkpoint on another file system
 export_dcp    a checkpoint as a folder of torch.distributed.checkpoint
 actions       the lines that `megamix checkpoint` prints: lists, verdicts, differences
 command       the verb

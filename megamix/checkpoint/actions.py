@@ -14,7 +14,17 @@ from typing import Any
 import torch
 
 from megamix.checkpoint.boxes import Box, sub_boxes
-from megamix.checkpoint.folder import MANIFEST, checkpoints, checkpoints_at, folder_of, restored, set_aside, unfinished
+from megamix.checkpoint.copying import copy_checkpoint
+from megamix.checkpoint.folder import (
+    CHECKPOINTS,
+    MANIFEST,
+    checkpoints,
+    checkpoints_at,
+    folder_of,
+    restored,
+    set_aside,
+    unfinished,
+)
 from megamix.checkpoint.manifest import DamagedCheckpoint, check_size, printable, read_manifest, states_text
 from megamix.checkpoint.snapshot import INTEGERS
 from megamix.checkpoint.verify import BoxReader, Check, Checkpoint, verify_checkpoint, verify_named
@@ -106,6 +116,22 @@ def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str
     checkpoint = verify_named(checkpoints_at(path)[0], check)
     export_dcp(checkpoint, output)
     yield f"{output}: step {checkpoint.manifest.applied_updates}, {_size(output)}"
+
+
+def copy(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
+    """Copy a checkpoint, or all of a run, into a folder that is like a run's. Yield a line for each, then raise
+    DamagedCheckpoint with the problems of the damaged ones. No run may use `output` meanwhile. Raises: also OSError.
+    """
+    problems: list[str] = []
+    (output / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    for found in checkpoints_at(path):
+        try:
+            copied = copy_checkpoint(found, output / CHECKPOINTS)
+            yield f"{found.name}: is {copied}, {_size(copied)}"
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise DamagedCheckpoint(problems)
 
 
 def _good(name: str, path: Path, check: Check | None) -> Checkpoint:

@@ -2,11 +2,13 @@
 
 import argparse
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from megamix.arguments import Parser, lines_told
 from megamix.checkpoint.folder import checkpoints_at, folder_of
-from megamix.supervise.run_lock import refuse_held
+from megamix.supervise.console import say
+from megamix.supervise.run_lock import refuse_held, run_lock
 
 
 def checkpoint_arguments(parser: Parser) -> None:
@@ -32,6 +34,9 @@ def checkpoint_arguments(parser: Parser) -> None:
     export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run for its newest checkpoint")
     export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
     export.add_argument("output", metavar="OUT", type=Path, help="folder to write; must not exist yet")
+    copy = add("copy", "copy checkpoints elsewhere, each byte verified", "runs/mine /mnt/copies/mine")
+    copy.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run for all that it has")
+    copy.add_argument("output", metavar="FOLDER", type=Path, help="a folder for copies of this run, or of none yet")
 
 
 @lines_told
@@ -46,6 +51,11 @@ def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.checkpoint import actions
     from megamix.run.run_record import check_if_run
 
+    held: AbstractContextManager[None] = nullcontext()
+    if arguments.action == "copy":
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        held = run_lock(arguments.output, say)
     paths = [getattr(arguments, name) for name in ("path", "other", "output") if name in arguments]
     action: Callable[..., Iterator[str]] = getattr(actions, arguments.action)
-    return action(*paths, check_if_run)
+    with held:
+        yield from action(*paths, check_if_run)

@@ -140,6 +140,13 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep; at least 2, because the newest may prove damaged."""
     keep_every: NonNegativeInt = 0
     """Steps between checkpoints that no later one replaces, each of which is saved, too. 0: none."""
+    copy_to: Text | None = None
+    """Folder, best on another file system, to which a thread copies each checkpoint. It is the folder of one run."""
+    copy_keep: NonNegativeInt = 0
+    """Number of newest copies to keep, beside those of keep_every. 0: all."""
+    copy_command: Annotated[tuple[Text, ...], Field(strict=False, examples=[["my_upload", "{path}", "{name}"]])] = ()
+    """Program and arguments that take a checkpoint elsewhere, such as to an object store: {path} is its folder, {name}
+    its name. Empty: none."""
     async_save: bool = True
     """Whether training goes on while a checkpoint is written, from a copy in the host's memory."""
     on_save_failure: Literal["continue", "stop"] = "continue"

@@ -63,6 +63,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "parallelism.sequence_parallel": _at_least("parallelism.tp_size", 2),
     "checkpoint.async_save": (*_at_least("checkpoint.save_interval", 1), *_at_least("checkpoint.keep_every", 1)),
     "checkpoint.on_save_failure": (*_at_least("checkpoint.save_interval", 1), *_at_least("checkpoint.keep_every", 1)),
+    "checkpoint.copy_keep": (Where("checkpoint.copy_to", bool, "/mnt/copies/my-run"),),
     "metrics.sample_prompt": (Where("data.tokenizer", bool, "runs/data/tokenizer.json"),),
     "profiling.start_step": _at_least("profiling.num_steps", 1),
 }

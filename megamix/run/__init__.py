@@ -8,6 +8,7 @@ batch_plan      which batch is tried next, and which are left out
 run_record      the record of a run in a checkpoint, and whether a run can have saved it
 resume_rules    whether a run may go on from a checkpoint, and the changes since
 resume          the checkpoint that a run goes on from, and its way into the engine
+copies          copies of checkpoints elsewhere, made beside training
 checkpointing   when a run saves, and the lines of the log on it
 results         weights and a sample of text, for use elsewhere
 """

@@ -11,11 +11,15 @@ from megamix.checkpoint.save import Saver
 from megamix.config import Config
 from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.run.copies import Copier, takes_of
 from megamix.run.resume import Start
 from megamix.run.run_folder import checkpoint_folder
 from megamix.run.run_record import Progress
 from megamix.supervise.console import Console
 from megamix.supervise.status import SAVE_FAILED, LeaveRequest, SaveFailedError
+
+COPIES_S = 600.0  # most seconds at the end of a run for copies of its checkpoints
+_TICK_S = 0.2  # seconds between two signs that a rank waits for copies
 
 
 class RunCheckpoints:
@@ -37,21 +41,25 @@ class RunCheckpoints:
         folder = checkpoint_folder(config)
         self._files = Files()
         self._saver = Saver(
-            folder, config.checkpoint.keep, all_or_none, self._saved, self._failed, self._files, self._stays
+            folder, config.checkpoint.keep, all_or_none, self._saved, self._failed, self._files,
+            lambda path: self._stays(path) or any(path == copier.taking for copier in self._copiers),
         )  # fmt: skip
         # Path and place in the run of the newest checkpoint in the run's own folder.
         own = start.checkpoint if start.checkpoint is not None and start.checkpoint.path.parent == folder else None
         self._path = own.path if own is not None else None
         self._newest = _place(start.progress) if own is not None else None
         self._under_way = _place(start.progress)
+        takes = [*takes_of(config, self._stays, console.line)] if all_or_none.rank == 0 else []
+        self._copiers = [Copier(folder, take, console.line) for take in takes]
+        self._waits = 0  # grows while this rank waits for copies
         self._error: Exception | None = None  # error of the last save
         self._start_s = 0.0
         self._took_s = -math.inf  # seconds of the last good save; -inf before it, so that a first save is always tried
 
     @property
     def written(self) -> int:
-        """Return the bytes that this rank has written so far. Any thread may call it."""
-        return self._files.written
+        """Return a number that grows while this rank writes, or waits for copies. Any thread may call it."""
+        return self._files.written + self._waits
 
     def save(self, progress: Progress) -> None:
         """Save in the course of a run; beside training if `async_save` is set."""
@@ -84,6 +92,21 @@ class RunCheckpoints:
             f"the newest checkpoint is {self._path}"
         )
 
+    def finish_copies(self) -> None:
+        """Wait at the end of a run for its copies, some minutes at most. Every rank must call it."""
+        if self._section.copy_to is not None or self._section.copy_command:
+            self._all_or_none.first(self._wait_for_copies)
+
+    def _wait_for_copies(self) -> None:
+        end_s = time.monotonic() + COPIES_S
+        for copier in self._copiers:
+            copier.close()
+        while not all(copier.ends_within(_TICK_S) for copier in self._copiers):
+            self._waits += 1
+            if self._leave.reason or time.monotonic() > end_s:
+                self._console.line("copies of checkpoints are NOT finished; `megamix checkpoint copy` makes the rest")
+                return
+
     def _begin(self, progress: Progress, *, beside: bool) -> None:
         self._saver.finish()
         if self._newest == _place(progress):
@@ -105,6 +128,8 @@ class RunCheckpoints:
         self._took_s = time.perf_counter() - self._start_s
         self._tell("save_end", saved=self._update, took_s=round(self._took_s, 3))
         self._console.line(f"saved {path} in {self._took_s:.1f} s")
+        for copier in self._copiers:
+            copier.wake()
 
     def _failed(self, error: Exception) -> None:
         self._error = error

@@ -24,7 +24,7 @@ from megamix.config import (
 )
 from megamix.config.toml_text import value_text
 from megamix.run.own_code import own_code
-from megamix.run.run_folder import BEGIN_ANEW, RESUME_WORDS, checkpoint_folder
+from megamix.run.run_folder import BEGIN_ANEW, RESUME_WORDS, checkpoint_folder, checkpoint_words
 from megamix.supervise.run_lock import refuse_held
 from megamix.supervise.status import last_update
 
@@ -46,11 +46,15 @@ _BALANCE = ("balance_loss", "z_loss", "bias_rate")
 
 
 def outlook(config: Config) -> str:
-    """Return in words what a start would do with the run's folder. Write nothing.
+    """Return in words what a start would do with the run's folder, and which checkpoints would stay. Write nothing.
 
     Checkpoints are judged by their manifests and the sizes of their files.
     Raises: ConfigError if the start would be refused.
     """
+    return "\n  ".join(filter(None, (_start_words(config), checkpoint_words(config))))
+
+
+def _start_words(config: Config) -> str:
     folder, resume, steps = Path(config.checkpoint.folder), config.checkpoint.resume, config.training.steps
     try:
         refuse_held(folder)

@@ -36,14 +36,33 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def checkpoint_words(config: Config) -> str:
-    """Return a line on the checkpoints that stay; empty if a run keeps only the newest."""
+    """Return a line on the checkpoints that stay and that are copied; empty if a run only keeps the newest."""
     section, steps = config.checkpoint, config.training.steps
-    if not section.keep_every:
-        return ""
-    return (
-        f"checkpoints: one after every {section.keep_every} updates stays, {steps // section.keep_every} by update "
-        f"{steps}, beside the newest {section.keep}"
-    )
+    told = []
+    if section.keep_every:
+        told.append(
+            f"one after every {section.keep_every} updates stays, {steps // section.keep_every} by update {steps}, "
+            f"beside the newest {section.keep}"
+        )
+    if section.copy_to is not None:
+        told.append(f"copied to {section.copy_to}")
+    if section.copy_command:
+        told.append(f"taken elsewhere by {section.copy_command[0]}")
+    return f"checkpoints: {'; '.join(told)}" if told else ""
+
+
+def copy_problems(config: Config) -> Iterator[str]:
+    """Yield why checkpoints may not be copied to checkpoint.copy_to. A disk that is away now is no reason."""
+    target, own = config.checkpoint.copy_to, Path(config.checkpoint.folder).absolute()
+    if target is None:
+        return
+    if Path(target).absolute() == own:
+        yield f"checkpoint.copy_to: {target} is checkpoint.folder itself; write another folder"
+    elif (held := _held(Path(target))) and (other := Path(held.checkpoint.folder).absolute()) != own:
+        yield (
+            f"checkpoint.copy_to: {target} has copies of another run, {other}; write another folder, or remove its "
+            f"{CONFIG} if it is the same run"
+        )
 
 
 def folder_problems(config: Config) -> list[str]:
@@ -159,7 +178,13 @@ def job_problems(config: Config, world_size: int) -> list[str]:
             f"training.deterministic: is true, but CUBLAS_WORKSPACE_CONFIG is {short(workspace)}, with which cuBLAS "
             f"adds in any order; set it to {' or '.join(WORKSPACES)}, unset it, or write deterministic = false"
         )
-    return [*problems, *_division_problems(config), *_resume_problems(config), *folder_problems(config)]
+    return [
+        *problems,
+        *_division_problems(config),
+        *_resume_problems(config),
+        *folder_problems(config),
+        *copy_problems(config),
+    ]
 
 
 def file_problems(config: Config) -> list[str]:

@@ -75,14 +75,14 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
     `tell` gets a line for each setting that is allowed but probably a mistake. Raises: ConfigError.
     """
     from megamix.run.resume_rules import outlook
-    from megamix.run.run_folder import check, checkpoint_words
+    from megamix.run.run_folder import check
 
     told = check(config, tell)
     if arguments.check:
         _set_torch_environment(config)
         if too_much := memory_problem(config):
             tell(f"note: {too_much}")  # the job may run on another machine than the check
-    told = "\n  ".join(filter(None, (f"{told}; {outlook(config)}", checkpoint_words(config))))
+    told = f"{told}; {outlook(config)}"
     if arguments.check and config.model.family == "transformers":
         told = f"{told}\n  {_of_transformers(config)}"
     if arguments.memory is not None:

@@ -104,6 +104,8 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             console.close()
             if early is None or isinstance(early, GaveUpError):
                 write_results(config, engine, console, early, None if writer is None else writer.text)
+                with engine.clock.span("save"):
+                    checkpoints.finish_copies()
             if early is not None:
                 raise early
     return valid_loss

@@ -238,6 +238,7 @@ def test_table_does_not_hide_a_mistake_below_it(tmp_path: Path) -> None:
 UNREAD = {
     *("training.eval_batches", "profiling.start_step", "metrics.sample_prompt"),
     *("model.qk_norm_over", "model.window_rope_theta"),
+    "checkpoint.copy_keep",
     *("parallelism.pp_schedule", "parallelism.pp_stages_per_rank"),
     *("parallelism.cp_method", "parallelism.ep_method", "parallelism.sequence_parallel"),
 }

@@ -61,6 +61,7 @@ CASES: dict[str, tuple[object, Tree]] = {
     "parallelism.sequence_parallel": (False, {"parallelism": {"tp_size": 1}}),
     "checkpoint.async_save": (False, {"checkpoint": {"save_interval": 0}}),
     "checkpoint.on_save_failure": ("stop", {"checkpoint": {"save_interval": 0}}),
+    "checkpoint.copy_keep": (3, {}),
     "metrics.sample_prompt": ("Once upon a time", {}),
     "profiling.start_step": (3, {}),
 }

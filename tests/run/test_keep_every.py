@@ -14,6 +14,7 @@ import pytest
 from megamix.checkpoint.folder import applied_updates, checkpoints
 from megamix.config import Config
 from megamix.run.batch_plan import BatchPlan
+from megamix.run.resume_rules import outlook
 from megamix.run.run_folder import checkpoint_words
 from megamix.supervise.status import PreemptedError
 from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job
@@ -62,4 +63,5 @@ def test_they_are_the_only_ones_beside_the_last_where_no_other_save_is_due(tmp_p
     config = _config(tmp_path, data, save_interval=0, keep_every=6, async_save=False)
     run_on_ranks(config)
     assert _names(tmp_path) == [14, 12, 6]
+    assert outlook(config).endswith(f"\n  {checkpoint_words(config)}")
     assert checkpoint_words(_config(tmp_path, data)) == ""
