@@ -113,6 +113,10 @@ class Collectives:
         """
         return row.unsqueeze(0)
 
+    def start_table(self, row: Tensor) -> tuple[Tensor, Pending]:
+        """Start what `table` does. Return the table to be filled, and its collective."""
+        return row.unsqueeze(0), Pending()
+
     def gather(self, part: Tensor, number: int = 0) -> Tensor:
         """Return every rank's part, as `table` does, for parts of any size. Shapes: part (n,) -> (size, n)."""
         flat = part.new_empty(self.axis.size, part.numel())
@@ -201,6 +205,10 @@ class _ManyRanks(Collectives):
         _all_gather(table.view(-1), row, group=self.axis.group)
         return table
 
+    def start_table(self, row: Tensor) -> tuple[Tensor, Pending]:
+        table = row.new_empty(self.axis.size, row.numel())
+        return table, Pending(_all_gather(table.view(-1), row, group=self.axis.group, async_op=True))
+
     def agree(self, ok: bool) -> bool:
         return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=self._device)).all())
 
@@ -285,7 +293,7 @@ class Unconnected(Collectives):
             "Topology.connect(), with these axes, on every rank of a process group"
         )
 
-    reduce_scatter = all_gather = table = gather = sum_parts = _refuse
+    reduce_scatter = all_gather = table = start_table = gather = sum_parts = _refuse
     sum_whole = all_reduce = exchange = broadcast = agree = _refuse
 
 

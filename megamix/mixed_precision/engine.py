@@ -397,7 +397,8 @@ class ShardedEngine:
             by_piece = stats_by_piece(self.buckets, rows, self.topology.saves_shard)
             lr = lr_of(self._lr_table, self.applied_updates + 1)
             found = self._unseen_writes.found
-            stats = agree(by_piece, self.progress, self.stop_request, lr, found, self.world)
+            with self.clock.span("exposed_agreement"):
+                stats = agree(by_piece, self.progress, self.stop_request, lr, found, self.world)
             self._unseen_writes.tell(stats.unseen_writes)
         self.progress.reset()
         return by_piece, peak_rows(self.buckets, rows), stats

@@ -69,7 +69,8 @@ class Pipeline(MicroBatchRunner):
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> None:
         batches, seeds = zip(*micro_batches, strict=True)
-        with self.engine.clock.span("forward_backward"), self.engine.micro_batches(len(batches)):
+        # Outside of the stages' passes this rank waits for other stages.
+        with self.engine.clock.span("exposed_pipeline"), self.engine.micro_batches(len(batches)):
             self._run(self._training.step, batches, seeds)
 
     def _losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, float]]:

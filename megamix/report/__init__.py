@@ -5,6 +5,8 @@ log_file         log file whose disk errors never end the run
 ledger           seconds of a start by what they went into
 journal          events of a run, and the sign of life of the start that runs
 metrics          a line on the console, in metrics.jsonl and in TensorBoard
+slow_ranks       the rule by which a rank or a node counts as slow
+rank_times       each rank's own times, told to the first rank beside the steps
 trackers         wandb and trackers of plugins
 profiling        traces of the steps that are profiled
 history          values of a run's metrics.jsonl, by step

@@ -50,7 +50,7 @@ class IntervalReport:
         clock.enabled = True
         self._start_s, self._done = time.perf_counter(), 0
         # Seconds of one attempt of the last interval, on average, and of each of its spans.
-        self._step_s, self._span_s = math.inf, dict[str, float]()
+        self._step_s, self.span_s = math.inf, dict[str, float]()
         self.losses: list[float] = []  # losses of the interval so far
         self.tokens = 0  # tokens of all updates so far
 
@@ -87,7 +87,7 @@ class IntervalReport:
             data_share=self._share("data"),
             forward_backward_share=self._share("forward_backward"),
             reduce_scatter_share=self._share("exposed_reduce_scatter"),
-            update_share=self._share("update"),
+            update_share=self._share("update") + self._share("exposed_agreement"),
             all_gather_share=self._share("exposed_all_gather"),
             eta_s=(self._updates - update) * self._step_s,
         )
@@ -102,13 +102,13 @@ class IntervalReport:
         self._clock.enabled = True
 
     def _share(self, span: str) -> float:
-        return self._span_s.get(span, 0.0) / self._step_s
+        return self.span_s.get(span, 0.0) / self._step_s
 
     def _measure(self, attempts: int) -> None:
         now_s = time.perf_counter()
         steps = attempts - self._done
         self._step_s = (now_s - self._start_s) / steps
-        self._span_s = {name: span_s / steps for name, span_s in self._clock.read().items()}
+        self.span_s = {name: span_s / steps for name, span_s in self._clock.read().items()}
         self._start_s, self._done = now_s, attempts
 
 
@@ -207,7 +207,7 @@ class RecordedRows:
         """
         if not outcome.recorded.num_values:
             return {}
-        values = gather_recorded(outcome.recorded, self._topology, self._collectives)
+        values = gather_recorded(outcome.recorded, self._topology, self.side)
         return recorded_tags(values, overflowed=outcome.found_inf)
 
     def counts(self, outcome: Outcome) -> dict[str, list[float]]:
@@ -219,7 +219,7 @@ class RecordedRows:
         told = {name: counts.tolist() for name, counts in outcome.tallied.items()}
         if self._other_stages_count:
             mine = told if self._topology.stage.rank == 0 else {}
-            by_rank = gather_json(self._collectives, mine, torch.device("cpu"))
+            by_rank = gather_json(self.side, mine, torch.device("cpu"))
             told = {name: counts for of_rank in by_rank for name, counts in of_rank.items()}
             self._other_stages_count = bool(told)
         layers = Counter(map(layer_of, told))
@@ -227,8 +227,9 @@ class RecordedRows:
         names = sorted(told, key=lambda name: [(len(part), part) for part in name.split(".")])
         return {layer_of(name) if layers[layer_of(name)] == 1 else name: told[name] for name in names}
 
-    @cached_property  # most runs need none
-    def _collectives(self) -> Collectives:
+    @cached_property  # a single rank needs none
+    def side(self) -> Collectives:
+        """Return collectives on the host that no step uses. Every rank must ask for them."""
         # The limit is a moment longer than the watchdog's, so that the watchdog names a missing rank first.
         return host_collectives(self._topology.world, self._timeout_s + 1.0)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megamix.durable import read_own
 from megamix.report.log_file import EventFile, LogFile, cut_log
-from megamix.run.run_folder import METRICS, SET_ASIDE
+from megamix.run.run_folder import LOGS, SET_ASIDE
 from megamix.supervise.console import format_scale
 
 if TYPE_CHECKING:  # drawing a run's history needs no torch
@@ -49,6 +49,7 @@ class LayerPrecision:
 
 TRANSFERS = "communication/"  # prefix of the tags of a bucket's transfers in a profiled attempt
 OVERFLOWED = "overflowed/"  # prefix of the tags of values that an overflowed attempt recorded
+RANKS = "ranks/"  # prefix of the tags of the ranks' own times
 LOAD = "load/"  # prefix of the tags of what a step has counted, such as the tokens of experts
 
 
@@ -101,7 +102,7 @@ def recorded_tags(recorded: Mapping[str, float], *, overflowed: bool) -> dict[st
     Raises: ValueError for a name that is one of the run's own tags.
     """
     for name in recorded:
-        if name in ("step", *TAGS.values()) or name.startswith(("precision/", LOAD, set_tag(""), OVERFLOWED)):
+        if name in ("step", *TAGS.values()) or name.startswith(("precision/", RANKS, LOAD, set_tag(""), OVERFLOWED)):
             raise ValueError(f"record({name!r}): that is a tag of the run's own metrics; record it by another name")
     return {OVERFLOWED + name if overflowed else name: value for name, value in recorded.items()}
 
@@ -186,7 +187,8 @@ def _collapsed(counts: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 class MetricsWriter:
-    """Writer of FOLDER/metrics.jsonl, FOLDER/set_aside.jsonl and, if asked, event files in FOLDER/tensorboard.
+    """Writer of FOLDER/metrics.jsonl, set_aside.jsonl and ranks.jsonl beside it and, if asked, event files in
+    FOLDER/tensorboard.
 
     One rank owns it. A disk that fails raises nothing: see LogFile.
     """
@@ -212,7 +214,8 @@ class MetricsWriter:
         """
         self._trackers, self._tokens = trackers, tokens
         self._events = EventFile(folder / "tensorboard", applied + 1) if tensorboard else None
-        self._metrics, self._set_aside = (LogFile(partial(Path, folder, name)) for name in (METRICS, SET_ASIDE))
+        self._logs = [LogFile(partial(Path, folder, name)) for name in LOGS]
+        self._metrics, self._set_aside, self._ranks = self._logs
         if self._events is not None and self._metrics.path.exists():
             self._tell_again(self._events, applied)
         if applied:
@@ -263,6 +266,10 @@ class MetricsWriter:
         self._set_aside.append(_line(row))
         self._set_aside.sync()
 
+    def write_ranks(self, row: Mapping[str, Any]) -> None:
+        """Write the times of all ranks in a log interval."""
+        self._ranks.append(_line({TAGS["time"]: round(time.time(), 3), **row}))
+
     def _write(self, step: int, row: Mapping[str, float | tuple[int, ...] | list[int] | None]) -> None:
         finite = {
             tag: None if isinstance(value, float) and not math.isfinite(value) else value for tag, value in row.items()
@@ -286,19 +293,19 @@ class MetricsWriter:
 
         Rows that the disk does not take are held back and counted. TensorBoard's events are not waited for.
         """
-        for log in (self._metrics, self._set_aside):
+        for log in self._logs:
             log.sync()
-        return {log.path.name: log.size() for log in (self._metrics, self._set_aside)}
+        return {log.path.name: log.size() for log in self._logs}
 
     def close(self) -> None:
-        for log in (self._metrics, self._set_aside, self._events, *self._trackers):
+        for log in (*self._logs, self._events, *self._trackers):
             if log is not None:
                 log.close()
 
 
 def cut_logs(folder: Path, progress: Progress) -> None:
     """Bring the logs back to their state at a checkpoint. Raises: OSError."""
-    for name in (METRICS, SET_ASIDE):
+    for name in LOGS:
         cut_log(folder / name, progress.log_sizes.get(name, 0), partial(_is_later, name, progress))
 
 

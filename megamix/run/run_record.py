@@ -30,7 +30,7 @@ from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.model.family import family_of, section_of
 from megamix.plugins import OPTIMIZERS, PluginError, Section, require_plugins
 from megamix.run.batch_plan import LARGEST_COUNT, PlanState, check_state
-from megamix.run.run_folder import METRICS, SET_ASIDE
+from megamix.run.run_folder import LOGS
 
 _Section = TypeVar("_Section", bound=Section)
 _DIGEST = re.compile(r"[0-9a-f]{16,128}")
@@ -216,8 +216,8 @@ class Progress(PlanState):
         # The first update's line ends an interval, so the first update's loss is no longer waiting for a line.
         if len(self.interval_losses) > max(self.applied - 1, 0) or not all(map(_is_loss, self.interval_losses)):
             raise ValueError("interval_losses: they are not the losses of updates since the last line")
-        if not set(self.log_sizes) <= {METRICS, SET_ASIDE}:
-            raise ValueError(f"log_sizes: the only logs are {METRICS} and {SET_ASIDE}")
+        if not set(self.log_sizes) <= {*LOGS}:
+            raise ValueError(f"log_sizes: the only logs are {', '.join(LOGS)}")
 
 
 def _is_loss(text: str) -> bool:

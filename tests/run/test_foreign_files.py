@@ -20,6 +20,7 @@ READ_OR_CONTINUED = [
     "run.lock",
     "metrics.jsonl",
     "set_aside.jsonl",
+    "ranks.jsonl",
     "events.jsonl",
     "heartbeat.json",
 ]

@@ -57,7 +57,7 @@ class Stopwatch:
         spans = {} if self._clock is None else self._clock.read()
         waited = {_WAITS[name]: seconds for name, seconds in spans.items() if name in _WAITS}
         own = now - self._last - sum(waited.values())
-        of_part = spans.get("update", 0.0) if rest else own
+        of_part = spans.get("update", 0.0) + spans.get("exposed_agreement", 0.0) if rest else own
         self._add(waited | {part: of_part, CPU[part]: cpu - self._last_cpu})
         if rest:
             self._add({rest: own - of_part})
