@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megamix.arguments import Parser, lines_told
 from megamix.checkpoint.folder import checkpoints_at, folder_of
+from megamix.hub.place import find_model
 from megamix.supervise.console import say
 from megamix.supervise.run_lock import refuse_held, run_lock
 
@@ -27,6 +28,7 @@ def checkpoint_arguments(parser: Parser) -> None:
         "path", metavar="PATH", type=Path, help="step_N.damaged-..., or a run's folder for all that it has"
     )
     two = "runs/mine/checkpoints/step_00000100 runs/mine/checkpoints/step_00000200"
+    mean = f"{two} --output runs/mean"
     diff = add("diff", "list differences: configuration, counters, every state of every parameter", two)
     diff.add_argument("path", metavar="A", type=Path, help="a checkpoint")
     diff.add_argument("other", metavar="B", type=Path, help="another checkpoint")
@@ -34,6 +36,9 @@ def checkpoint_arguments(parser: Parser) -> None:
     export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run for its newest checkpoint")
     export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
     export.add_argument("output", metavar="OUT", type=Path, help="folder to write; must not exist yet")
+    average = add("average", "the mean of checkpoints of one model, to evaluate, export or train on", mean)
+    average.add_argument("paths", metavar="CHECKPOINT", type=Path, nargs="+", help="checkpoints, or runs")
+    average.add_argument("--output", metavar="FOLDER", type=Path, required=True, help="must not be there yet")
     copy = add("copy", "copy checkpoints elsewhere, each byte verified", "runs/mine /mnt/copies/mine")
     copy.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run for all that it has")
     copy.add_argument("output", metavar="FOLDER", type=Path, help="a folder for copies of this run, or of none yet")
@@ -41,6 +46,8 @@ def checkpoint_arguments(parser: Parser) -> None:
 
 @lines_told
 def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
+    for path in arguments.paths if arguments.action == "average" else ():
+        find_model(path)
     for name in ("path", "other"):  # before the import of torch, which takes seconds
         if name in arguments:
             (folder_of if arguments.action in ("ls", "restore") else checkpoints_at)(getattr(arguments, name))
@@ -48,6 +55,14 @@ def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
         # The path, or one of the two folders above it, may be a run's folder.
         for folder in (arguments.path, *arguments.path.absolute().parents[:2]):
             refuse_held(folder)
+    if arguments.action == "average":
+        from megamix.hub.average import average
+        from megamix.hub.source import open_source
+
+        sources = [open_source(path) for path in arguments.paths]
+        path = average(sources, arguments.output, arguments.progress)
+        yield f"{path}: the mean of {', '.join(str(source.path) for source in sources)}"
+        return
     from megamix.checkpoint import actions
     from megamix.run.run_record import check_if_run
 

@@ -93,6 +93,7 @@ StateSet = dict[_Name, Dtype]  # dtypes by name of the state
 # other states.
 MASTER = "master"
 BUFFER = "buffer"  # the only state name of a persistent buffer
+OF_BUFFER: StateSet = {BUFFER: "F32"}  # the states of a router's biases
 UNTRAINED: StateSet = {MASTER: "F32"}  # the states of a model that nobody has trained yet
 
 _Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -173,8 +174,11 @@ class Manifest(Record):
 
     @property
     def weights_only(self) -> bool:
-        """Return whether the checkpoint holds only masters, with which a run begins, and no state of a training."""
-        return self.states == (UNTRAINED,) and not self.applied_updates and not self.run.progress
+        """Return whether the checkpoint holds only masters and buffers, with which a run begins, and no state of a
+        training.
+        """
+        masters = [states for states in self.states if [*states] != [BUFFER]]
+        return masters == [UNTRAINED] and not self.applied_updates and not self.run.progress
 
     def tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
         """Yield every tensor that the files hold: name of the parameter or buffer, state, shape, dtype."""

@@ -6,6 +6,7 @@ hugging_face     a Hugging Face folder, read tensor by tensor; its tensors' size
 tokenizer_files  the files of a tokenizer, and the tokens that end a text
 convert          import: a Hugging Face folder becomes a checkpoint to begin from; export: a model becomes such a folder
 source           a model by its path: a run, a checkpoint, a Hugging Face folder; weights that are NaN or inf
+average          the mean of several checkpoints of one model
 evaluate         perplexity of a token file, and lm-eval-harness on the export
 command          the arguments and the output of `megamix import`, `export`, `generate` and `evaluate`
 """

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,16 @@ from torch import Tensor
 from megamix.builders.objects import DTYPES
 from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import CHECKPOINTS, Files, new_folder
-from megamix.checkpoint.manifest import MASTER, UNTRAINED, LayoutRecord, Manifest, ParamRecord, RunRecord
+from megamix.checkpoint.manifest import (
+    BUFFER,
+    MASTER,
+    OF_BUFFER,
+    UNTRAINED,
+    LayoutRecord,
+    Manifest,
+    ParamRecord,
+    RunRecord,
+)
 from megamix.checkpoint.save import begin, commit, write_rank
 from megamix.checkpoint.snapshot import DTYPE_NAMES, Snapshot, StateBox
 from megamix.checkpoint.tensor_file import header, safetensors_header, tensor_chunks
@@ -57,32 +67,42 @@ def import_model(
             config += f"\n[data]\ntokenizer = {value_text(str(output / TOKENIZER))}\n"
         watched = WatchedWeights(weights)
         progress = progress or ProgressLine()
-        name = _write_checkpoint(aside / CHECKPOINTS, weights.config, watched, config, file_size, progress)
+        name = write_checkpoint(aside / CHECKPOINTS, weights.config, watched, config, file_size, progress)
         watched.judge(allow_non_finite)
         checkpoint = str(output / CHECKPOINTS / name)
         write_text(aside / MODEL, f"{config}\n[checkpoint]\nresume = {value_text(checkpoint)}\n")
     return checkpoint
 
 
-def _write_checkpoint(
-    folder: Path, model: DecoderConfig, weights: WatchedWeights, config: str, file_size: int, progress: ProgressLine
-) -> str:
-    """Write a checkpoint of the weights, and commit it as a run's save is. Return its name."""
-    shapes = family_of(model).shapes(model)
+def write_checkpoint(
+    folder: Path, model: DecoderConfig, weights: WatchedWeights, config: str, file_size: int, progress: ProgressLine,
+    buffers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> str:  # fmt: skip
+    """Write a checkpoint of the weights, and commit it as a run's save is. Return its name. `buffers`: shapes of those
+    that are written, too, in FP32.
+    """
+    shapes = {**family_of(model).shapes(model), **buffers}
+    states = (UNTRAINED, OF_BUFFER) if buffers else (UNTRAINED,)
     progress.begin("writing the weights", total=sum(map(math.prod, shapes.values())))
     aliases = family_of(model).aliases(model)
     manifest = Manifest(
         applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=config),
-        layout=LayoutRecord(axes={"dp": 1}, buckets=()), states=(UNTRAINED,),
+        layout=LayoutRecord(axes={"dp": 1}, buckets=()), states=states,
         params=tuple(
-            ParamRecord(name=name, shape=shape, aliases=tuple(sorted(aliases.get(name, ()))))
+            ParamRecord(
+                name=name, shape=shape, aliases=tuple(sorted(aliases.get(name, ()))), states=int(name in buffers)
+            )
             for name, shape in shapes.items()
         ),
     )  # fmt: skip
     files = Files()
     begun = folder / begin(folder, Snapshot(manifest, []), files)
     most = file_size // 4  # elements of a file; a larger parameter is cut
-    parts = (StateBox(name, MASTER, box) for name, shape in shapes.items() for box in sub_boxes(Box.whole(shape), most))
+    parts = (
+        StateBox(name, BUFFER if name in buffers else MASTER, box)
+        for name, shape in shapes.items()
+        for box in sub_boxes(Box.whole(shape), most)
+    )
     written = [
         write_rank(begun, number, _box_chunks(boxes, weights, progress), files)
         for number, boxes in enumerate(_filled(parts, lambda part: part.box.numel, most))

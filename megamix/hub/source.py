@@ -16,7 +16,7 @@ from torch import Tensor
 from megamix.builders.objects import DTYPES
 from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import MANIFEST
-from megamix.checkpoint.manifest import MASTER, DamagedCheckpoint, naming
+from megamix.checkpoint.manifest import BUFFER, MASTER, DamagedCheckpoint, naming
 from megamix.checkpoint.verify import BoxReader, Checkpoint, verify_named
 from megamix.config import DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights, tables_problem
@@ -89,6 +89,9 @@ class Source:
     # the run's token files by validation set ("": one without a name); empty unless each set is a single file
     valid: dict[str, str] = field(default_factory=dict)
     began: Path | None = None  # the checkpoint that its run began from
+    # shapes of the buffers that are saved, such as the biases of a router; a Hugging Face folder has none
+    buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    text: str | None = None  # the configuration in the checkpoint; None: no checkpoint
 
     @property
     def home(self) -> Path:
@@ -104,7 +107,11 @@ class Source:
         model = family_of(self.config).on_meta(self.config).to(dtype).to_empty(device=device)
         model.tie()
         with torch.no_grad():
-            for name, param in model.named_parameters():
+            saved = [(name, buffer) for name, buffer in model.named_buffers() if name in self.buffers]
+            for name, buffer in saved:
+                if tuple(buffer.shape) != self.buffers[name]:
+                    raise ValueError(f"{self.path}: {name} is {self.buffers[name]}, the model's {tuple(buffer.shape)}")
+            for name, param in (*model.named_parameters(), *saved):
                 whole = Box.whole(tuple(param.shape))
                 for sub_box in sub_boxes(whole):
                     param[sub_box.slices_in(whole)].copy_(watched.read(name, sub_box))
@@ -113,13 +120,13 @@ class Source:
 
 
 class CheckpointWeights:
-    """The masters of a checkpoint."""
+    """The masters of a checkpoint, and its buffers."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self._reader = BoxReader(checkpoint)
+        self._reader, self._stored = BoxReader(checkpoint), checkpoint.stored
 
     def read(self, param: str, box: Box) -> Tensor:
-        return self._reader.gather(param, MASTER, box)
+        return self._reader.gather(param, MASTER if (param, MASTER) in self._stored else BUFFER, box)
 
     def where(self, param: str, place: tuple[int, ...]) -> str:
         return f"{param} {list(place)}"
@@ -160,12 +167,17 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
     with naming(checkpoint.path):
         check_params(checkpoint.manifest, config)
         saved = {param.name: param.shape for param in checkpoint.manifest.params}
+        buffers = {
+            param.name: param.shape
+            for param in checkpoint.manifest.params
+            if BUFFER in checkpoint.manifest.states[param.state_set]
+        }
         for problem in tables_problem(config, "model.seq_len", saved, _LARGEST_TABLES):
             raise ValueError(problem)
     return Source(
         checkpoint.path, config, CheckpointWeights(checkpoint), dtype,
         None if tokenizer is None else Path(tokenizer), _prefixes(tables.get("data", {}).get("valid")),
-        None if resume in (None, *RESUME_WORDS) else Path(resume),
+        None if resume in (None, *RESUME_WORDS) else Path(resume), buffers, checkpoint.manifest.run.config,
     )  # fmt: skip
 
 

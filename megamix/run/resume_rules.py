@@ -15,6 +15,7 @@ from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_ma
 from megamix.config import (
     Config,
     ConfigError,
+    DecoderConfig,
     ExpertsConfig,
     config_to_toml,
     data_source,
@@ -262,16 +263,24 @@ def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
     """Return the keys, so that two spellings of one run are equal: keys that are not set get their value in effect,
     shares get one scale, and experts have no balance.
     """
-    from megamix.model.family import family_of, section_of
+    from megamix.model.family import section_of
 
     model = {key.removeprefix("model."): value for key, value in keys.items() if key.startswith("model.")}
     section = section_of(model)
     config = section.model_validate({name: model[name] for name in section.model_fields if name in model})
-    meant = {f"model.{name}": value for name, value in family_of(config).effective(config).items()}
-    if isinstance(experts := meant.get("model.experts"), ExpertsConfig):
-        meant["model.experts"] = experts.model_dump(exclude={*_BALANCE})
+    meant = {f"model.{name}": value for name, value in meaning_of_model(config).items()}
     split = keys.get("data.split")
     return {**keys, **meant, "data.split": split and split[0] / sum(split)}
+
+
+def meaning_of_model(config: DecoderConfig) -> dict[str, Any]:
+    """Return the values in effect of the section [model] that decide which function the weights compute."""
+    from megamix.model.family import family_of
+
+    meant = {name: it for name, it in family_of(config).effective(config).items() if f"model.{name}" not in _PASS}
+    if isinstance(experts := meant.get("experts"), ExpertsConfig):
+        meant["experts"] = experts.model_dump(exclude={*_BALANCE})
+    return meant
 
 
 def _told(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

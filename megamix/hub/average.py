@@ -1,0 +1,56 @@
+"""The mean of several checkpoints of one model, as a folder that is like an imported one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.folder import CHECKPOINTS, new_folder
+from megamix.hub.convert import FILE_SIZE, write_checkpoint
+from megamix.hub.source import Source, WatchedWeights, Weights
+from megamix.progress import ProgressLine
+from megamix.run.resume_rules import meaning_of_model
+
+
+class MeanWeights:
+    """The mean of the weights of several models: a sum in FP64 and one rounding to FP32."""
+
+    def __init__(self, weights: Sequence[Weights]):
+        self._weights = weights
+
+    def read(self, param: str, box: Box) -> Tensor:
+        total = torch.zeros(box.size, dtype=torch.float64)
+        for weights in self._weights:
+            total += weights.read(param, box)
+        return (total / len(self._weights)).float()
+
+    def where(self, param: str, place: tuple[int, ...]) -> str:
+        return self._weights[0].where(param, place)
+
+
+def average(sources: Sequence[Source], output: Path, progress: ProgressLine) -> str:
+    """Write `output`, whole or not at all, with the mean of the masters and biases, and the configuration of the first
+    model. Return the path of the checkpoint in it. Memory holds a few boxes of 16 MiB at a time.
+
+    Raises: ValueError if there are fewer than two models, or if they are no checkpoints or not of one model, naming
+    what differs; if a weight is not finite; if `output` exists; OSError.
+    """
+    if len(sources) < 2:
+        raise ValueError(f"average: got {len(sources)} checkpoint, a mean needs two or more; name more")
+    first = sources[0]
+    for source in sources:
+        if source.text is None:
+            raise ValueError(f"{source.path} is no checkpoint; import it first, and give that folder")
+        one, other = ({**meaning_of_model(each.config), "biases": each.buffers} for each in (first, source))
+        if names := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
+            differing = "; ".join(f"model.{name}: {one.get(name)} and {other.get(name)}" for name in names)
+            raise ValueError(f"{first.path} and {source.path} are of different models: {differing}")
+    watched = WatchedWeights(MeanWeights([source.weights for source in sources]))
+    with new_folder(output, "--output") as aside:
+        name = write_checkpoint(
+            aside / CHECKPOINTS, first.config, watched, first.text or "", FILE_SIZE, progress, first.buffers
+        )
+        watched.judge(allow=False)
+    return str(output / CHECKPOINTS / name)
