@@ -53,6 +53,9 @@ VERBS_FOR = {
     "look and measure": [
         Verb("plot", "report", "draw a run's curves, loss scale and use of FP16's range as PNGs in its folder",
              "pictures that were finished stay; the same command draws all anew"),
+        Verb("report", "report", "a page of where a run's time went, its stops and their causes, in its folder"),
+        Verb("status", "report", "how runs stand: running, stale or ended, loss, tokens/s, time left, goodput",
+             "nothing was changed; the same command looks again"),
         Verb("checkpoint", "checkpoint", "look at a run's checkpoints, or hand one to torch",
              "what was printed is done, and no checkpoint is harmed; the same command starts anew"),
         Verb("bench", "tools.bench", "measure megamix on this machine's CPU beside torch's own ways to train",

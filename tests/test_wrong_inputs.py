@@ -62,6 +62,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     "import gpt2": ("required: --output", "megamix import hf/gpt2 --output runs/imported"),
     "evaluate run --seq-len long": ("--seq-len", "'long'", "megamix evaluate runs/mine"),
     "plot": ("required: RUN", "megamix plot runs/mine"),
+    "report": ("required: RUN", "megamix report runs/mine"),
+    "status": ("required: RUN", "megamix status runs/*"),
     "checkpoint": ("required: ACTION", "megamix checkpoint ls runs/mine"),
     "checkpoint list run": ("ACTION", "'list'", "did you mean ls?", "megamix checkpoint ls runs/mine"),
     "checkpoint ls": ("required: RUN_OR_FOLDER", "megamix checkpoint ls runs/mine"),

@@ -10,7 +10,10 @@ rank_times       each rank's own times, told to the first rank beside the steps
 trackers         wandb and trackers of plugins
 profiling        traces of the steps that are profiled
 history          values of a run's metrics.jsonl, by step
+goodput          what the wall time of a run went into
+overview         how runs stand, a line for each
+run_report       page of where a run's time went, and of its stops
 plot             curves as pictures
 page             page of a run to show to others
-command          the verb `plot`
+command          the verbs `plot`, `report` and `status`
 """

@@ -1,6 +1,8 @@
-"""The verb `plot`. It imports matplotlib only when it runs."""
+"""The verbs `plot`, `report` and `status`. Only `plot` imports matplotlib, when it runs."""
 
 import argparse
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,3 +22,40 @@ def run_plot(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.report.plot import plot
 
     return plot(arguments.runs)
+
+
+def report_arguments(parser: Parser) -> None:
+    parser.example = "megamix report runs/mine"
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run's checkpoint.folder, finished or not")
+    parser.add_argument("--json", action="store_true", help="also write the numbers, as RUN/report.json")
+
+
+@lines_told
+def run_report(arguments: argparse.Namespace) -> Iterator[str]:
+    from megamix.report.run_report import write_report
+
+    return write_report(arguments.folder, numbers=arguments.json)
+
+
+def status_arguments(parser: Parser) -> None:
+    parser.example = "megamix status runs/*"
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the checkpoint.folder of a run")
+    parser.add_argument("--watch", metavar="SECONDS", type=_seconds, help="look again every SECONDS until Ctrl-C")
+
+
+def _seconds(text: str) -> float:
+    if not 0.1 <= float(text) <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0.1 to 86400 seconds")
+    return float(text)
+
+
+@lines_told
+def run_status(arguments: argparse.Namespace) -> Iterator[str]:
+    from megamix.report.overview import overview
+
+    while True:
+        lines = [*overview(arguments.runs)]
+        yield from [f"\x1b[H\x1b[J{lines[0]}", *lines[1:]] if arguments.watch and sys.stdout.isatty() else lines
+        if not arguments.watch:
+            return
+        time.sleep(arguments.watch)

@@ -1,0 +1,144 @@
+"""Goodput of a run: what its wall time went into, from its events. This module imports no torch.
+
+Trained is the wall time of the attempts whose update is in the final line of checkpoints: those of a start count up to
+the update from which a later start went on, or, if no start followed, up to its own newest checkpoint. A run that goes
+on has trained all that it has done so far.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+
+from megamix.report.journal import KILLED, Row, closing_row, read_rows
+from megamix.report.ledger import BUCKETS, DOWN, REDONE, STALLED, TRAINED, stalled_s
+from megamix.run.run_folder import EVENTS
+
+STALE_S = 60.0  # seconds without a sign of life after which a run counts as dead
+RUNNING, STALE = "running", "stale"  # states of a start without an end, beside those of status.json
+
+
+@dataclass(frozen=True, slots=True)
+class OneStart:
+    """One start of a run. `t` and `end_t` are seconds since 1970."""
+
+    starts: int  # its number
+    host: str
+    t: float
+    end_t: float
+    first: int  # update from which it went on
+    last: int  # update that it reached
+    kept: int  # update up to which its work was kept
+    seconds: dict[str, float]  # by bucket; down is the time since the end of the start before
+    ready: dict[str, float]  # seconds from the start to joined, loaded and first_step, as far as it came
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """All starts of a run, and their seconds by bucket, which add up to the run's wall time."""
+
+    starts: list[OneStart]
+    seconds: dict[str, float]
+    steps: int  # updates of the whole run
+    points: list[tuple[float, int]]  # seconds since 1970 and update of each event
+
+    @property
+    def wall_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def share(self) -> float:
+        """Return the share of the wall time that trained, 0 to 1."""
+        return self.seconds[TRAINED] / (self.wall_s or 1.0)
+
+
+def read_goodput(folder: Path, now_t: float | None = None) -> Goodput:
+    """Return the goodput of the run in a folder, which may go on meanwhile. `now_t`: seconds since 1970.
+
+    Raises: ValueError naming a folder without events; OSError.
+    """
+    rows = read_rows(folder)
+    if not rows:
+        raise ValueError(f"RUN: {folder} has no start in {EVENTS}; give the checkpoint.folder of a run")
+    if rows[-1]["kind"] != "end":
+        rows.append(_present(folder, rows, time.time() if now_t is None else now_t))
+    starts: list[OneStart] = []
+    kept = None  # the update from which the starts after this one went on
+    for _, group in groupby(reversed(rows), itemgetter("starts")):
+        starts.append(_one_start([*group][::-1], kept))
+        kept = starts[-1].first if kept is None else min(kept, starts[-1].first)
+    starts.reverse()
+    for before, after in pairwise(starts):
+        after.seconds[DOWN] = max(0.0, after.t - before.end_t)  # two hosts may have two clocks
+    seconds = {bucket: sum(one.seconds.get(bucket, 0.0) for one in starts) for bucket in BUCKETS}
+    steps = next((row["steps"] for row in reversed(rows) if "steps" in row), 0)
+    return Goodput(starts, seconds, steps, [(row["t"], row["step"]) for row in rows])
+
+
+def _present(folder: Path, rows: list[Row], now_t: float) -> Row:
+    """Return a row for the present of a run whose last start has not written its end."""
+    ended = closing_row(folder, rows)
+    if ended["state"] != KILLED:
+        return ended
+    silent_s = now_t - ended["t"]
+    if silent_s > STALE_S:
+        reason = f"no sign of life for {duration(silent_s)}: killed, or its machine is lost or stopped"
+        return {**ended, "state": STALE, "reason": reason}
+    return {**ended, "at": ended["at"] + max(0.0, silent_s), "state": RUNNING, "reason": ""}
+
+
+def _one_start(rows: list[Row], kept: int | None) -> OneStart:
+    """Return a start by its rows. `kept`: the update from which a later start went on; None if there is none."""
+    end = rows[-1]
+    ready = {row["kind"]: row["at"] for row in rows if row["kind"] in ("joined", "loaded", "first_step")}
+    first = next((row["step"] for row in rows if row["kind"] == "loaded"), rows[0]["step"])
+    last, runs = end["step"], end["state"] == RUNNING
+    if kept is None:
+        saves = [row["saved"] for row in rows if "saved" in row]
+        kept = last if runs else max(saves, default=first)
+    seconds = {bucket: end["seconds"].get(bucket, 0.0) for bucket in BUCKETS}
+    trained_s, open_s = seconds[TRAINED], max(0.0, end["at"] - sum(seconds.values()))
+    if end["phase"] == TRAINED:  # in an attempt whose outcome is not known
+        seconds[STALLED] += (stood_s := stalled_s(open_s, trained_s / max(1, last - first)))
+        open_s -= stood_s
+    seconds[TRAINED if runs else REDONE if end["phase"] == TRAINED else end["phase"]] += open_s
+    if kept < last:
+        lost_s = trained_s - _trained_at(kept, first, rows)
+        seconds[TRAINED] -= lost_s
+        seconds[REDONE] += lost_s
+    facts = rows[0].get("host", ""), rows[0]["t"], end["t"], first, last, min(kept, last)
+    return OneStart(rows[0]["starts"], *facts, seconds, ready, end["state"], end["reason"])
+
+
+def _trained_at(update: int, first: int, rows: list[Row]) -> float:
+    """Return the seconds that had trained when `update` was applied: those of the row at it, or between two rows."""
+    points: list[tuple[int, float]] = [(first, 0.0), *((row["step"], row["seconds"].get(TRAINED, 0.0)) for row in rows)]
+    if update <= first:
+        return 0.0
+    step, seconds = max(point for point in points if point[0] <= update)
+    later, later_s = min(point for point in points if point[0] > update)
+    return seconds + (later_s - seconds) * (update - step) / (later - step)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words of one or two units: 42 s, 3 min 20 s, 5 h 07 min, 2 d 03 h."""
+    for unit, size, below, small in (("d", 86400, 3600, "h"), ("h", 3600, 60, "min"), ("min", 60, 1, "s")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit} {seconds % size // below:02.0f} {small}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def verdict(goodput: Goodput) -> str:
+    """Return in one line how the run stands, and the share of its wall clock that trained."""
+    last = goodput.starts[-1]
+    starts = f"in {len(goodput.starts)} starts" if len(goodput.starts) > 1 else "in one start"
+    state, took = last.state.replace("_", " "), duration(goodput.wall_s)
+    return (
+        f"{state} at update {last.last:,} of {goodput.steps:,}, after {took} {starts}: "
+        f"{goodput.share:.1%} of the wall clock trained"
+    )

@@ -1,0 +1,45 @@
+"""How runs stand: one line for each, from files that grow while it trains. This module imports no torch."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megamix.report.goodput import read_goodput
+from megamix.report.metrics import TAGS, format_duration
+from megamix.run.run_folder import METRICS
+
+_TAIL = 1 << 18  # bytes at the end of metrics.jsonl among which the last loss is looked for
+_FORM = "{:<24} {:<10} {:>19} {:>8} {:>10} {:>10} {:>8}  {}"
+
+
+def overview(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield a header, and a line for each run. Raises: ValueError naming a folder that is no run; OSError."""
+    yield _FORM.format("run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason").rstrip()
+    for folder in folders:
+        goodput, row = read_goodput(folder), _last_row(folder)
+        last = goodput.starts[-1]
+        loss, rate, left_s = (row.get(TAGS[name]) for name in ("loss", "tokens_per_s", "eta_s"))
+        yield _FORM.format(
+            folder.resolve().name[-24:],
+            last.state,
+            f"{last.last:,}/{goodput.steps:,}",
+            "" if loss is None else f"{loss:.4f}",
+            "" if rate is None else f"{rate:,.0f}",
+            "" if left_s is None or last.state != "running" else format_duration(left_s),
+            f"{goodput.share:.1%}",
+            last.reason.partition("\n")[0],
+        ).rstrip()
+
+
+def _last_row(folder: Path) -> dict[str, Any]:
+    """Return the last row of the metrics that has a loss; empty if there is none."""
+    with suppress(OSError), (folder / METRICS).open("rb") as file:
+        file.seek(-min(_TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        for line in reversed(file.read().splitlines()):
+            with suppress(ValueError):
+                if TAGS["loss"].encode() in line and isinstance(row := json.loads(line), dict):
+                    return row
+    return {}

@@ -1,0 +1,196 @@
+"""Report of a run as one HTML file to send: what its wall time went into, its stops and their causes, and its curves.
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from megamix.durable import write_text
+from megamix.report.goodput import Goodput, OneStart, duration, read_goodput, verdict
+from megamix.report.ledger import DOWN, REDONE, START, TRAINED
+from megamix.report.metrics import TAGS
+from megamix.run.run_folder import METRICS
+
+REPORT, NUMBERS = "report.html", "report.json"
+_SHOWN = 50  # most starts in the table
+_POINTS = 400  # most points of a curve are twice as many: the least and the largest of each part
+
+# Colour of each bucket, its meaning, and what helps if its share is high.
+_TOLD = {
+    "trained": ("#2a9d5c", "attempts whose update is in the final line of checkpoints", ""),
+    "overflow": ("#b07aa1", "attempts that overflowed and changed nothing", "see the loss scale; BF16"),
+    "redone": ("#e08a1e", "updates after the last save, lost by a stop", "a smaller checkpoint.save_interval"),
+    "start": ("#7f8fa6", "from the launcher's start to the loop, without compiling", "fewer starts; local disks"),
+    "compile": ("#4c78a8", "compiling the update, and what a first attempt takes longer", "TORCHINDUCTOR_CACHE_DIR"),
+    "validation": ("#72b7b2", "validations", "a larger training.eval_interval, fewer eval_batches"),
+    "saving": ("#c9a227", "saves, as far as training waited for them", "async_save, a larger save_interval"),
+    "waiting": ("#9c755f", "attempts that waited for data", "token files on a local disk"),
+    "stalled": ("#d1495b", "attempts beyond three times their usual time", "the stops' causes; the ranks' hosts"),
+    "down": ("#3b3b3b", "between the end of a start and the next one", "the scheduler's queue; spare nodes"),
+}
+_STYLE = (  # on a phone, which has no room for columns, each value has its column's name in front
+    "body{font:16px/1.45 system-ui,sans-serif;max-width:64rem;margin:1.5rem auto;padding:0 1rem;color:#222}"
+    "h1{font-size:1.3rem;margin:0}"
+    "h3{font-size:1rem;margin:1.2rem 0 0}h2{font-size:1.1rem;margin:2rem 0 .5rem}"
+    ".verdict{font-size:1.2rem;margin:.5rem 0 1rem}"
+    ".wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem}td,th{padding:.25rem .8rem .25rem 0;"
+    "text-align:left;vertical-align:top;border-bottom:1px solid #e5e5e5}td:nth-child(-n+3){white-space:nowrap}"
+    "svg{display:block;width:100%}.axis{display:flex;justify-content:space-between;font-size:.8rem;color:#666}"
+    "i{display:inline-block;width:.8rem;height:.8rem;margin-right:.4rem}"
+    "polyline{fill:none;stroke:#2a6fb0;stroke-width:1.5;vector-effect:non-scaling-stroke}"
+    "@media(max-width:40rem){th,td:empty{display:none}tr{display:block;padding:.4rem 0;border-bottom:1px solid #e5e5e5}"
+    "td{border:0;display:inline-block}td::before{content:attr(title) ' ';color:#777}}"
+)
+
+
+def write_report(folder: Path, *, numbers: bool) -> Iterator[str]:
+    """Write the report of a run into its folder; with `numbers` a JSON file beside it. Yield the verdict, then a line
+    for each file.
+
+    Raises: ValueError naming a folder that is no run; OSError.
+    """
+    goodput = read_goodput(folder)
+    yield verdict(goodput)
+    write_text(folder / REPORT, _page(folder.resolve().name, goodput, [*_losses(folder / METRICS)]))
+    yield f"{folder / REPORT}"
+    if numbers:
+        values = {"verdict": verdict(goodput), "share": goodput.share, "wall_s": goodput.wall_s}
+        values |= {"steps": goodput.steps, "seconds": goodput.seconds}
+        starts = [asdict(one) for one in goodput.starts]
+        write_text(folder / NUMBERS, json.dumps({**values, "starts": starts}, indent=1) + "\n")
+        yield f"{folder / NUMBERS}"
+
+
+def _page(name: str, goodput: Goodput, losses: Sequence[tuple[float, int, float, float]]) -> str:
+    charts = [_curve("updates", "wall clock", goodput.points, of_time=True)]
+    charts.append(_curve("loss, nats a token", "update", [(step, loss) for _, step, loss, _ in losses]))
+    charts.append(_curve("tokens/s", "wall clock", [(t, rate) for t, *_, rate in losses], of_time=True, least=0.0))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(name)}</title><style>{_STYLE}</style><h1>{escape(name)}</h1>"
+        f'<p class="verdict">{escape(verdict(goodput))}</p>{_strip(goodput)}'
+        f"<h2>Where the time went</h2>{_buckets(goodput)}<h2>Starts and stops</h2>{_stops(goodput)}"
+        f"<h2>Curves</h2>{''.join(charts)}</html>\n"
+    )
+
+
+def _buckets(goodput: Goodput) -> str:
+    rows = []
+    for bucket, seconds in goodput.seconds.items():
+        colour, meaning, help = _TOLD[bucket]
+        name, share = f'<i style="background:{colour}"></i>{bucket}', f"{seconds / (goodput.wall_s or 1):.1%}"
+        rows += [[name, duration(seconds), share, meaning, help]] if seconds >= 0.05 else []
+    return _table(["", "time", "share", "what it is", "what makes it less"], rows)
+
+
+def _stops(goodput: Goodput) -> str:
+    """Return the causes by their number, the times of restarts, and the last starts."""
+    stopped = [one for one in goodput.starts if one.state not in ("finished", "running")]
+    causes = Counter(one.state for one in stopped).most_common()
+    told = ", ".join(
+        [f"{len(stopped)} stop{'s' * (len(stopped) != 1)}", *(f"{number} {state}" for state, number in causes)]
+    )
+    restarts = [one for one in goodput.starts[1:] if "first_step" in one.ready]
+    parts = {
+        "down": [one.seconds[DOWN] for one in restarts],
+        "meeting": [one.ready["joined"] for one in restarts],
+        "loading": [one.ready["loaded"] - one.ready["joined"] for one in restarts],
+        "first step": [one.ready["first_step"] - one.ready["loaded"] for one in restarts],
+    }
+    if restarts:
+        told += "; median of the restarts: "
+        told += ", ".join(f"{part} {duration(statistics.median(times))}" for part, times in parts.items())
+    shown = goodput.starts[-_SHOWN:]
+    if len(shown) < len(goodput.starts):
+        told += f". The last {len(shown)} of {len(goodput.starts)} starts:"
+    heads = ["start", "began", "host", "down before", "updates", "lost", "redone", "end", "cause"]
+    return f"<p>{told}</p>{_table(heads, [_stop(one) for one in reversed(shown)])}"
+
+
+def _stop(one: OneStart) -> list[str]:
+    down, lost, redone = one.seconds[DOWN], one.last - one.kept, one.seconds[REDONE]
+    return [
+        f"{one.starts}", _clock(one.t, "%m-%d %H:%M"), escape(one.host), duration(down) if down >= 0.05 else "",
+        f"{one.first:,} to {one.last:,}", f"{lost:,}" if lost else "", duration(redone) if redone >= 0.05 else "",
+        one.state.replace("_", " "), escape(one.reason.partition("\n")[0][:300]),
+    ]  # fmt: skip
+
+
+def _strip(goodput: Goodput) -> str:
+    """Return the run's wall clock as a strip: for each start its way to the loop, what was kept, what was redone."""
+    begin, end = goodput.starts[0].t, goodput.starts[-1].end_t
+    scale = 1000 / max(end - begin, 1e-9)
+    paths = dict.fromkeys((START, TRAINED, REDONE), "")
+    for one in goodput.starts:
+        ready = one.t + min(one.ready.get("first_step", one.end_t - one.t), one.end_t - one.t)
+        borders = [one.t, ready, max(ready, one.end_t - one.seconds[REDONE]), one.end_t]
+        for bucket, left, right in zip(paths, borders, borders[1:], strict=False):
+            if right > left:
+                paths[bucket] += (
+                    f"M{(left - begin) * scale:.1f} 0h{(right - left) * scale:.2f}V1H{(left - begin) * scale:.1f}"
+                )
+    drawn = "".join(f'<path fill="{_TOLD[bucket][0]}" d="{path}"/>' for bucket, path in paths.items())
+    return (
+        f'<svg viewBox="0 0 1000 1" height="28" preserveAspectRatio="none" style="background:{_TOLD[DOWN][0]}">{drawn}'
+        f'</svg><div class="axis"><span>{_clock(begin)}</span><span>{_clock(end)}</span></div>'
+    )
+
+
+def _curve(
+    title: str, across: str, points: Sequence[tuple[float, float]], *, of_time: bool = False, least: float | None = None
+) -> str:
+    """Return a curve of points with its title and the ends of its axes; "" if there are less than two points."""
+    if len(points) < 2:
+        return ""
+    every = -(-len(points) // _POINTS)
+    parts = [points[place : place + every] for place in range(0, len(points), every)]
+    drawn = [point for part in parts for point in sorted({min(part, key=_height), max(part, key=_height)})]
+    (left, right), heights = (points[0][0], points[-1][0]), [height for _, height in drawn]
+    low, high = min([*heights, *([] if least is None else [least])]), max(heights)
+    wide, tall = 1000 / ((right - left) or 1.0), 200 / ((high - low) or 1.0)
+    line = " ".join(f"{(x - left) * wide:.1f},{(high - y) * tall:.1f}" for x, y in drawn)
+    ends = (_clock(left), _clock(right)) if of_time else (f"{left:,.0f}", f"{right:,.0f}")
+    return (
+        f'<h3>{title}</h3><div class="axis"><span>{high:,.6g}</span></div><svg viewBox="0 0 1000 200" height="180" '
+        f'preserveAspectRatio="none"><polyline points="{line}"/></svg><div class="axis"><span>{low:,.6g}</span></div>'
+        f'<div class="axis"><span>{ends[0]}</span><span>{across}</span><span>{ends[1]}</span></div>'
+    )
+
+
+def _height(point: tuple[float, float]) -> float:
+    return point[1]
+
+
+def _losses(path: Path) -> Iterator[tuple[float, int, float, float]]:
+    """Yield time, update, loss and tokens/s of each whole row with numbers for all of them."""
+    time, known, rate = TAGS["time"], TAGS["loss"], TAGS["tokens_per_s"]
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            if known.encode() in line:
+                row: dict[str, Any] = from_json(line)
+                yield row[time] + 0.0, row["step"] + 0, row[known] + 0.0, row[rate] + 0.0
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    body = ""
+    for row in rows:
+        cells = (f'<td title="{head}">{text}</td>' for head, text in zip(heads, row, strict=True))
+        body += f"<tr>{''.join(cells)}</tr>"
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _clock(t: float, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
+    return datetime.datetime.fromtimestamp(t, datetime.UTC).strftime(form)

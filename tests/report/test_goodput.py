@@ -1,0 +1,217 @@
+"""A run's goodput adds up to its wall time: what a restart lost is redone, what no process ran is down, an attempt that
+stood still is stalled. `megamix report` and `megamix status` tell it, from events that were killed, cut, copied and
+written by hosts whose clocks differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamix.cli import main
+from megamix.report.goodput import RUNNING, STALE, STALE_S, Goodput, duration, read_goodput, verdict
+from megamix.report.metrics import TAGS
+from megamix.run.run_folder import EVENTS, HEARTBEAT, METRICS
+from tests.conftest import FULL
+
+T = 1.7e9  # when the story begins
+
+
+class _Story:
+    """Writes the events of a run, one start after another."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(exist_ok=True)
+        self.folder, self.starts, self.t = folder, 0, T
+
+    def start(self, t: float, step: int = 0, host: str = "n1") -> None:
+        self.starts, self.t = self.starts + 1, T + t
+        self.row("start", 0, step, host=host, steps=1000)
+
+    def row(self, kind: str, at: float, step: int, phase: str = "trained", seconds: Any = (), **more: Any) -> None:
+        self._write(EVENTS, "a", kind, at, step, phase, {**dict(seconds)}, more)
+
+    def beat(self, at: float, step: int, phase: str = "trained", **seconds: float) -> None:
+        self._write(HEARTBEAT, "w", "beat", at, step, phase, seconds, {})
+
+    def _write(
+        self, name: str, mode: str, kind: str, at: float, step: int, phase: str, seconds: Any, more: Any
+    ) -> None:
+        row = {"t": self.t + at, "starts": self.starts, "kind": kind, "step": step, "tokens": step, "at": at}
+        with (self.folder / name).open(mode) as file:
+            file.write(json.dumps({**row, "phase": phase, "seconds": seconds, **more}) + "\n")
+
+    def trains(self, first: int, last: int) -> None:
+        """Write the rows of a start that loads `first` after 30 s, and saves `last` and no more, at 1 s an update."""
+        self.row("joined", 10, first, "start")
+        self.row("loaded", 30, first, "start", {"start": 20.0, "compile": 10.0})
+        trained = {"start": 20.0, "compile": 10.0, "trained": float(last - first)}
+        at = 30.0 + last - first
+        self.row("first_step", 31, first + 1, seconds=trained | {"trained": 1.0})
+        self.row("save_begin", at, last, "saving", trained)
+        self.row("save_end", at + 2, last, seconds=trained | {"saving": 2.0}, saved=last)
+
+
+@pytest.fixture
+def story(tmp_path) -> _Story:
+    return _Story(tmp_path / "mine")
+
+
+def _adds_up(goodput: Goodput, **seconds: float) -> None:
+    assert {bucket: value for bucket, value in goodput.seconds.items() if value} == pytest.approx(seconds)
+
+
+def test_updates_after_the_checkpoint_that_the_run_went_on_from_are_redone(story) -> None:
+    story.start(0)
+    story.trains(0, 100)
+    trained = {"start": 20.0, "compile": 10.0, "trained": 140.0, "saving": 2.0}
+    story.row(
+        "end", 172.5, 140, "trained", trained, state="failed", reason="rank 1 died\nrank 1: last in", exit_status=1
+    )
+    story.start(200, 100, "n2")
+    story.trains(100, 150)
+    trained = {"start": 20.0, "compile": 10.0, "trained": 50.0, "saving": 3.0}
+    story.row("end", 83, 150, "saving", trained, state="finished", reason="", exit_status=0)
+    goodput = read_goodput(story.folder)
+    # The attempt under way at the end, half a second old, is redone as well.
+    _adds_up(goodput, trained=150, redone=40.5, start=40, compile=20, saving=5, down=27.5)
+    assert goodput.wall_s == pytest.approx(283)
+    assert [(one.first, one.last, one.kept) for one in goodput.starts] == [(0, 140, 100), (100, 150, 150)]
+    assert verdict(goodput) == (
+        "finished at update 150 of 1,000, after 4 min 43 s in 2 starts: 53.0% of the wall clock trained"
+    )
+
+
+def test_a_restart_from_an_older_checkpoint_makes_earlier_starts_redo(story) -> None:
+    for t, step in ((0, 0), (200, 100)):
+        story.start(t, step)
+        story.trains(step, step + 100)
+        trained = {"start": 20.0, "compile": 10.0, "trained": 100.0, "saving": 2.0}
+        story.row("end", 132, step + 100, "saving", trained, state="preempted", reason="", exit_status=75)
+    story.start(400, 50)  # both newer checkpoints were damaged
+    story.trains(50, 60)
+    trained = {"start": 20.0, "compile": 10.0, "trained": 10.0, "saving": 2.0}
+    story.row("end", 42, 60, "saving", trained, state="finished", reason="", exit_status=0)
+    goodput = read_goodput(story.folder)
+    assert [one.kept for one in goodput.starts] == [50, 50, 60]
+    assert goodput.starts[0].seconds["redone"] == pytest.approx(50, abs=1.1)  # between two rows, by their line
+    assert goodput.starts[1].seconds["redone"] == 100
+
+
+def test_a_run_that_goes_on_has_trained_all_so_far_and_a_dead_one_what_it_saved(story) -> None:
+    story.start(0)
+    story.trains(0, 100)
+    story.beat(182, 150, start=20, compile=10, trained=150, saving=2)
+    for silent_s, state in ((STALE_S - 1, RUNNING), (STALE_S + 1, STALE)):
+        goodput = read_goodput(story.folder, T + 182.5 + silent_s)
+        assert goodput.starts[-1].state == state
+        expected = {"start": 20, "compile": 10, "saving": 2}
+        if state == RUNNING:  # nobody knows yet what becomes of the attempt under way
+            _adds_up(goodput, trained=151, stalled=silent_s - 0.5, **expected)
+        else:
+            _adds_up(goodput, trained=100, redone=50.5, **expected)
+            assert goodput.starts[-1].reason.startswith("no sign of life for 1 min 01 s")
+    assert not (story.folder / "report.html").exists()
+
+
+def test_an_attempt_that_hung_until_the_end_is_stalled(story) -> None:
+    story.start(0)
+    story.trains(0, 100)
+    trained = {"start": 20.0, "compile": 10.0, "trained": 100.0, "saving": 2.0}
+    story.row("end", 732, 100, "trained", trained, state="failed", reason="no progress for 600 s", exit_status=1)
+    _adds_up(read_goodput(story.folder), trained=100, start=20, compile=10, saving=2, stalled=599, redone=1)
+
+
+def test_hosts_whose_clocks_differ_are_never_down_for_less_than_nothing(story) -> None:
+    for t, step in ((0, 0), (50, 100)):  # the second host is behind by minutes
+        story.start(t, step)
+        story.trains(step, step + 100)
+        trained = {"start": 20.0, "compile": 10.0, "trained": 100.0, "saving": 2.0}
+        story.row("end", 132, step + 100, "saving", trained, state="preempted", reason="", exit_status=75)
+    _adds_up(read_goodput(story.folder), trained=200, start=40, compile=20, saving=4)
+
+
+@pytest.fixture
+def run(story) -> Path:
+    """Return a run with 200 restarts, the last of which goes on, and with a row that nobody wrote."""
+    for number in range(201):
+        story.start(number * 200, number * 100)
+        story.trains(number * 100, number * 100 + 100)
+        trained = {"start": 20.0, "compile": 10.0, "trained": 110.0, "saving": 2.0}
+        if number < 200:
+            reason = f"<b>rank {number} died"
+            story.row("end", 142, number * 100 + 110, "trained", trained, state="failed", reason=reason, exit_status=1)
+    story.beat(142, 20100, start=20, compile=10, trained=100, saving=2)
+    with (story.folder / METRICS).open("w") as file:
+        for step in range(1, 20100 if not FULL else 100_000):
+            values = {"step": step, TAGS["time"]: T + 2 * step, TAGS["loss"]: 9 / step, TAGS["tokens_per_s"]: 1e5}
+            file.write(json.dumps(values | {TAGS["eta_s"]: 7200.0}) + "\n")
+        file.write('{"step": 20100, "train/loss": nul')
+    return story.folder
+
+
+def test_the_page_is_one_small_file_that_begins_with_the_verdict_and_needs_nothing_else(run, capsys) -> None:
+    assert main(["report", "--json", str(run)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    page, numbers = (run / "report.html").read_text(), json.loads((run / "report.json").read_text())
+    assert told == [numbers["verdict"], str(run / "report.html"), str(run / "report.json")]
+    assert "of the wall clock trained" in told[0]
+    assert page.index(told[0]) < page.index("<svg") < page.index("<table")
+    assert len(page) < 300_000
+    assert re.findall(r"https?:|src=|<script|@import|url\(", page) == []
+    assert "<b>" not in page
+    assert "&lt;b&gt;rank 199 died" in page
+    assert "201 stops, 200 failed, 1 stale" in page
+    assert "The last 50 of 201 starts" in page
+    assert sum(numbers["seconds"].values()) == pytest.approx(numbers["wall_s"])
+    assert numbers["starts"][1]["seconds"]["down"] == 58
+    assert numbers["starts"][0]["seconds"]["redone"] == 10
+
+
+def test_the_report_needs_neither_torch_nor_matplotlib(run) -> None:
+    code = (
+        "import sys; from megamix.cli import main; main(sys.argv[1:]); "
+        "print(sorted({'torch', 'matplotlib'} & {*sys.modules}))"
+    )
+    for verb in ("report", "status"):
+        ended = subprocess.run([sys.executable, "-c", code, verb, str(run)], capture_output=True, text=True, check=True)
+        assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_status_of_runs_is_a_line_each(run, story, tmp_path, capsys, monkeypatch) -> None:
+    other = _Story(tmp_path / "other")
+    other.start(0)
+    other.row("end", 5, 0, "start", state="gave_up", reason="started 4 times\nand more", exit_status=3)
+    monkeypatch.setattr(time, "time", lambda: story.t + 143)
+    assert main(["status", str(run), str(other.folder)]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == ["run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason"]
+    assert first.split() == ["mine", "running", "20,100/1,000", "0.0004", "100,000", "2:00:00", "50.1%"]
+    assert second.split() == ["other", "gave_up", "0/1,000", "0.0%", "started", "4", "times"]
+
+
+@pytest.mark.parametrize("verb", ["report", "status"])
+def test_a_folder_that_is_no_run_is_named_with_the_fix(tmp_path, capsys, verb: str) -> None:
+    assert main([verb, str(tmp_path)]) == 2
+    assert (
+        f"RUN: {tmp_path} has no start in events.jsonl; give the checkpoint.folder of a run" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("seconds", ["0", "x", "1e9"])
+def test_a_watch_of_no_time_is_refused(tmp_path, capsys, seconds: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["status", str(tmp_path), "--watch", seconds])
+    assert "--watch" in capsys.readouterr().err
+
+
+def test_durations_have_two_units_at_most() -> None:
+    told = [duration(seconds) for seconds in (0.25, 42.4, 200, 5 * 3600 + 420, 51 * 3600)]
+    assert told == ["0.2 s", "42 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"]
