@@ -58,6 +58,7 @@ VERBS_FOR = {
              "nothing was changed; the same command looks again"),
         Verb("checkpoint", "checkpoint", "look at a run's checkpoints, or hand one to torch",
              "what was printed is done, and no checkpoint is harmed; the same command starts anew"),
+        Verb("hang", "supervise", "say which rank the others waited for when a run on several ranks failed"),
         Verb("bench", "tools.bench", "measure megamix on this machine's CPU beside torch's own ways to train",
              "benches that were finished are in --output; the same command starts anew"),
     ],

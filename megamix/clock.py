@@ -20,17 +20,18 @@ class Clock:
         self.entered = 0  # number of spans so far, measured or not; shows this thread's progress to other threads
         self.loaded = 0  # bytes of a checkpoint so far; shows progress, too
         self._on_gpu = device.type == "cuda"
-        self._open: list[str] = []
+        self._open: list[tuple[str, str]] = []  # names of the open spans, and where each is
         self._last = "the start"
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.total_s: defaultdict[str, float] = defaultdict(float)  # seconds per span since the start, as far as read
         self._events: list[tuple[str, str | None, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        outer = self._open[-1] if self._open else None
-        self._open.append(name)
-        self._last = name
+    def span(self, name: str, where: str = "") -> Iterator[None]:
+        """Measure the block. `where`: words behind the name for `doing`, such as ` of stage 1`."""
+        outer = self._open[-1][0] if self._open else None
+        self._open.append((name, where))
+        self._last = name + where
         self.entered += 1
         try:
             if not self.enabled:
@@ -50,7 +51,7 @@ class Clock:
 
     def doing(self) -> str:
         """Return the innermost open span, else the last one. Any thread may call it."""
-        return next(iter(self._open[-1:]), f"the code after {self._last}")
+        return next((name + where for name, where in self._open[-1:]), f"the code after {self._last}")
 
     def read(self) -> dict[str, float]:
         """Return the seconds per span since the last call.

@@ -65,7 +65,7 @@ def test_a_verb_says_what_is_left(verb: cli.Verb, capsys: pytest.CaptureFixture[
     needed = {
         "plan": ["a.toml"], "prepare": ["--output", "a"], "import": ["a", "--output", "b"],
         "export": ["a", "b", "--to", "hf"], "generate": ["a"], "evaluate": ["a"], "plot": ["a"],
-        "report": ["a"], "status": ["a"], "checkpoint": ["ls", "a"], "config": ["--schema"],
+        "report": ["a"], "status": ["a"], "checkpoint": ["ls", "a"], "config": ["--schema"], "hang": ["a"],
     }  # fmt: skip
     assert main([verb.name, *needed.get(verb.name, [])], _raise_other) == 130
     assert capsys.readouterr().err == f"megamix {verb.name}: interrupted: {verb.left}\n"

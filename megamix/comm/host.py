@@ -42,16 +42,20 @@ def gather_json(collectives: Collectives, value: Any, device: torch.device) -> l
 
 
 def tell_collectives(path: Path) -> None:
-    """Write torch's flight recorder as JSON: this rank's last collectives, and whether each has begun and ended. Do
-    nothing if torch or the disk fails.
+    """Write torch's flight recorder as JSON: this rank's last collectives, whether each has begun and ended, and the
+    ranks of its groups, which torch itself tells of NCCL's alone. Do nothing if torch or the disk fails.
 
     Any thread may call it. The record shows which rank is late even if the host runs ahead of NCCL, when stacks do not.
     """
     with contextlib.suppress(Exception):
         backend = "nccl" if dist.get_backend() == "nccl" else "fr"  # "fr" serves all other backends
-        recorded = getattr(torch._C._distributed_c10d, f"_dump_{backend}_trace_json")()
+        recorded = json.loads(getattr(torch._C._distributed_c10d, f"_dump_{backend}_trace_json")())
+        recorded["pg_config"] = {
+            group.group_name: {"name": group.group_name, "desc": group.group_desc, "ranks": str([*ranks])}
+            for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items()
+        }
         with create_anew(path) as file:
-            file.write(recorded)
+            file.write(json.dumps(recorded).encode())
 
 
 def host_collectives(world: Axis, timeout_s: float) -> Collectives:

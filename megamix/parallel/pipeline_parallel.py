@@ -144,16 +144,18 @@ class _EngineStage(PipelineStage):
             tokens if module.is_first else hidden, loss if module.is_last else hidden, group=handover.pp.group,
         )  # fmt: skip
         self._engine, self._names, self._completes = engine, names, completes
+        self._where = f" of stage {number}"
 
     # Each pass is a span of its own, so the watchdog sees progress within a step of many micro-batches.
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._engine.clock.span("forward_backward"):
+        with self._engine.clock.span("forward_backward", self._where):
             return super().forward_one_chunk(*args, **kwargs)
 
     @contextmanager
     def _backward_pass(self, micro_batch: int, completes: Collection[str]) -> Iterator[None]:
-        with self._engine.clock.span("forward_backward"), self._engine.backward_pass(micro_batch, completes):
+        span = self._engine.clock.span("forward_backward", self._where)
+        with span, self._engine.backward_pass(micro_batch, completes):
             yield
 
     def backward_one_chunk(

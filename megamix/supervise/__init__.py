@@ -7,5 +7,7 @@ console     lines and a progress bar
 liveness    messages of the ranks beside their collectives
 processes   facts about this host's processes
 watchdog    the end of a rank when another one is dead or hung
+hang        what the ranks' last collectives say after such an end
 status      the request to leave, `status.json` and the exit status
+command     the verb `hang`
 """

@@ -18,6 +18,7 @@ from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import NotMetError, Topology, leave_ranks, local_device, meet_ranks, side_store
 from megamix.config import Config, ConfigError, axis_sizes
+from megamix.inspect.live_tensors import tell_live_tensors
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.weights import Fill
@@ -208,6 +209,10 @@ def supervised(job: Job) -> Iterator[None]:
                 yield
             except EndedEarlyError as early:
                 job.all_or_none.first(partial(job.status.end, early))
+                raise
+            except Exception as error:
+                if isinstance(early_end(error), NoMemoryError):
+                    tell_live_tensors(job.status.folder, world.rank, job.engine, error)
                 raise
             job.all_or_none.first(partial(job.status.end, None))
     except BaseException as error:

@@ -5,6 +5,7 @@ and two seconds; stacks are left; a rank with a slow disk is waited for.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -18,8 +19,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.flight_recorder import fr_trace
 
 from megamix.checkpoint.folder import Files
+from megamix.cli import main
+from megamix.data.loader import BatchLoader
+from megamix.model.transformer import Block
 from megamix.parallel.stages import Stage
 from megamix.supervise import watchdog
 from megamix.supervise.liveness import Position, RollCall, Sign
@@ -49,6 +54,20 @@ def _stopped(folder: Path, victim: int, rank: int, number: int) -> None:
 def _asleep(folder: Path, victim: int, rank: int, number: int) -> None:
     if _mark(folder, victim, rank, number):
         time.sleep(60)
+
+
+def _never_returns(*_: object) -> None:
+    time.sleep(60)
+
+
+def _hangs_in_data(folder: Path, victim: int, rank: int, number: int) -> None:
+    if _mark(folder, victim, rank, number):
+        BatchLoader.load = _never_returns  # type: ignore[assignment,method-assign]  # this process is the rank's own
+
+
+def _hangs_in_forward(folder: Path, victim: int, rank: int, number: int) -> None:
+    if _mark(folder, victim, rank, number):
+        Block.forward = _never_returns  # type: ignore[assignment,method-assign]  # likewise
 
 
 def _killed(folder: Path, victim: int, rank: int, number: int) -> None:
@@ -86,8 +105,9 @@ def _writes_slowly(folder: Path, victim: int, rank: int, number: int) -> None:
 
 
 # Each kind of fault, and with all counts each on each rank.
-CASES = [(fault, victim) for victim in (0, 1) for fault in (_killed, _stopped, _asleep, _elsewhere)]
-CASES = CASES if FULL else [(_killed, 0), (_killed, 1), (_stopped, 1), (_asleep, 0), (_elsewhere, 1)]
+KINDS = (_killed, _stopped, _asleep, _elsewhere, _hangs_in_data, _hangs_in_forward)
+CASES = [(fault, victim) for victim in (0, 1) for fault in KINDS]
+CASES = CASES if FULL else [(_killed, 0), (_killed, 1), (_stopped, 1), (_hangs_in_data, 0), (_elsewhere, 1)]
 SLOW, NO_MEMORY = (_writes_slowly, 1), (_without_memory, 1)
 IN_A_STAGE = [(_hangs_in_a_stage, 0), (_hangs_in_a_stage, 1)]
 VERDICTS = {  # on (victim, other)
@@ -95,7 +115,16 @@ VERDICTS = {  # on (victim, other)
     _stopped: "no sign of life from rank {}\n",
     _asleep: "rank {} fell behind\n",
     _elsewhere: "rank {} fell behind\n",
+    _hangs_in_data: "rank {} fell behind\n",
+    _hangs_in_forward: "rank {} fell behind\n",
     _hangs_in_a_stage: "rank {} fell behind\n",
+}
+# The function in which a living rank hangs, and its place in the end reason.
+HANGS = {
+    _asleep: ("_asleep", "the code after "),
+    _elsewhere: ("_elsewhere", "the code after "),
+    _hangs_in_data: ("_never_returns", "data, attempt 6 "),
+    _hangs_in_forward: ("_never_returns", "forward_backward, attempt 6 "),
 }
 
 
@@ -167,7 +196,7 @@ def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault: Callabl
     verdict = _verdict(fault, victim)
     assert end.status["state"] == "failed"
     assert verdict in end.status["reason"]
-    assert f"rank {victim}: last in " in end.status["reason"]
+    assert f"rank {victim}: last in {HANGS.get(fault, ('', ''))[1]}" in end.status["reason"]
     # A rank may die with the last words of the attempt before unsent.
     assert re.search(rf"attempt ({FAULT_AT - 1}|{FAULT_AT})\b", end.status["reason"])
     assert any(verdict in end.ranks.said(rank) for rank in range(2))
@@ -181,17 +210,45 @@ def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault: Callabl
 def test_every_live_rank_leaves_its_stacks(ended, fault: Callable[..., None], victim: int) -> None:
     stacks = [(ended[fault, victim].folder / f"run/stacks_rank{rank}.txt").read_text() for rank in range(2)]
     assert "trainer.py" in stacks[1 - victim]  # the place where it waited
-    if fault in (_asleep, _elsewhere):
-        assert fault.__name__ in stacks[victim]  # the function in which it hung
+    if fault in HANGS:
+        assert HANGS[fault][0] in stacks[victim]
 
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
 def test_every_live_rank_tells_its_last_collectives(ended, fault: Callable[..., None], victim: int) -> None:
-    for rank in {1 - victim, victim if fault in (_asleep, _elsewhere) else 1 - victim}:
+    for rank in {1 - victim, victim if fault in HANGS else 1 - victim}:
         told = json.loads((ended[fault, victim].folder / f"run/collectives_rank{rank}.json").read_text())
         last = told["entries"][-1]["profiling_name"]
         assert last.startswith("gloo:")
         assert (last == "gloo:broadcast") == (fault is _elsewhere and rank == victim)
+
+
+@pytest.mark.parametrize(("fault", "victim"), [*CASES, *IN_A_STAGE])
+def test_the_verb_hang_names_the_rank(ended, capsys, fault: Callable[..., None], victim: int) -> None:
+    assert main(["hang", str(ended[fault, victim].folder / "run")]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"failed at update {FAULT_AT - 1}: ")
+    assert _verdict(fault, victim).strip() in told.partition("\n")[0]
+    if fault in (_killed, _stopped):
+        assert f"\nrank {victim} left no record: it was killed or stopped, or its machine is gone\n" in told
+    elif fault is _elsewhere:
+        assert f"gloo:broadcast on rank {victim}" in told
+        assert "these ranks ran different code" in told
+    elif fault is not _hangs_in_a_stage:  # torch records no message between two ranks by Gloo
+        assert re.search(
+            rf"^rank {victim} never entered collective \d+ of ranks 0, 1, gloo:all_to_all, in which rank "
+            rf"{1 - victim} waited; the last of rank {victim} is \d+, gloo:",
+            told,
+            re.MULTILINE,
+        )
+
+
+def test_torchs_own_analyser_reads_the_records(ended, tmp_path, caplog) -> None:
+    fault, victim = next(case for case in CASES if case[0] is _hangs_in_data)
+    assert main(["hang", str(ended[fault, victim].folder / "run"), "--torchfrtrace", str(tmp_path / "fr")]) == 0
+    with caplog.at_level(logging.INFO):
+        fr_trace.main([str(tmp_path / "fr")])
+    assert f"missing ranks: {{{victim}}}" in caplog.text
 
 
 def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended) -> None:
@@ -206,7 +263,9 @@ def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended) -> None:
 def test_a_stage_that_hangs_is_named_and_not_one_that_waits_for_it(
     ended, fault: Callable[..., None], victim: int
 ) -> None:
-    assert _verdict(fault, victim) in ended[fault, victim].status["reason"]
+    reason = ended[fault, victim].status["reason"]
+    assert _verdict(fault, victim) in reason
+    assert f"rank {victim}: last in forward_backward of stage {victim}, attempt {FAULT_AT} " in reason
 
 
 def test_a_rank_without_memory_ends_all_with_the_status_that_says_so(ended) -> None:
@@ -216,6 +275,10 @@ def test_a_rank_without_memory_ends_all_with_the_status_that_says_so(ended) -> N
     assert [end.ranks.said(rank).count("ran out of memory") for rank in range(2)] == [1, 0]
     assert "Traceback" not in end.ranks.said(1)
     assert "_without_memory" in (end.folder / "run/stacks_rank1.txt").read_text()
+    memory = end.folder / "run/memory_rank1.txt"
+    assert re.search(rf"rank 1: .* MiB of live tensors, listed in {memory}; the largest:\n", end.ranks.said(1))
+    assert re.search(r"MiB +1 x masters of blocks.1.\S+ to blocks.0.\S+, float32 \(", memory.read_text())
+    assert not memory.with_name("memory_rank0.txt").exists()
 
 
 def test_a_stopped_process_does_not_run() -> None:

@@ -1,0 +1,108 @@
+"""What the ranks' last collectives say about a run that ended on one rank: who is missing, and where they differ.
+
+torch numbers the collectives of each group on each rank. The ranks of a group must enter the same ones in the same
+order, so a rank with a smaller last number is the one that the others wait for. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from pickle import dump  # it writes alone: torch's analyser reads nothing else
+from typing import Any
+
+from megamix.durable import read_own
+from megamix.supervise.liveness import names
+from megamix.supervise.status import STATUS
+
+_RECORD = re.compile(r"collectives_rank(\d+)\.json")
+_SHOWN = 8  # most ranks of which a line tells the last collective
+
+Record = dict[str, Any]  # torch's: its "entries" are collectives, its "pg_config" the groups by name
+
+
+def read_records(folder: Path) -> dict[int, Record]:
+    """Return the records of a run's folder by rank. Raises: ValueError if there are none, or one is no record."""
+    records: dict[int, Record] = {}
+    for path in folder.glob("collectives_rank*.json"):
+        if found := _RECORD.fullmatch(path.name):
+            records[int(found[1])] = _record(path)
+    if not records:
+        raise ValueError(
+            f"{folder} has no collectives_rank*.json, which the ranks write when a run on several ranks fails; give "
+            "the checkpoint.folder of such a run"
+        )
+    return dict(sorted(records.items()))
+
+
+def _record(path: Path) -> Record:
+    try:
+        record: Record = json.loads(read_own(path))
+        for entry in record["entries"]:
+            record["pg_config"][entry["process_group"][0]]["ranks"], entry["collective_seq_id"], entry["profiling_name"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no record of torch's flight recorder: {error!r}; remove it") from None
+    return record
+
+
+def verdict(folder: Path, records: dict[int, Record]) -> Iterator[str]:
+    """Yield a line for the run's own end, for each group whose ranks differ, and for ranks without a record."""
+    try:
+        status = json.loads(read_own(folder / STATUS))
+        yield f"{status['state']} at update {status['update']}: {status['reason'] or 'no reason was written'}"
+    except (OSError, ValueError, KeyError, TypeError):
+        yield f"{folder / STATUS} says nothing"
+    members = defaultdict[str, set[int]](set)
+    entered = defaultdict[str, dict[int, dict[int, str]]](lambda: defaultdict(dict))
+    for rank, record in records.items():
+        for name, group in record["pg_config"].items():
+            members[name] |= {*json.loads(group["ranks"])}
+        for entry in record["entries"]:
+            if not entry.get("is_p2p"):
+                entered[entry["process_group"][0]][rank][entry["collective_seq_id"]] = entry["profiling_name"]
+    lost = set().union(*members.values()) - {*records}
+    if lost:
+        yield f"{names(lost)} left no record: it was killed or stopped, or its machine is gone"
+    lines = [line for name, by_rank in entered.items() for line in _of_group(members[name] - lost, by_rank)]
+    last = [record["entries"][-1] for record in records.values() if record["entries"]][:1]
+    shown = "".join(f", up to {entry['collective_seq_id']}, {entry['profiling_name']}" for entry in last)
+    yield from lines or [f"{names(records)} entered the same collectives{shown}: see stacks_rank*.txt"]
+
+
+def _of_group(members: set[int], by_rank: dict[int, dict[int, str]]) -> Iterator[str]:
+    """Yield where the ranks of a group differ. `by_rank`: the names of a rank's collectives by number."""
+    last = {rank: max(by_rank.get(rank, {0: ""})) for rank in sorted(members)}
+    of = f"of {names(members)}"
+    shared = [{*by_rank[rank]} for rank in members if by_rank.get(rank)]
+    for number in sorted(set.intersection(*shared)) if len(shared) > 1 else []:
+        ranks_by_name = defaultdict[str, list[int]](list)
+        for rank in last:
+            ranks_by_name[by_rank.get(rank, {}).get(number, "none")].append(rank)
+        if len(ranks_by_name) > 1:
+            each = ", ".join(f"{name} on {names(ranks)}" for name, ranks in ranks_by_name.items())
+            yield f"collective {number} {of} differs: {each}; these ranks ran different code"
+            return
+    top = max(last.values())
+    behind = [rank for rank, number in last.items() if number < top]
+    if behind:
+        ahead = [rank for rank in last if rank not in behind]
+        each = "; ".join(
+            f"the last of rank {rank} is {last[rank]}, {by_rank.get(rank, {}).get(last[rank], 'none')}"
+            for rank in behind[:_SHOWN]
+        )
+        yield (
+            f"{names(behind)} never entered collective {top} {of}, {by_rank[ahead[0]][top]}, in which {names(ahead)} "
+            f"waited; {each}"
+        )
+
+
+def write_for_torchfrtrace(records: dict[int, Record], folder: Path) -> None:
+    """Write the records into a new folder for torch's analyser. Raises: OSError, also if the folder exists."""
+    folder.mkdir(parents=True)
+    for rank, record in records.items():
+        entries = [{"frames": [], "is_p2p": False} | entry for entry in record["entries"]]
+        with (folder / f"collectives_rank{rank}").open("wb") as file:
+            dump(record | {"entries": entries}, file)

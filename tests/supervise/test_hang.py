@@ -1,0 +1,72 @@
+"""`megamix hang` says from the ranks' records who is missing in which collective, and where ranks differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megamix.cli import main
+
+SUM, GATHER = "gloo:all_to_all", "gloo:all_gather"
+
+
+def _write(folder: Path, rank: int, *collectives: tuple[str, int, str]) -> None:
+    """Write a rank's record. `collectives`: group, number and name of each."""
+    groups = {"0": "[0, 1, 2]", **({"pair": "[0, 1]"} if rank < 2 else {})}
+    record = {
+        "pg_config": {name: {"name": name, "desc": "", "ranks": ranks} for name, ranks in groups.items()},
+        "entries": [
+            {"process_group": [group, ""], "collective_seq_id": number, "profiling_name": name}
+            for group, number, name in collectives
+        ],
+    }
+    (folder / f"collectives_rank{rank}.json").write_text(json.dumps(record))
+
+
+def _told(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(["hang", str(folder)]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"{folder / 'status.json'} says nothing"
+    return rest
+
+
+def test_ranks_that_never_came_are_named_in_their_group(tmp_path, capsys) -> None:
+    # Rings overflow: the records begin at different numbers.
+    _write(tmp_path, 0, ("0", 7, SUM), ("0", 8, GATHER), ("pair", 1, SUM), ("pair", 2, SUM))
+    _write(tmp_path, 1, ("0", 8, GATHER), ("pair", 1, SUM))
+    _write(tmp_path, 2, ("0", 7, SUM), ("0", 8, GATHER))
+    told = f"rank 1 never entered collective 2 of ranks 0, 1, {SUM}, in which rank 0 waited; the last of rank 1 is 1"
+    assert _told(tmp_path, capsys) == [f"{told}, {SUM}"]
+
+
+def test_the_first_collective_that_differs_is_told(tmp_path, capsys) -> None:
+    for rank in range(3):
+        name = GATHER if rank == 1 else SUM
+        _write(tmp_path, rank, ("0", 7, SUM), ("0", 8, name), ("0", 9, SUM))
+    assert _told(tmp_path, capsys) == [
+        f"collective 8 of ranks 0 to 2 differs: {SUM} on ranks 0, 2, {GATHER} on rank 1; these ranks ran different code"
+    ]
+
+
+def test_a_rank_without_a_record_and_ranks_alike_are_told(tmp_path, capsys) -> None:
+    for rank in (0, 2):
+        _write(tmp_path, rank, ("0", 8, SUM))
+    assert _told(tmp_path, capsys) == [
+        "rank 1 left no record: it was killed or stopped, or its machine is gone",
+        f"ranks 0, 2 entered the same collectives, up to 8, {SUM}: see stacks_rank*.txt",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"entries": [{"process_group": ["1", ""]}], "pg_config": {}}'])
+def test_what_is_no_record_is_refused_by_name(tmp_path, capsys, text: str) -> None:
+    (tmp_path / "collectives_rank3.json").write_text(text)
+    assert main(["hang", str(tmp_path)]) == 2
+    assert f"{tmp_path}/collectives_rank3.json is no record of torch's flight recorder" in capsys.readouterr().err
+
+
+def test_a_folder_without_records_is_refused(tmp_path, capsys) -> None:
+    assert main(["hang", str(tmp_path)]) == 2
+    told = "has no collectives_rank*.json, which the ranks write when a run on several ranks fails"
+    assert told in capsys.readouterr().err
