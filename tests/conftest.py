@@ -12,6 +12,7 @@ import os
 import pkgutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,17 @@ def also_wide(values: Iterable[Any], *chosen: object) -> list[Any]:
     return [marked(value) if value in chosen else value for value in values]
 
 
+CASES_COUNTED = 3  # of a test with many: the others run the same lines, and counting lines doubles a test's time
 counts = True  # covered lines, in the test that runs: see the marker `uncounted`
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen = Counter[str]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        seen[test] += 1
+        if seen[test] > CASES_COUNTED:
+            item.add_marker("uncounted")
 
 
 @pytest.hookimpl(wrapper=True)
