@@ -181,7 +181,21 @@ class WandbConfig(Section):
     """Project that the run is part of."""
 
 
-TRACKERS.sections |= {"wandb": WandbConfig}
+class PrometheusConfig(Section):
+    """A file for the textfile collector of Prometheus' node exporter, replaced with each row."""
+
+    file: Annotated[Text, Field(pattern=r"\.prom$", examples=["/var/lib/node_exporter/my-run.prom"])]
+    """Path of the file, of this run alone. The node exporter reads those that end in .prom."""
+
+
+class AlertConfig(Section):
+    """A program that is told how a run ends, and of many overflows in a row."""
+
+    command: Annotated[tuple[Text, ...], Field(strict=False, min_length=1, examples=[["my_pager", "--urgent"]])]
+    """Program and arguments. It gets one JSON object on stdin, and has 10 s."""
+
+
+TRACKERS.sections |= {"wandb": WandbConfig, "prometheus": PrometheusConfig, "alert": AlertConfig}
 TRACKERS.reserved = MetricsConfig.model_fields
 
 

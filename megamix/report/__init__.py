@@ -7,7 +7,10 @@ journal          events of a run, and the sign of life of the start that runs
 metrics          a line on the console, in metrics.jsonl and in TensorBoard
 slow_ranks       the rule by which a rank or a node counts as slow
 rank_times       each rank's own times, told to the first rank beside the steps
-trackers         wandb and trackers of plugins
+trackers         a thread for each tracker; wandb
+prometheus       the newest values in a file for Prometheus
+alerts           a program that is told how a run ends
+chosen_trackers  the trackers that a configuration chooses
 profiling        traces of the steps that are profiled
 history          values of a run's metrics.jsonl, by step
 goodput          what the wall time of a run went into

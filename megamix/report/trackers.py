@@ -5,13 +5,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from megamix.config import Config
 from megamix.data import import_extra
-from megamix.plugins import TRACKERS
 
 MOST_WAITING = 1000  # rows and texts; with more waiting, a tracker is too slow
 CLOSE_S = 30.0  # seconds at the end of a run for rows that still wait
@@ -105,17 +102,3 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
-
-
-TRACKERS.registered |= {"wandb": WandbTracker}
-
-
-def start_trackers(config: Config) -> list[TrackerThread]:
-    """Start the trackers that have a table [metrics.NAME]."""
-    tables = {name: getattr(config.metrics, name, None) for name in TRACKERS.registered}
-    about = {"folder": Path(config.checkpoint.folder), "config": config.model_dump(mode="json")}
-    return [
-        TrackerThread(name, partial(TRACKERS.registered[name], **dict(table), **about))
-        for name, table in tables.items()
-        if table is not None
-    ]

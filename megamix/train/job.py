@@ -13,10 +13,10 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.family import parameter_count
 from megamix.parallel.build import build_model, drawn, undrawn
 from megamix.parallel.stages import describe_stages
+from megamix.report.chosen_trackers import start_trackers
 from megamix.report.interval_report import IntervalReport, mfu_per_token_rate
 from megamix.report.ledger import COMPILE, SAVING, START
 from megamix.report.metrics import MetricsWriter
-from megamix.report.trackers import start_trackers
 from megamix.run.checkpointing import RunCheckpoints
 from megamix.run.results import write_results
 from megamix.run.resume import load_start

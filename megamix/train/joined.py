@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from megamix.inspect.live_tensors import tell_live_tensors
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.weights import Fill
+from megamix.report.alerts import send
 from megamix.report.journal import Journal
 from megamix.report.ledger import Ledger, age_s, boot_s
 from megamix.report.metrics import cut_logs
@@ -70,7 +72,7 @@ class Job:
         folder, steps = Path(self.config.checkpoint.folder), self.config.training.steps
         self.ledger = Ledger(boot_s() - age_s(self.launcher or os.getpid()))
         self.journal = Journal(folder, self.ledger, self._progress)
-        self.status = RunStatus(folder, steps, self._applied, partial(self.journal.tell, "end"))
+        self.status = RunStatus(folder, steps, self._applied, self._ended)
 
     @cached_property  # built at the first line, since a progress bar counts time from its construction
     def console(self) -> Console:
@@ -143,6 +145,12 @@ class Job:
 
     def _applied(self) -> int:
         return 0 if self.trainer is None else self.trainer.batch_plan.applied
+
+    def _ended(self, **values: Any) -> None:
+        """Tell the journal, and the user's program if there is one, how the run ended."""
+        self.journal.tell("end", **values)
+        if (alert := getattr(self.config.metrics, "alert", None)) is not None:
+            send(alert.command, self.status.folder, "end", update=self._applied(), **values)
 
     def _progress(self) -> tuple[int, int]:
         """Return the updates and tokens so far, of the loop or of the checkpoint that it goes on from."""

@@ -25,7 +25,7 @@ from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig
 from megamix.config.model_and_data import DataStage
 from megamix.config.optimizers import OptimizerGroup
-from megamix.config.sections import SECTIONS, WandbConfig
+from megamix.config.sections import SECTIONS, AlertConfig, PrometheusConfig, WandbConfig
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
@@ -37,6 +37,8 @@ TABLES = {
     **{f"[optimizer.{name}]": section for name, section in OPTIMIZERS.sections.items()},
     "[precision.loss_scale]": LossScaleConfig,
     "[metrics.wandb]": WandbConfig,
+    "[metrics.prometheus]": PrometheusConfig,
+    "[metrics.alert]": AlertConfig,
     "[model.rope_scaling]": RopeScaling,
     "[model.latent_attention]": LatentSizes,
     "[model.experts]": ExpertsConfig,

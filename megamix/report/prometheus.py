@@ -1,0 +1,88 @@
+"""Prometheus: the newest values of a run in a file that the node exporter's textfile collector reads."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megamix.durable import written_aside
+from megamix.report.metrics import TAGS, set_tag
+
+_SHARE = "time_share/"
+_GIB = 2.0**30
+
+
+class _Metric(NamedTuple):
+    """A metric's name behind `megamix_`, which ends in its unit as Prometheus asks, with type and help."""
+
+    name: str
+    kind: str
+    help: str
+    factor: float = 1.0  # from our unit to the metric's
+
+
+_RUNNING = _Metric("running", "gauge", "1 while the run trains, 0 when it has ended by itself.")
+_ROW = _Metric("last_row_timestamp_seconds", "gauge", "Time of the run's last row of values.")
+_UPDATES = _Metric("updates_total", "counter", "Updates so far.")
+_OTHER = _Metric("value", "gauge", "A value that has no metric of its own, by its tag in metrics.jsonl.")
+_METRICS = {
+    TAGS["loss"]: _Metric("loss_nats", "gauge", "Training loss a token."),
+    TAGS["valid_loss"]: _Metric("valid_loss_nats", "gauge", "Validation loss a token; set: that of one set."),
+    TAGS["tokens"]: _Metric("tokens_total", "counter", "Tokens of all updates so far."),
+    TAGS["lr"]: _Metric("learning_rate", "gauge", "Learning rate."),
+    TAGS["grad_norm"]: _Metric("gradient_norm", "gauge", "Norm of the gradient before clipping."),
+    TAGS["loss_scale"]: _Metric("loss_scale", "gauge", "Loss scale."),
+    TAGS["skipped_steps"]: _Metric("overflows_total", "counter", "Attempts that overflowed."),
+    TAGS["tokens_per_s"]: _Metric("tokens_per_second", "gauge", "Tokens of all ranks a second."),
+    TAGS["mfu"]: _Metric("flops_used_ratio", "gauge", "Model FLOPs over the devices' peak."),
+    TAGS["memory_gib"]: _Metric("memory_peak_bytes", "gauge", "Peak of the first rank's memory.", _GIB),
+    TAGS["eta_s"]: _Metric("remaining_seconds", "gauge", "Estimated time to the end."),
+    _SHARE: _Metric("time_share_ratio", "gauge", "Share of the wall time, by part."),
+}
+
+
+class PrometheusTracker:
+    """Tracker that replaces a file with each row."""
+
+    def __init__(self, *, file: str, folder: Path, config: Mapping[str, Any]):
+        self._path, self._run = Path(file), str(folder)
+        self._values: dict[tuple[_Metric, str, str], float] = {}  # by metric, and name and value of a label
+        self._set(_RUNNING, 1)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for tag, value in values.items():
+            if tag in _METRICS:
+                self._set(_METRICS[tag], value)
+            elif tag.startswith(_SHARE):
+                self._set(_METRICS[_SHARE], value, "part", tag.removeprefix(_SHARE))
+            elif tag.startswith(set_tag("")):
+                self._set(_METRICS[TAGS["valid_loss"]], value, "set", tag.removeprefix(set_tag("")))
+            else:
+                self._set(_OTHER, value, "tag", tag)
+        if TAGS["loss"] in values:  # the row of an overflow has the number of the update that it did not make
+            self._set(_UPDATES, step)
+        self._set(_ROW, time.time())
+        self._write()
+
+    def text(self, name: str, text: str) -> None: ...
+
+    def close(self) -> None:
+        self._set(_RUNNING, 0)
+        self._write()
+
+    def _set(self, metric: _Metric, value: float, label: str = "", of: str = "") -> None:
+        self._values[metric, label, of] = value * metric.factor
+
+    def _write(self) -> None:
+        lines: dict[_Metric, list[str]] = {}
+        for (metric, label, of), value in self._values.items():
+            name = f"megamix_{metric.name}"
+            head = [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
+            labels = f'run="{_escaped(self._run)}"' + (f',{label}="{_escaped(of)}"' if label else "")
+            lines.setdefault(metric, head).append(f"{name}{{{labels}}} {float(value)!r}")
+        with written_aside(self._path, sync=False) as file:
+            file.write("".join(f"{line}\n" for each in lines.values() for line in each).encode())
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,90 @@
+"""An alert reaches the user's program as one JSON object, at a run's end by each way that a rank lives to tell, and in
+a storm of overflows; a program that fails, hangs or is missing is told and holds up nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamix.inspect.overflows import GaveUpError
+from megamix.report import alerts
+from megamix.report.alerts import STORM, AlertTracker, send
+from megamix.report.metrics import TAGS
+from tests.train.jobs import run_on_ranks, run_recorded, tiny_job
+
+WAIT_S = 60.0
+KEEPS = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
+
+
+def _command(folder: Path) -> list[str]:
+    return [sys.executable, "-c", KEEPS, str(folder / "alerts.jsonl")]
+
+
+def _told(folder: Path) -> list[dict[str, Any]]:
+    """Return the alerts, once their programs have ended."""
+    for thread in threading.enumerate():
+        if thread.name == "alert":
+            thread.join(WAIT_S)
+    path = folder / "alerts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_storm_of_overflows_is_told_once_and_a_search_for_the_first_scale_is_none(tmp_path: Path) -> None:
+    tracker = AlertTracker(command=_command(tmp_path), folder=tmp_path, config={})
+    overflow = {TAGS["loss_scale"]: 4.0, TAGS["skipped_steps"]: 1}
+    for _ in range(2 * STORM):
+        tracker.log(1, overflow)
+    for rounds in range(2):
+        tracker.log(5 + rounds, {TAGS["loss"]: 3.0, TAGS["skipped_steps"]: 1})
+        for _ in range(STORM - 1 + rounds):
+            tracker.log(7, overflow)
+    (alert,) = _told(tmp_path)
+    assert alert.keys() == {"event", "run", "host", "time", "step", "overflows", "loss_scale"}
+    assert (alert["event"], alert["run"], alert["overflows"], alert["loss_scale"]) == (
+        "overflows", str(tmp_path), STORM, 4.0,
+    )  # fmt: skip
+
+
+PROGRAMS = [
+    (["no such program"], "alert end: [Errno 2]"),
+    ([sys.executable, "-c", "raise SystemExit(3)"], "alert end: the program ended with 3"),
+    ([sys.executable, "-c", "import time; time.sleep(999)"], "alert end: the program took more than 0 s and is ended"),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), PROGRAMS)
+def test_a_program_in_trouble_is_told_and_raises_nothing(tmp_path: Path, caplog, monkeypatch, command, words) -> None:
+    monkeypatch.setattr(alerts, "LIMIT_S", WAIT_S if "3" in words else 0.1)
+    with caplog.at_level(logging.WARNING, "megamix"):
+        send(command, tmp_path, "end", reason="x" * 10**6)  # more than a pipe holds
+        _told(tmp_path)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith(words)
+
+
+def test_a_run_tells_how_it_ended(tmp_path: Path, data: Path) -> None:
+    config = tiny_job(
+        tmp_path,
+        tokens=data,
+        model={"num_layers": 1},
+        training={"steps": 3, "eval_interval": 0},
+        metrics={"tensorboard": False, "precision_interval": 0, "alert": {"command": _command(tmp_path)}},
+        precision={"max_overflows_in_a_row": 2},
+    )
+    run_on_ranks(config)
+    (alert,) = _told(tmp_path)
+    assert (alert["event"], alert["state"], alert["exit_status"], alert["update"]) == ("end", "finished", 0, 3)
+    assert (alert["run"], alert["reason"]) == (config.checkpoint.folder, "")
+    longer = config.model_copy(update={"training": config.training.model_copy(update={"steps": 30})})
+    with pytest.raises(GaveUpError):
+        run_recorded(longer, bad_attempts=frozenset(range(100)))
+    alert = _told(tmp_path)[-1]
+    assert (alert["state"], alert["exit_status"]) == ("gave_up", 3)
+    assert "overflow" in alert["reason"]
