@@ -80,11 +80,8 @@ def _tensors(engine: ShardedEngine | None, error: BaseException) -> Iterator[tup
 def _named(engine: ShardedEngine | None, error: BaseException) -> Iterator[tuple[str, Any]]:
     if engine is not None:
         for bucket in engine.buckets:
-            yield f"masters of {bucket.plan.name}", bucket.master
-            yield f"half parameters of {bucket.plan.name}", bucket.params
-            yield f"gradients of {bucket.plan.name}", getattr(bucket, "grads", None)
-            for states in bucket.states:
-                yield from ((f"{name} of {bucket.plan.name}", state) for name, state in states.items())
+            states = [("optimizer's " + name, state) for span in bucket.states for name, state in span.items()]
+            yield from ((f"{name} of {bucket.plan.name}", value) for name, value in [*vars(bucket).items(), *states])
         yield from engine.module.named_parameters()
         yield from engine.module.named_buffers()
     one: BaseException | None = error

@@ -227,7 +227,7 @@ class RecordedRows:
         names = sorted(told, key=lambda name: [(len(part), part) for part in name.split(".")])
         return {layer_of(name) if layers[layer_of(name)] == 1 else name: told[name] for name in names}
 
-    @cached_property  # a single rank needs none
+    @cached_property  # from the first log line on
     def side(self) -> Collectives:
         """Return collectives on the host that no step uses. Every rank must ask for them."""
         # The limit is a moment longer than the watchdog's, so that the watchdog names a missing rank first.

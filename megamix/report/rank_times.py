@@ -6,29 +6,22 @@ import math
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megamix.comm.collectives import Collectives, Pending
+from megamix.comm.collectives import Pending
 from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
-from megamix.report.metrics import RANKS
+from megamix.report.interval_report import RecordedRows
+from megamix.report.metrics import RANKS, MetricsWriter
 from megamix.report.slow_ranks import KEPT, KINDS, RankPlace, Slow, SlowRanks
-from megamix.supervise.console import folded
+from megamix.supervise.console import Console, folded
 
 _WORK = {"data": "data", "forward_backward": "forward and backward", "update": "the update"}  # by KINDS
-_GPU = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "C"}  # a GPU's readings, with their units
-
-
-class Told(NamedTuple):
-    """What the first rank has learned of an earlier log interval."""
-
-    tags: dict[str, float]
-    row: dict[str, Any]  # of every rank, for ranks.jsonl
-    lines: list[str]  # of parties that have become slow
+_GPU, _UNITS = ("clock_mhz", "power_w", "temperature_c"), ("MHz", "W", "C")  # a GPU's readings
 
 
 class RankTimes:
@@ -37,45 +30,58 @@ class RankTimes:
     The ranks' rows travel while the next interval is trained, so no step waits for them.
     """
 
-    def __init__(self, topology: Topology, side: Collectives, device: torch.device):
-        """Learn the places of all ranks. `side`: collectives on the host, which no step uses."""
-        self._side, self._device = side, device
-        place = RankPlace(socket.gethostname(), topology.pp.rank, topology.data.rank)
-        self._places = [RankPlace(*found) for found in gather_json(side, place, torch.device("cpu"))]
-        self._rule = SlowRanks(self._places)
+    def __init__(
+        self, topology: Topology, recorded: RecordedRows, device: torch.device, console: Console,
+        writer: MetricsWriter | None,
+    ):  # fmt: skip
+        self._topology, self._recorded, self._device = topology, recorded, device
+        self._console, self._writer = console, writer
+        self._rule: SlowRanks | None = None
         self._slow = set[str]()
         self._under_way: tuple[int, Tensor, Pending] | None = None
         self._work_s = 0.0  # processor time of this object so far
 
-    def exchange(self, step: int, span_s: Mapping[str, float]) -> Told | None:
-        """Send this rank's times of the interval that ends with `step`, and return what the last call has sent.
+    def exchange(self, step: int, span_s: Mapping[str, float], *, detailed: bool) -> dict[str, float]:
+        """Send this rank's times of the interval that ends with `step`. On the first rank tell what the last call has
+        sent, and return its tags.
 
-        `span_s`: the seconds of an attempt by span. Return None on all but the first rank, at the first call, and if
-        no ranks have equal work.
+        `span_s`: the seconds of an attempt by span. `detailed`: write all ranks' times even if none is slow.
         """
+        if self._rule is None:  # the first interval has compiled and warmed up
+            place = RankPlace(socket.gethostname(), self._topology.pp.rank, self._topology.data.rank)
+            places = gather_json(self._recorded.side, place, torch.device("cpu"))
+            self._rule = SlowRanks([RankPlace(*found) for found in places])
+            return {}
         if not self._rule.compares:
-            return None
+            return {}
         start_s = time.thread_time()
-        before, told = self._under_way, None
+        before, tags = self._under_way, dict[str, float]()
         own = [*(span_s.get(kind, 0.0) for kind in KINDS), *_readings(self._device)]
-        self._under_way = step, *self._side.start_table(torch.tensor(own, dtype=torch.float64))
+        self._under_way = step, *self._recorded.side.start_table(torch.tensor(own, dtype=torch.float64))
         if before is not None:
             before[2].wait()  # these rows were sent a log interval ago
-            told = self._told(before[0], before[1].numpy()) if self._side.axis.rank == 0 else None
+            if self._writer is not None:
+                tags = self._told(self._rule, self._writer, before[0], before[1].numpy(), detailed)
         self._work_s += time.thread_time() - start_s
-        return told
+        return tags
 
-    def _told(self, step: int, table: np.ndarray) -> Told:
+    def _told(
+        self, rule: SlowRanks, writer: MetricsWriter, step: int, table: np.ndarray, detailed: bool
+    ) -> dict[str, float]:
         times, readings = table[:, : len(KINDS)], table[:, len(KINDS) :]
-        slow = self._rule.judge(times)
-        rank, ratio = self._rule.slowest()
+        slow = rule.judge(times)
+        for one in slow:
+            if one.words not in self._slow:
+                self._console.line(_line(one, readings))
+        self._slow = {one.words for one in slow}
         row: dict[str, Any] = {"step": step, "slow": [one.ranks for one in slow], "work_s": round(self._work_s, 6)}
         row |= {f"{kind}_s": [float(f"{it:.4g}") for it in column] for kind, column in zip(KINDS, times.T, strict=True)}
         if not np.isnan(readings).any():
             row |= {name: column.tolist() for name, column in zip(_GPU, readings.T, strict=True)}
-        lines = [_line(one, readings) for one in slow if one.words not in self._slow]
-        self._slow = {one.words for one in slow}
-        return Told({RANKS + "slowest_rank": rank, RANKS + "slowest_ratio": round(ratio, 4)}, row, lines)
+        if detailed or slow:
+            writer.write_ranks(row)
+        rank, ratio = rule.slowest()
+        return {RANKS + "slowest_rank": rank, RANKS + "slowest_ratio": round(ratio, 4)}
 
 
 def _readings(device: torch.device) -> list[float]:
@@ -94,11 +100,9 @@ def _line(slow: Slow, readings: np.ndarray) -> str:
         f"attempt against {slow.others_s:.4g}"
     )
     if not np.isnan(readings).any():
-        here = np.zeros(len(readings), bool)
-        here[slow.ranks] = True
-        mine, others = (
-            ", ".join(f"{value:.0f} {unit}" for value, unit in zip(of.mean(0), _GPU.values(), strict=True))
-            for of in (readings[here], readings[~here])
+        parts = readings[slow.ranks], np.delete(readings, slow.ranks, 0)
+        of, others = (
+            " ".join(f"{it:.0f} {unit}" for it, unit in zip(part.mean(0), _UNITS, strict=True)) for part in parts
         )
-        line += f"; GPU at {mine}, the others at {others}"
+        line += f"; GPU at {of}, the others at {others}"
     return f"ranks | {slow.words} is slow: {slow.ratio:.2f} times the others' own time\n{folded(line)}"

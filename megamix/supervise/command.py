@@ -11,12 +11,7 @@ from megamix.supervise import hang
 def hang_arguments(parser: Parser) -> None:
     parser.example = "megamix hang runs/mine"
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run that failed on several ranks")
-    parser.add_argument(
-        "--torchfrtrace",
-        metavar="DIR",
-        type=Path,
-        help="also write the records for torch's analyser into this new folder",
-    )
+    parser.add_argument("--torchfrtrace", metavar="DIR", type=Path, help="a new folder: records for torch's analyser")
 
 
 @lines_told

@@ -7,9 +7,8 @@ order, so a rank with a smaller last number is the one that the others wait for.
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import dump  # it writes alone: torch's analyser reads nothing else
 from typing import Any
@@ -18,7 +17,6 @@ from megamix.durable import read_own
 from megamix.supervise.liveness import names
 from megamix.supervise.status import STATUS
 
-_RECORD = re.compile(r"collectives_rank(\d+)\.json")
 _SHOWN = 8  # most ranks of which a line tells the last collective
 
 Record = dict[str, Any]  # torch's: its "entries" are collectives, its "pg_config" the groups by name
@@ -28,24 +26,15 @@ def read_records(folder: Path) -> dict[int, Record]:
     """Return the records of a run's folder by rank. Raises: ValueError if there are none, or one is no record."""
     records: dict[int, Record] = {}
     for path in folder.glob("collectives_rank*.json"):
-        if found := _RECORD.fullmatch(path.name):
-            records[int(found[1])] = _record(path)
+        try:
+            record = records[int(path.stem.removeprefix("collectives_rank"))] = json.loads(read_own(path))
+            for entry in record["entries"]:
+                record["pg_config"][entry["process_group"][0]], entry["collective_seq_id"], entry["profiling_name"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no record of torch's flight recorder: {error!r}; remove it") from None
     if not records:
-        raise ValueError(
-            f"{folder} has no collectives_rank*.json, which the ranks write when a run on several ranks fails; give "
-            "the checkpoint.folder of such a run"
-        )
+        raise ValueError(f"{folder} has no collectives_rank*.json; give the folder of a failed run on several ranks")
     return dict(sorted(records.items()))
-
-
-def _record(path: Path) -> Record:
-    try:
-        record: Record = json.loads(read_own(path))
-        for entry in record["entries"]:
-            record["pg_config"][entry["process_group"][0]]["ranks"], entry["collective_seq_id"], entry["profiling_name"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no record of torch's flight recorder: {error!r}; remove it") from None
-    return record
 
 
 def verdict(folder: Path, records: dict[int, Record]) -> Iterator[str]:
@@ -72,31 +61,23 @@ def verdict(folder: Path, records: dict[int, Record]) -> Iterator[str]:
     yield from lines or [f"{names(records)} entered the same collectives{shown}: see stacks_rank*.txt"]
 
 
-def _of_group(members: set[int], by_rank: dict[int, dict[int, str]]) -> Iterator[str]:
+def _of_group(members: set[int], by_rank: Mapping[int, dict[int, str]]) -> Iterator[str]:
     """Yield where the ranks of a group differ. `by_rank`: the names of a rank's collectives by number."""
-    last = {rank: max(by_rank.get(rank, {0: ""})) for rank in sorted(members)}
-    of = f"of {names(members)}"
-    shared = [{*by_rank[rank]} for rank in members if by_rank.get(rank)]
-    for number in sorted(set.intersection(*shared)) if len(shared) > 1 else []:
+    for number in sorted(set.intersection(*map(set, by_rank.values()))):
         ranks_by_name = defaultdict[str, list[int]](list)
-        for rank in last:
-            ranks_by_name[by_rank.get(rank, {}).get(number, "none")].append(rank)
+        for rank in sorted(by_rank):
+            ranks_by_name[by_rank[rank][number]].append(rank)
         if len(ranks_by_name) > 1:
             each = ", ".join(f"{name} on {names(ranks)}" for name, ranks in ranks_by_name.items())
-            yield f"collective {number} {of} differs: {each}; these ranks ran different code"
+            yield f"collective {number} of {names(members)} differs: {each}; these ranks ran different code"
             return
-    top = max(last.values())
-    behind = [rank for rank, number in last.items() if number < top]
+    last = {rank: max(by_rank.get(rank, {0: "none"}).items()) for rank in sorted(members)}
+    top, name = max(last.values())
+    behind = [rank for rank, (number, _) in last.items() if number < top]
     if behind:
-        ahead = [rank for rank in last if rank not in behind]
-        each = "; ".join(
-            f"the last of rank {rank} is {last[rank]}, {by_rank.get(rank, {}).get(last[rank], 'none')}"
-            for rank in behind[:_SHOWN]
-        )
-        yield (
-            f"{names(behind)} never entered collective {top} {of}, {by_rank[ahead[0]][top]}, in which {names(ahead)} "
-            f"waited; {each}"
-        )
+        each = "; ".join(f"the last of rank {rank} is {last[rank][0]}, {last[rank][1]}" for rank in behind[:_SHOWN])
+        what = f"collective {top} of {names(members)}, {name}, in which {names({*last} - {*behind})} waited"
+        yield f"{names(behind)} never entered {what}; {each}"
 
 
 def write_for_torchfrtrace(records: dict[int, Record], folder: Path) -> None:

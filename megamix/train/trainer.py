@@ -71,7 +71,7 @@ class Trainer:
         )  # fmt: skip
         self.readout = Readout(self.device, len(engine.plan.pieces), self.batch_plan.lag)
         self.recorded = RecordedRows(engine.topology, config.parallelism.timeout_s)
-        self._rank_times: RankTimes | None = None  # from the first log line on, if there are several ranks
+        self.rank_times = RankTimes(engine.topology, self.recorded, self.device, console, writer)
         self.overflows = OverflowHistory(config.precision, engine, start.skipped)
         self.scale_search = ScaleSearch(engine.loss_scale.min_scale)
         self._examinations: dict[int, Examination] = {}  # by the numbers of attempts in flight
@@ -261,25 +261,9 @@ class Trainer:
         detailed = update in (1, steps) or update % (DETAILED_EVERY * interval) == 0
         self.console.line(format_lines(update, steps, metrics, detailed=detailed, counts=counts))
         self.console.show(f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s")
-        slowest = self._compare_ranks(update, detailed=detailed)
+        slowest = self.rank_times.exchange(update, self.report.span_s, detailed=detailed)
         if self.writer is not None:
             self.writer.write(update, metrics.values(), recorded | load_tags(counts, detailed=detailed) | slowest)
-
-    def _compare_ranks(self, update: int, *, detailed: bool) -> dict[str, float]:
-        """Exchange the ranks' own times of the interval. Return the tags of the interval before, on the first rank."""
-        if self.engine.topology.world.size == 1:
-            return {}
-        if self._rank_times is None:  # the first interval has compiled and warmed up
-            self._rank_times = RankTimes(self.engine.topology, self.recorded.side, self.device)
-            return {}
-        told = self._rank_times.exchange(update, self.report.span_s)
-        if told is None:
-            return {}
-        for line in told.lines:
-            self.console.line(line)
-        if self.writer is not None and (detailed or told.row["slow"]):
-            self.writer.write_ranks(told.row)
-        return told.tags
 
     def _validate(self, validation: Validation, done: int, leave: LeaveRequest) -> float:
         """Return the validation loss (nats per token), and log it. Every rank must call it.

@@ -68,5 +68,4 @@ def test_what_is_no_record_is_refused_by_name(tmp_path, capsys, text: str) -> No
 
 def test_a_folder_without_records_is_refused(tmp_path, capsys) -> None:
     assert main(["hang", str(tmp_path)]) == 2
-    told = "has no collectives_rank*.json, which the ranks write when a run on several ranks fails"
-    assert told in capsys.readouterr().err
+    assert "has no collectives_rank*.json; give the folder of a failed run on several ranks" in capsys.readouterr().err

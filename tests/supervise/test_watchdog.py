@@ -277,7 +277,7 @@ def test_a_rank_without_memory_ends_all_with_the_status_that_says_so(ended) -> N
     assert "_without_memory" in (end.folder / "run/stacks_rank1.txt").read_text()
     memory = end.folder / "run/memory_rank1.txt"
     assert re.search(rf"rank 1: .* MiB of live tensors, listed in {memory}; the largest:\n", end.ranks.said(1))
-    assert re.search(r"MiB +1 x masters of blocks.1.\S+ to blocks.0.\S+, float32 \(", memory.read_text())
+    assert re.search(r"MiB +1 x master of blocks.1.\S+ to blocks.0.\S+, float32 \(", memory.read_text())
     assert not memory.with_name("memory_rank0.txt").exists()
 
 
