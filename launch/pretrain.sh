@@ -11,11 +11,14 @@
 #   NODE_RANK        this machine's number among them, 0 to NNODES - 1; needed when NNODES > 1
 #   MASTER_ADDR      the name or address of machine 0, the same everywhere; needed when NNODES > 1
 #   MASTER_PORT      a free port of machine 0, the same everywhere; default 29500
+#   PET_...          the same five names with PET_ in front, as Kubeflow sets them: read where the plain one is not set
 #   OMP_NUM_THREADS  threads of each rank; default: the cores divided by the ranks (megamix/machine.py)
 #   MEGAMIX_PYTHON   an interpreter that has torch, used instead of .venv
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
+# A scheduler's signal to all processes, while this one still looks: nothing has begun. The launcher takes its own.
+trap 'say "interrupted before any rank had started; the same command starts again"; exit 75' TERM USR1
 
 check="" memory=() words=()
 while (($#)); do
@@ -30,6 +33,15 @@ done
 set -- "${words[@]}"
 [[ -n "$check" || -z "${memory[*]}" ]] || die "${memory[*]}: is read with --check; write --check ${memory[*]}"
 [[ $# -ge 1 ]] || die "CONFIG is missing; write launch/pretrain.sh CONFIG [section.key=value ...]"
+for name in NPROC_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do
+  theirs="PET_$name"
+  [[ "${!name:-}" || -z "${!theirs:-}" || "${!theirs}" =~ ^(auto|gpu|cpu)$ ]] || export "$name=${!theirs}"
+done
+for name in SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE PMI_SIZE; do
+  [[ "${NNODES:-}" || "${!name:-1}" == 1 ]] || die "$name: is ${!name}, so many times was this script started, and each" \
+    "would train alone; start it once a node with NNODES, NODE_RANK and MASTER_ADDR (launch/slurm.sbatch does)," \
+    "or each rank by itself: srun or mpirun python -m megamix train $1"
+done
 nnodes="${NNODES:-1}"
 [[ "$nnodes" =~ ^[1-9][0-9]*$ ]] || die "NNODES: got $nnodes, must be 1 or more; write NNODES=2"
 for name in RDZV_ENDPOINT RDZV_ID; do

@@ -109,10 +109,11 @@ def _say_error(arguments: argparse.Namespace, error: ConfigError | EndedEarlyErr
     # All ranks end early alike. Wrong input may be one rank's own, or be the RANK itself.
     tell = say_on_first_rank if isinstance(error, EndedEarlyError) else say_unless_first_did
     tell = say if getattr(error, "source", "") == "environment" else tell
+    status: int = getattr(error, "exit_status", 2)
     if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # name the configuration file instead
         error = ConfigError(error.problems, str(arguments.config))
     tell(f"megamix {arguments.verb}: {error}", sys.stderr)
-    return error.exit_status if isinstance(error, EndedEarlyError) else 2
+    return status
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -6,13 +6,16 @@ The script has judged NNODES and NPROC_PER_NODE. Mistakes in the configuration a
 mistakes in files and numbers of ranks before any rank starts.
 """
 
+import os
 import signal
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the modules load leaves no traceback
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the modules load leaves no traceback
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # a scheduler's, which may come before the modules are loaded
+        signal.signal(number, lambda number, frame: os._exit(75))
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Callable

@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SYSTEM = ("bash", "cat", "cksum", "cp", "dirname", "grep", "mkdir", "mktemp", "mv", "rm", "sed", "sleep", "tail")
+SYSTEM = (
+    *("bash", "cat", "cksum", "cp", "date", "dirname", "grep", "mkdir", "mktemp", "mv", "rm", "sed", "sleep", "sort"),
+    *("tail", "timeout"),
+)
 
 # A stand-in for python: it records what it is asked to do. $BASE is the folder of the test. Programs from stdin or -c
 # are run for real, by the Python that runs this test, unless the name ends in "old": that fails every such check.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megamix.machine import half_units
-from megamix.supervise.status import EXIT_STATUS, NOTED
+from megamix.supervise.status import EXIT_STATUS
 from tests.sandbox import ROOT, Sandbox
 
 
@@ -146,10 +146,53 @@ def test_pretrain_on_many_nodes_meets_at_the_first(sandbox: Sandbox, variables: 
     ]
 
 
+def test_pretrain_reads_the_names_that_kubeflow_sets_where_the_plain_ones_are_not(sandbox: Sandbox) -> None:
+    theirs = {f"PET_{name}": value for name, value in NODES.items()}
+    theirs |= {"PET_MASTER_PORT": "4711", "PET_NPROC_PER_NODE": "auto", "NODE_RANK": "0"}
+    sandbox.gpus(4)
+    config = str(sandbox.repo / "configs" / "quickstart.toml")
+    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **theirs)
+    assert done.returncode == 0, done.stderr
+    assert sandbox.lines("checked") == ["WORLD_SIZE=8"]
+    assert torchrun(sandbox)[2:7] == [
+        *("--nnodes=2", "--node-rank=0", "--master-addr=node0", "--master-port=4711"),
+        "--nproc-per-node=4",
+    ]
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_signal_while_the_script_still_looks_ends_it_as_a_run_that_was_asked_to_leave(
+    sandbox: Sandbox, name: str
+) -> None:
+    python = sandbox.program(
+        "p", f"#!/bin/bash\nread -r _ _ _ script _ </proc/$PPID/stat\nkill -{name} $script $PPID $$\n"
+    )
+    config = str(sandbox.repo / "configs" / "quickstart.toml")
+    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(python))
+    assert done.returncode == EXIT_STATUS["preempted"]
+    assert done.stderr == "interrupted before any rank had started; the same command starts again\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_pretrain_loads_its_modules_ends_it_so_too(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "pydantic.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "megamix.pretrain", "--standalone", "--", str(ROOT / "configs/base.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (EXIT_STATUS["preempted"], "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "want"),
     [
         ([], {}, "CONFIG is missing"),
+        (
+            ["{config}"],
+            {"SLURM_STEP_NUM_TASKS": "4"},
+            "SLURM_STEP_NUM_TASKS: is 4, so many times was this",
+        ),
+        (["{config}"], {"OMPI_COMM_WORLD_SIZE": "2"}, "srun or mpirun python -m megamix train"),
+        (["{config}"], {"PET_NNODES": "2:4"}, "NNODES: got 2:4, must be 1 or more"),
         (["{config}"], {"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK: missing with NNODES=2; number the machines"),
         (["{config}"], {"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR: missing with NNODES=2; set it to the name"),
         (["{config}"], NODES | {"NODE_RANK": "2"}, "NODE_RANK: got 2, must be 0 to 1 with NNODES=2"),
@@ -345,24 +388,3 @@ def test_ci_runs_the_test_script_and_nothing_else() -> None:
     assert commands[-1].endswith('/launch/test.sh"')
     for script in (run, *(ROOT / "launch").glob("*.sh")):
         assert os.access(script, os.X_OK) == (script.name != "common.sh"), script
-
-
-def test_slurm_template_starts_pretrain_once_a_node(sandbox: Sandbox) -> None:
-    sandbox.program("scontrol", "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n")
-    # A task, on the second node: the options are srun's own.
-    task = 'while [[ "$1" == --* ]]; do echo "$1" >>"$BASE/srun"; shift; done\nSLURM_NODEID=1 exec "$@"\n'
-    sandbox.program("srun", f"#!/bin/bash\n{task}")
-    said = '#!/bin/bash\necho "$NNODES $NODE_RANK $MASTER_ADDR:$MASTER_PORT $*" >"$BASE/log"\n'
-    (sandbox.repo / "launch/pretrain.sh").write_text(said)
-    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1230042"}
-    done = sandbox.run("slurm.sbatch", "my.toml", "data.train=a b", SLURM_SUBMIT_DIR=str(sandbox.repo), **slurm)
-    assert done.returncode == 0, done.stderr
-    assert sandbox.lines() == ["2 1 node7:20042 my.toml data.train=a b"]
-    assert "--ntasks-per-node=1" in sandbox.lines("srun")
-
-
-def test_slurm_template_asks_for_a_signal_that_the_ranks_know() -> None:
-    (line,) = re.findall(r"^#SBATCH --signal=(.*)$", (ROOT / "launch/slurm.sbatch").read_text(), re.MULTILINE)
-    name, _, seconds = line.partition("@")
-    assert signal.Signals[f"SIG{name}"] in NOTED
-    assert int(seconds) > 60

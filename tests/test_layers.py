@@ -22,6 +22,7 @@ LAYER = {
     "progress": 0,
     "schedules": 0,
     "settings": 0,
+    "starter": 0,
     "tools": 0,  # an empty `__init__.py`; each tool is a room
     "plugins": 1,
     "config": 2,

@@ -55,6 +55,8 @@ _SGD = ", and momentum = 0 under [optimizer.nag] for plain SGD"
 class ConfigError(ValueError):
     """Everything that is wrong with what the user wrote, at once."""
 
+    exit_status = 2
+
     def __init__(self, problems: Iterable[str], source: str = "configuration", sound: Config | None = None):
         self.problems = tuple(problems)
         self.source = source

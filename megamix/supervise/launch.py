@@ -25,7 +25,15 @@ from megamix.config import ConfigError
 from megamix.machine import has_gpu, kernel_kills, memory_for_each
 from megamix.supervise.console import drop_unwritten, open_streams, say
 from megamix.supervise.processes import children_of
-from megamix.supervise.status import NO_MEMORY, NOTED, SHUTDOWN_VARIABLE, LeaveRequest, PreemptedError, noted_signals
+from megamix.supervise.status import (
+    NO_MEMORY,
+    NOTED,
+    SHUTDOWN_VARIABLE,
+    LeaveRequest,
+    NoAnswerError,
+    PreemptedError,
+    noted_signals,
+)
 
 PREEMPTED = PreemptedError().exit_status
 # Lines of torchrun that say nothing new: a rank has printed the reason for its exit status, or this launcher names the
@@ -43,7 +51,7 @@ def launch(arguments: list[str]) -> int:
 
     Returns: 0 if all succeed; the exit status of the first rank that failed, or 1 if an unexpected signal killed this
     rank; PREEMPTED if a signal to leave killed the ranks directly, or if their grace period was over; 2 if the machines
-    cannot meet.
+    cannot meet, 1 if machine 0 does not listen in time.
     """
     with signals_passed_on() as request:
         return start_ranks(arguments, request)
@@ -64,7 +72,10 @@ def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
         torchrun([f"--signals-to-handle={_LEFT_TO_TORCHRUN}", *arguments])
     except ConfigError as error:
         say(f"megamix: {error.problems[0]}", sys.stderr)
-        return 2
+        return error.exit_status
+    except NoAnswerError as error:
+        say(f"megamix: {error}", sys.stderr)
+        return error.exit_status
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         status: int = first.exitcode
@@ -96,7 +107,8 @@ def _tell_plan(arguments: list[str]) -> None:
 @contextmanager
 def signals_passed_on() -> Iterator[LeaveRequest]:
     """Send each signal on to the ranks, at once, until the end of the block. Without ranks a signal ends this process
-    with PREEMPTED.
+    with PREEMPTED. After the block signals stay ignored: the ranks have ended, and nothing may replace their status,
+    not even while Python ends.
 
     A thread that the system wakes sends the signals. The main thread may wait within torch for minutes, for instance
     for another node, and Python runs no handler then.
@@ -106,14 +118,16 @@ def signals_passed_on() -> Iterator[LeaveRequest]:
     wake, woken = os.pipe()[::-1]
     os.set_blocking(wake, False)
     before_fd = signal.set_wakeup_fd(wake)
-    before = {number: signal.signal(number, lambda number, frame: None) for number in noted_signals()}
+    numbers = noted_signals()
+    for number in numbers:
+        signal.signal(number, lambda number, frame: None)
     thread = threading.Thread(target=_pass_on, args=(woken, request, _faults_of_the_ended()), daemon=True)
     thread.start()
     try:
         yield request
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(before_fd)
         os.close(wake)  # ends the thread
         thread.join()

@@ -11,11 +11,15 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, MutableMapping
+from functools import partial
 
 from megamix.config import ConfigError
 from megamix.machine import set_torch_environment
+from megamix.supervise.console import say
+from megamix.supervise.status import NoAnswerError
 
 
 # These functions are defined above the imports of torch. At their end torch loads the entry point, which names a
@@ -46,7 +50,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 BACKEND = "loopback"  # torchrun --rdzv-backend=loopback
 
-NAME_S = 20.0  # seconds within which machine 0's name must get an address
+MEET_S = 600.0  # seconds within which machine 0 must listen: torch's own limit for those that wait there
+QUIET_S = 20.0  # seconds of waiting for machine 0 without a line
 _LOOPBACK = "127.0.0.1"
 _ANY_PORT = "localhost:0"  # the endpoint of --standalone
 # Without these variables Gloo and NCCL listen on the interface that the machine's name resolves to. NCCL reads a name
@@ -97,17 +102,25 @@ def torchrun(arguments: list[str]) -> None:
 
 
 def _require_meeting(host: str, port: int, *, listens: bool) -> None:
-    """Wait until machine 0's name has an address, because machine 0 may still be starting. `listens`: True on machine
-    0; there, check that the port is free.
+    """Wait until machine 0's name has an address and machine 0 listens, because it may still be starting. `listens`:
+    True on machine 0; there, check that the port is free.
 
-    Raises: ConfigError.
+    Raises: ConfigError for a port in use; NoAnswerError, because another start may find machine 0.
     """
-    end_s = time.monotonic() + NAME_S
-    while why := _refusal(lambda: socket.getaddrinfo(host, port)):
-        if time.monotonic() > end_s:
-            told = f"MASTER_ADDR: got {host}, for port {port}, which got no address here within {NAME_S:g} s ({why})"
-            raise ConfigError([f"{told}; write machine 0's name or address as all know it (getent hosts {host})"])
-        time.sleep(NAME_S / 20)
+
+    ask = partial(socket.getaddrinfo if listens else _connect, host, port)
+    began_s, is_told = time.monotonic(), False
+    while why := _refusal(ask):
+        waited_s = time.monotonic() - began_s
+        if waited_s > MEET_S:
+            raise NoAnswerError(
+                f"MASTER_ADDR: got {host}, where nobody listened at port {port} within {MEET_S:g} s ({why}); write "
+                f"machine 0's name or address as all know it (getent hosts {host}), and start all machines"
+            )
+        if waited_s > QUIET_S and not is_told:
+            is_told = True
+            say(f"megamix: waiting for machine 0 at {host}:{port} ({why}), {MEET_S - waited_s:.0f} s left", sys.stderr)
+        time.sleep(0.2)
     if listens and (why := _refusal(lambda: socket.create_server(("", port)).close())):
         told = f"MASTER_PORT: got {port}, at which nobody can listen on this machine, {host} ({why})"
         raise ConfigError(
@@ -118,12 +131,16 @@ def _require_meeting(host: str, port: int, *, listens: bool) -> None:
         )
 
 
+def _connect(host: str, port: int) -> None:
+    socket.create_connection((host, port), QUIET_S).close()
+
+
 def _refusal(call: Callable[[], object]) -> str:
     """Make a call to the system. Return why it has failed; "" if it has succeeded."""
     try:
         call()
     except OSError as error:
-        return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
+        return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
     return ""
 
 

@@ -22,17 +22,24 @@ from pathlib import Path
 from megamix.config import ConfigError
 from megamix.durable import open_own, read_own, still_names, sync_file
 from megamix.supervise.processes import process, process_start
+from megamix.supervise.status import EXIT_STATUS
 
 LOCK = "run.lock"
 STALE_S = 60.0  # seconds without a touch after which another host's lock is stale
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # errors of a file system without flock
 
 
+class HeldError(ConfigError):
+    """The refusal of a folder that another job holds. The folder will be free some time, so a scheduler tries again."""
+
+    exit_status = EXIT_STATUS["preempted"]
+
+
 @contextmanager
 def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S) -> Iterator[None]:
     """Hold `folder`, which must exist, until the end of the block. `say` gets one line if a stale lock is taken over.
 
-    Raises: ConfigError naming the holder, if it lives. If the holder is on another host, this takes up to `stale_s`.
+    Raises: HeldError naming the holder, if it lives. If the holder is on another host, this takes up to `stale_s`.
     """
     path = folder / LOCK
     with _locked(path, stale_s, os.O_CREAT) as (descriptor, holder):
@@ -50,7 +57,7 @@ def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S)
 def refuse_held(folder: Path) -> None:
     """Refuse a folder that a job holds, without waiting and without writing.
 
-    Raises: ConfigError naming the holder; OSError.
+    Raises: HeldError naming the holder; OSError.
     """
     with suppress(FileNotFoundError), _locked(folder / LOCK, stale_s=0.0):
         pass
@@ -62,7 +69,7 @@ def _locked(path: Path, stale_s: float, create: int = 0) -> Iterator[tuple[int, 
     try:
         holder = _holder(path)
         if descriptor is None or (holder and _lives(holder, path, stale_s)):
-            raise ConfigError([_refusal(path.parent, holder)], "job")
+            raise HeldError([_refusal(path.parent, holder)], "job")
         yield descriptor, holder
     finally:
         if descriptor is not None:

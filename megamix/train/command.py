@@ -11,6 +11,7 @@ from megamix.arguments import Parser, add_config, check_plugins
 from megamix.config import Config, ConfigError, data_parallel_size, load_config
 from megamix.machine import has_gpu, keep_freed_memory, many_imports, set_torch_environment
 from megamix.run.least_memory import memory_problem
+from megamix.starter import take_place
 from megamix.supervise.console import say_on_first_rank, say_phase
 from megamix.tools.plan.limits import memory_of_check
 
@@ -26,6 +27,7 @@ def train_arguments(parser: Parser) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> None:
+    take_place()  # each process may be one of srun's or mpirun's, without a launcher
     config = job_of(arguments, say_on_first_rank)
     if arguments.check:
         say_on_first_rank(outlook_of(arguments, config, say_on_first_rank))

@@ -32,7 +32,7 @@ from megamix.run.ranks_agree import known_data
 from megamix.run.resume import Start, find_start
 from megamix.supervise.console import Console, say, say_phase
 from megamix.supervise.liveness import Position, RollCall
-from megamix.supervise.run_lock import run_lock
+from megamix.supervise.run_lock import HeldError, run_lock
 from megamix.supervise.status import (
     EndedEarlyError,
     LeaveRequest,
@@ -86,7 +86,7 @@ class Job:
         """
         refusal: ConfigError | StuckError | None = None
 
-        def refused() -> bool | None:
+        def refused() -> str | None:
             nonlocal refusal
             try:
                 work()
@@ -94,12 +94,13 @@ class Job:
                 refusal = ConfigError([f"checkpoint.folder: {error}; write another folder"], "job")
             except (ConfigError, StuckError) as error:
                 refusal = error
-            return None if refusal is None else isinstance(refusal, StuckError)
+            return None if refusal is None else type(refusal).__name__
 
-        stuck = self.all_or_none.first(refused)
-        if stuck is not None:
+        kind = self.all_or_none.first(refused)
+        if kind is not None:
             elsewhere = "the first rank says why"
-            raise refusal or (StuckError(elsewhere) if stuck else ConfigError([elsewhere], "job"))
+            kinds = {"StuckError": StuckError(elsewhere), "HeldError": HeldError([elsewhere], "job")}
+            raise refusal or kinds.get(kind, ConfigError([elsewhere], "job"))
 
     def take_folder(self, stack: ExitStack) -> None:
         """Hold the run's folder until the end of `stack`. Raises: as `run_lock`; also ConfigError for the folder of

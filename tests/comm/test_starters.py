@@ -20,7 +20,7 @@ from torch import nn
 
 import megamix
 from megamix.comm import starters
-from megamix.comm.starters import first_host
+from megamix.starter import first_host
 from tests.programs import count_no_lines_in_programs
 
 KNOWN = re.compile("RANK$|WORLD_SIZE$|^(SLURM|OMPI|PMI|PMIX|MPI|MASTER)_")

@@ -24,12 +24,13 @@ from megamix.tools.ranks import DEADLINE_S
 
 
 @pytest.fixture(autouse=True)
-def _handlers_and_environment_stay_as_they_were(monkeypatch) -> Iterator[None]:
+def _handlers_and_environment_come_back(monkeypatch) -> Iterator[None]:
     monkeypatch.setenv(SHUTDOWN_VARIABLE, "")  # so that it comes back as it was
     monkeypatch.delenv(SHUTDOWN_VARIABLE)
-    before = [signal.getsignal(number) for number in NOTED]
+    before = {number: signal.getsignal(number) for number in NOTED}
     yield
-    assert [signal.getsignal(number) for number in NOTED] == before
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 # Below 0: a rank that was still starting dies of the request to leave.
@@ -128,6 +129,7 @@ def test_a_signal_goes_on_to_the_ranks_and_how_they_end_is_how_the_launcher_ends
 
     monkeypatch.setattr(rendezvous, "torchrun", train)
     assert launch([]) == 0  # it finished, although it was asked to leave
+    os.kill(os.getpid(), number)  # as srun does to a launcher that is still ending
 
 
 def test_a_rank_that_does_not_leave_in_time_is_killed(monkeypatch) -> None:

@@ -1,5 +1,5 @@
 """Ranks of one machine meet in a store that only it can reach, whether the launcher, torchrun by hand, `verify` or the
-tests start them. On many machines a port in use is reported at once, a name without an address after 20 s.
+tests start them. On many machines a port in use is reported at once, a machine 0 that nobody reaches after 20 s.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ MANY = ["--nnodes=2", "--node-rank=1", "--master-addr=node0", "--master-port=471
         ([], BACKEND),
         (["--standalone"], BACKEND),
         (["--nnodes=1:1", "--standalone"], BACKEND),
-        ([*MANY[:2], "--master-addr=127.0.0.1", MANY[3]], "static"),
+        ([MANY[0], "--node-rank=0", "--master-addr=127.0.0.1", MANY[3]], "static"),
         (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], "c10d"),  # c10d, if it is asked for
     ],
 )
@@ -134,14 +134,32 @@ def test_a_head_node_without_an_address_is_named_within_the_limit(monkeypatch, c
         asked.append(host)
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(rendezvous, "NAME_S", 0.01)
+    monkeypatch.setattr(rendezvous, "QUIET_S", 0.0)
+    monkeypatch.setattr(rendezvous, "MEET_S", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", not_known)
     monkeypatch.setattr(torch.distributed.run, "run", lambda args: pytest.fail("it has an address"))
-    assert launch([*MANY, "job.py"]) == 2
+    assert launch([*MANY, "job.py"]) == 1  # another start may find it
     assert asked[0] == "node0"
-    (line,) = capsys.readouterr().err.splitlines()
-    told = "MASTER_ADDR: got node0, for port 4711, which got no address here within 0.01 s"
-    assert line.startswith(f"megamix: {told} (Name or service not known); write machine 0's name or address")
+    waits, ends = capsys.readouterr().err.splitlines()
+    assert waits == "megamix: waiting for machine 0 at node0:4711 (Name or service not known), 0 s left"
+    told = "MASTER_ADDR: got node0, where nobody listened at port 4711 within 0.1 s (Name or service not known)"
+    assert ends.startswith(f"megamix: {told}; write machine 0's name or address")
+
+
+def test_a_machine_waits_until_the_first_one_listens(monkeypatch) -> None:
+    refusals = iter([ConnectionRefusedError(111, "Connection refused"), TimeoutError("timed out"), None])
+
+    def connect(*arguments: Any) -> socket.socket:
+        if (refusal := next(refusals)) is not None:
+            raise refusal
+        return socket.socket()
+
+    seen: list[Any] = []
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(torch.distributed.run, "run", seen.append)
+    torchrun([*MANY, "job.py"])
+    assert len(seen) == 1
+    assert list(refusals) == []
 
 
 @pytest.mark.parametrize(("given", "want"), [(None, max(1, num_cores() // 2)), ("7", 7)])

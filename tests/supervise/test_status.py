@@ -113,8 +113,8 @@ def _second_job(config: Config) -> str:
     try:
         run_on_ranks(config)
     except ConfigError as error:
-        return str(error)
-    return "finished"
+        return f"{error.exit_status}: {error}"
+    return "0: finished"
 
 
 def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_path, run_ranks) -> None:
@@ -125,6 +125,7 @@ def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_pa
         first, second = run_ranks(_second_job, 2, config)
         assert "is in use by pid" in first
         assert "the first rank says why" in second
+        assert {first[:4], second[:4]} == {"75: "}  # a scheduler tries it again
         assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
 
 

@@ -1,0 +1,164 @@
+"""On a real Slurm of three nodes (--full; it installs Slurm, which needs root): a job that is signalled at any time is
+queued again and ends as one that never stopped; a dead node is replaced by a spare one; scancel saves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamix.config import config_to_toml
+from tests.conftest import FULL
+from tests.slurm_cluster import Cluster, until
+from tests.train.jobs import tiny_job
+
+pytestmark = [
+    pytest.mark.skipif(not FULL, reason="--full: it installs Slurm, and takes a quarter of an hour"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can install Slurm"),
+    pytest.mark.uncounted,
+]
+ROOT = Path(__file__).resolve().parents[2]
+SIGNALS = 10
+STEPS = 400
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm"), 3) as running:
+        yield running
+
+
+class Submitted:
+    """Holds a job in the queue, in a folder of its own."""
+
+    def __init__(self, cluster: Cluster, folder: Path, data: Path, nodes: int, spare: int, steps: int = STEPS) -> None:
+        self.cluster, self.folder = cluster, folder
+        folder.mkdir()
+        config = tiny_job(
+            folder,
+            tokens=data,
+            data={"valid": None},
+            training={"steps": steps, "eval_interval": 0},
+            checkpoint={"save_interval": 50},
+            metrics={"tensorboard": False, "log_interval": 20},
+        )
+        (folder / "job.toml").write_text(config_to_toml(config))
+        options = [f"--nodes={nodes}", f"--output={folder / 'log'}", f"--chdir={ROOT}", "--export=ALL"]
+        settings = {"MEGAMIX_PYTHON": sys.executable, "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
+        settings |= {"MASTER_ADDR": "127.0.0.1", "SPARE_NODES": str(spare)}
+        script = [str(ROOT / "launch/slurm.sbatch"), str(folder / "job.toml")]
+        said = cluster.call("sbatch", "--parsable", *options, *script, directory=ROOT, **settings)
+        self.number = said.split()[-1]
+        assert self.number.isdigit(), said
+
+    @property
+    def state(self) -> str:
+        return self.cluster.job(self.number)["JobState"]
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "log"
+        return path.read_text() if path.exists() else ""
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.folder / "run/metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def losses(self) -> dict[int, float]:
+        return {row["step"]: row["train/loss"] for row in self.rows() if "train/loss" in row}
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads((self.folder / "run/status.json").read_text())
+        return status
+
+    def running(self) -> None:
+        until(lambda: self.state == "RUNNING" and "slurm.sbatch: start" in self.log, "start", 60)
+
+    def ended(self) -> str:
+        """Wait until it has ended for good, and return its state. Slurm holds a job that is queued again for two
+        minutes, which this shortens.
+        """
+
+        def has_ended() -> bool:
+            job = self.cluster.job(self.number)
+            if job["JobState"] == "PENDING" and job["Restarts"] != "0":
+                self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+            return job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+        until(has_ended, f"end of job {self.number}", 400)
+        return self.state
+
+
+@pytest.fixture(scope="module")
+def whole(cluster, tmp_path_factory, data) -> tuple[Submitted, float]:
+    """A job that nobody disturbs, and the seconds that it took."""
+    job = Submitted(cluster, tmp_path_factory.mktemp("whole") / "job", data, nodes=2, spare=0)
+    job.running()
+    began_s = time.monotonic()
+    assert job.ended() == "COMPLETED", job.log
+    return job, time.monotonic() - began_s
+
+
+@pytest.mark.parametrize("number", range(SIGNALS))
+def test_a_job_that_is_signalled_is_queued_again_and_ends_bit_for_bit(
+    cluster, whole, tmp_path, data, number: int
+) -> None:
+    undisturbed, took_s = whole
+    job = Submitted(cluster, tmp_path / "job", data, nodes=2, spare=0)
+    job.running()
+    time.sleep((number + random.Random(number).random()) / SIGNALS * took_s * 0.9)
+    cluster.call("scancel", "--signal=USR1", "--batch", job.number)
+    assert job.ended() == "COMPLETED", job.log
+    before, _, after = job.log.partition("queueing the job again")
+    assert cluster.job(job.number)["Restarts"] == "1", job.log
+    assert [text.count("slurm.sbatch: start 1 on") for text in (before, after)] == [1, 1]  # the log is kept
+    print(f"signal {number}:", [line for line in job.log.splitlines() if "slurm.sbatch" in line])
+    assert job.status()["state"] == "finished"
+    assert job.losses() == undisturbed.losses()
+    weights = [(one.folder / "run/weights.safetensors").read_bytes() for one in (job, undisturbed)]
+    assert weights[0] == weights[1]
+
+
+def test_a_dead_node_is_replaced_by_the_spare_one_within_the_job(cluster, whole, tmp_path, data) -> None:
+    undisturbed, _ = whole
+    job = Submitted(cluster, tmp_path / "job", data, nodes=3, spare=1)
+    until(lambda: len(job.losses()) > 2, "training")
+    killed_s = time.time()
+    cluster.kill_node("n2")
+    split = [("killed", killed_s)]
+    for words in ("failed; ", "leaving it", "start 2 on n1,n3", "checking the job", "starting 1 rank", "meeting all",
+                  "building the model", "goes on from"):  # fmt: skip
+        begin = 0 if words in ("failed; ", "leaving it", "start 2 on n1,n3") else job.log.index("start 2 on")
+        until(lambda words=words, begin=begin: words in job.log[begin:], words, 120)
+        split.append((words, time.time()))
+    reached = max(job.losses(), default=0)
+    until(lambda: max(job.losses(), default=0) > reached or job.state == "COMPLETED", "a step")
+    split.append(("the next row", time.time()))
+    print("split:", *(f"{words} +{at - killed_s:.1f}" for words, at in split), sep="\n  ")
+    assert job.ended() == "COMPLETED", job.log
+    cluster.start_node("n2")
+    assert cluster.job(job.number)["Restarts"] == "0"
+    assert job.losses() == undisturbed.losses()
+    weights = [(one.folder / "run/weights.safetensors").read_bytes() for one in (job, undisturbed)]
+    assert weights[0] == weights[1]
+
+
+def test_scancel_saves_and_queues_nothing_again(cluster, tmp_path, data) -> None:
+    until(lambda: cluster.states() == ["idle"] * 3, "idle nodes")
+    job = Submitted(cluster, tmp_path / "job", data, nodes=2, spare=0, steps=10**5)
+    until(lambda: len(job.losses()) > 2, "training")
+    cluster.call("scancel", job.number)
+    assert job.ended() == "CANCELLED"
+    status = job.status()
+    assert (status["state"], status["exit_status"]) == ("preempted", 75)
+    saved = [path.name for path in (job.folder / "run/checkpoints").iterdir()]
+    assert f"step_{status['update']:08d}" in saved
+    assert cluster.job(job.number)["Restarts"] == "0"
