@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,7 +28,7 @@ from megamix.supervise.status import STATUS
 Row = dict[str, Any]
 BEAT_S = 1.0  # seconds from one heartbeat to the next
 KILLED = "killed"  # the state at the end of a start that could not say how it ended
-_BEAT_BYTES = 1024  # of a heartbeat: it is overwritten in place, which a full disk still takes
+_BEAT_BYTES, _LONGEST = 1024, 500  # of a heartbeat, and of its reason: a full disk still takes it in place
 
 
 class Journal:
@@ -44,7 +45,9 @@ class Journal:
         self._folder, self._ledger, self._progress = folder, ledger, progress
         self._file = LogFile(partial(Path, folder, EVENTS))
         self._torn = b""  # what ends a last line that a killed start has left unfinished
-        self._writing = threading.Lock()
+        self._rows: deque[bytes] = deque()  # that no thread has given to the file yet
+        self._writing, self._beating = threading.Lock(), threading.Lock()
+        self._ended = False
 
     def open(self, **facts: Any) -> None:
         """Close the start before, if that could not do so itself, and begin a new one with `facts` about it. Raises:
@@ -63,9 +66,16 @@ class Journal:
         self._append({**row, "t": row["t"] - row["at"], "at": 0.0, "host": socket.gethostname(), **facts})
 
     def tell(self, kind: str, **values: Any) -> None:
-        """Write an event. Any thread may call it."""
-        if self.starts:
-            self._append({**self._row(kind), **values})
+        """Write an event. Any thread may call it. The end is the last sign of life, too: a disk that is full then takes
+        nothing else.
+        """
+        if not self.starts:
+            return
+        row = {**self._row(kind), **values}
+        self._append(row)
+        if kind == "end":
+            self._ended = True
+            self._beat({**row, "reason": row["reason"].partition("\n")[0][:_LONGEST]})
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -73,9 +83,8 @@ class Journal:
         is_over = threading.Event()
 
         def beat() -> None:
-            while True:
-                with suppress(OSError):
-                    self._beat()
+            while not self._ended:
+                self._beat(self._row("beat"))
                 if is_over.wait(BEAT_S):
                     return
 
@@ -86,15 +95,18 @@ class Journal:
         finally:
             is_over.set()
             thread.join()
-            self._file.close()
+            self._file.close(waits=False)  # the last sign of life has the end
 
-    def _beat(self) -> None:
-        text = json.dumps({**self._row("beat"), "pid": os.getpid()}).ljust(_BEAT_BYTES - 1) + "\n"
-        descriptor = open_own(self._folder / HEARTBEAT, os.O_WRONLY | os.O_CREAT)
-        try:
-            os.pwrite(descriptor, text.encode(), 0)
-        finally:
-            os.close(descriptor)
+    def _beat(self, row: Row) -> None:
+        text = json.dumps(row).ljust(_BEAT_BYTES - 1) + "\n"
+        with suppress(OSError), _held(self._beating):
+            if row["kind"] == "beat" and self._ended:
+                return
+            descriptor = open_own(self._folder / HEARTBEAT, os.O_WRONLY | os.O_CREAT)
+            try:
+                os.pwrite(descriptor, text.encode(), 0)
+            finally:
+                os.close(descriptor)
 
     def _row(self, kind: str) -> Row:
         (at, phase, seconds), (step, tokens) = self._ledger.read(), self._progress()
@@ -102,12 +114,22 @@ class Journal:
         return {**row, "at": round(at, 3), "phase": phase, "seconds": seconds}
 
     def _append(self, row: Row) -> None:
-        if self._writing.acquire(timeout=1.0):  # another thread may hang in the disk
-            try:
-                self._file.append(self._torn + json.dumps(row).encode() + b"\n")
+        self._rows.append(json.dumps(row).encode() + b"\n")
+        with suppress(OSError), _held(self._writing):
+            while self._rows:
+                self._file.append(self._torn + self._rows.popleft())
                 self._torn = b""
-            finally:
-                self._writing.release()
+
+
+@contextmanager
+def _held(lock: threading.Lock) -> Iterator[None]:
+    """Hold a lock during the block. Raises: TimeoutError if another thread hangs in the disk with it."""
+    if not lock.acquire(timeout=1.0):
+        raise TimeoutError
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -131,12 +153,14 @@ def read_beat(folder: Path) -> Row:
 
 
 def closing_row(folder: Path, rows: list[Row]) -> Row:
-    """Return the row that ends the last start of `rows`, which did not write it: by its status if another rank has
-    written that, else as that of a killed one, as of its last sign of life.
+    """Return the row that ends the last start of `rows`, which could not write it: by its last sign of life, or by its
+    status if another rank has written that, else as that of a killed one.
     """
     beat, number = read_beat(folder), rows[-1]["starts"]
     last = beat if beat.get("starts") == number and beat["at"] >= rows[-1]["at"] else rows[-1]
     status = _status(folder)
+    if last["kind"] == "end":
+        return last
     if status.get("starts") == number and status["state"] != "running":
         ended = {key: status[key] for key in ("state", "reason", "exit_status")}
         silent_s = max(0.0, datetime.datetime.fromisoformat(status["time"]).timestamp() - last["t"])

@@ -59,9 +59,9 @@ class LogFile:
             return self._whole_size() + sum(map(len, self._held))
         return sum(map(len, self._held))
 
-    def close(self) -> None:
-        """Write the rest, waiting a moment for a disk that does not take it. Log how many rows are lost."""
-        end_s = time.monotonic() + LAST_WAIT_S
+    def close(self, *, waits: bool = True) -> None:
+        """Write the rest; if it `waits`, give a disk that does not take it a moment. Log how many rows are lost."""
+        end_s = time.monotonic() + (LAST_WAIT_S if waits else 0.0)
         self._attempt(self._write_and_sync)
         while self._held and time.monotonic() < end_s:
             time.sleep(_AGAIN_S)

@@ -84,6 +84,20 @@ def test_rows_that_a_full_disk_does_not_take_are_written_later(tmp_path, caplog)
     assert _kinds(tmp_path) == [(1, "start"), (1, "joined"), (1, "loaded")]
 
 
+def test_an_end_on_a_full_disk_is_known_to_the_next_start(tmp_path) -> None:
+    journal = _begun(tmp_path)
+    with journal.beating():
+        pass
+    with (
+        mock.patch.object(log_file.os, "write", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+        journal.beating(),
+    ):
+        journal.tell("end", state="failed", reason="a checkpoint could not be saved\nand more", exit_status=1)
+    _begun(tmp_path)
+    end = read_rows(tmp_path)[1]
+    assert (end["kind"], end["state"], end["reason"]) == ("end", "failed", "a checkpoint could not be saved")
+
+
 def test_a_start_that_was_taken_for_dead_adds_nothing(tmp_path) -> None:
     first = _begun(tmp_path)
     _begun(tmp_path).tell("joined")
