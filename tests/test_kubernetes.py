@@ -1,0 +1,226 @@
+"""launch/kubernetes: each field of its files exists, with the right type, and what two files must say alike is alike.
+Four launchers told by PET_* alone are one job of four ranks, and a second job in their folder ends with 75.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megamix.config import config_to_toml
+from megamix.supervise.run_lock import run_lock
+from megamix.supervise.status import EXIT_STATUS, NO_MEMORY, WRONG_INPUT
+from megamix.tools.ranks import DEADLINE_S
+from tests.conftest import FULL
+from tests.programs import with_settings
+from tests.train.jobs import tiny_job
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "launch/kubernetes"
+
+# The fields of Kubernetes 1.36 and of Kubeflow Trainer 2 that the files use. A type stands for a value, a list for any
+# number of such values, a string for this very value.
+NAMED = {"name": str}
+CODES = {"containerName": str, "operator": "In", "values": [int]}
+RULE = {"action": str, "onExitCodes": CODES, "onPodConditions": [{"type": str, "status": str}]}
+ENV = {"name": str, "value": str, "valueFrom": {"fieldRef": {"fieldPath": str}}}
+CONTAINER = {
+    "name": str,
+    "image": str,
+    "args": [str],
+    "env": [ENV],
+    "resources": {"limits": dict},
+    "volumeMounts": [{"name": str, "mountPath": str}],
+}
+VOLUME = {
+    "name": str,
+    "emptyDir": {"medium": "Memory", "sizeLimit": str},
+    "persistentVolumeClaim": {"claimName": str},
+}
+POD = {
+    "subdomain": str,
+    "restartPolicy": "Never",
+    "terminationGracePeriodSeconds": int,
+    "securityContext": {"runAsNonRoot": bool, "runAsUser": int, "fsGroup": int},
+    "containers": [CONTAINER],
+    "volumes": [VOLUME],
+}
+JOB = {
+    "completionMode": "Indexed",
+    "completions": int,
+    "parallelism": int,
+    "backoffLimit": int,
+    "podFailurePolicy": {"rules": [RULE]},
+    "template": {"metadata": {"labels": dict}, "spec": POD},
+}
+NODE = {"name": "node", "template": {"metadata": {"labels": dict}, "spec": JOB}}
+TRAINER = {"command": [str], "args": [str], "numNodes": int, "resourcesPerNode": {"limits": dict}}
+KUBEFLOW = "trainer.kubeflow.org/v1alpha1"
+KINDS: dict[str, dict[str, Any]] = {
+    "Service": {
+        "apiVersion": "v1",
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": bool, "selector": {"job-name": str}},
+    },
+    "Job": {"apiVersion": "batch/v1", "spec": JOB},
+    "TrainingRuntime": {
+        "apiVersion": KUBEFLOW,
+        "spec": {
+            "mlPolicy": {"numNodes": int, "torch": dict},
+            "template": {"spec": {"replicatedJobs": [NODE]}},
+        },
+    },
+    "TrainJob": {
+        "apiVersion": KUBEFLOW,
+        "spec": {"runtimeRef": {"apiGroup": str, "kind": str, "name": str}, "trainer": TRAINER},
+    },
+}
+
+
+def _problems(value: Any, wanted: Any, where: str) -> Iterator[str]:
+    if isinstance(wanted, dict):
+        if not isinstance(value, dict):
+            yield f"{where}: {value!r} is no object"
+            return
+        for key, held in value.items():
+            if key in wanted:
+                yield from _problems(held, wanted[key], f"{where}.{key}")
+            else:
+                yield f"{where}.{key}: there is no such field"
+    elif isinstance(wanted, list):
+        for number, held in enumerate(value if isinstance(value, list) else [[value]]):
+            yield from _problems(held, wanted[0], f"{where}[{number}]")
+    elif isinstance(wanted, str):
+        if value != wanted:
+            yield f"{where}: {value!r} is not {wanted}"
+    elif type(value) is not wanted:
+        yield f"{where}: {value!r} is no {wanted.__name__}"
+
+
+def _objects(name: str) -> dict[str, Any]:
+    return {each["kind"]: each for each in yaml.safe_load_all((FOLDER / name).read_text())}
+
+
+@pytest.fixture
+def objects() -> dict[str, Any]:
+    return _objects("job.yaml") | _objects("trainjob.yaml")
+
+
+def test_every_field_exists_and_has_its_type(objects) -> None:
+    assert objects.keys() == KINDS.keys()
+    for kind, each in objects.items():
+        wanted = {"kind": kind, "metadata": NAMED, **KINDS[kind]}
+        assert list(_problems(each, wanted, kind)) == []
+        assert each.keys() == wanted.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "want"),
+    [
+        ({"backofLimit": 3}, "Job.backofLimit: there is no such field"),
+        ({"backoffLimit": "3"}, "Job.backoffLimit: '3' is no int"),
+        ({"completionMode": "NonIndexed"}, "Job.completionMode: 'NonIndexed' is not Indexed"),
+        ({"template": [1]}, "Job.template: [1] is no object"),
+        ({"podFailurePolicy": {"rules": [{"action": 1}]}}, "Job.podFailurePolicy.rules[0].action: 1 is no str"),
+    ],
+)
+def test_a_wrong_field_is_named(change: dict[str, Any], want: str) -> None:
+    assert list(_problems(change, JOB, "Job")) == [want]
+
+
+def test_kubernetes_own_schemas_take_the_files(objects) -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate, 72 MB of schemas")
+    runtime = objects["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
+    inner = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": runtime["spec"]}
+    for each in (objects["Service"], objects["Job"], inner):
+        schemas.validate(each, "1.36", strict=True)
+
+
+def test_what_must_be_alike_is_alike(objects) -> None:
+    job = objects["Job"]["spec"]
+    node = objects["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    env = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    machines = {
+        job["completions"],
+        job["parallelism"],
+        int(env["NNODES"]),
+        objects["TrainJob"]["spec"]["trainer"]["numNodes"],
+    }
+    assert len(machines) == 1
+    service = objects["Service"]
+    assert env["MASTER_ADDR"] == f"{objects['Job']['metadata']['name']}-0.{service['metadata']['name']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": objects["Job"]["metadata"]["name"]}
+    for each in (job, node):
+        inner = each["template"]["spec"]
+        (container,) = inner["containers"]
+        fails, drained, again = each["podFailurePolicy"]["rules"]
+        assert fails["onExitCodes"]["values"] == [WRONG_INPUT, EXIT_STATUS["gave_up"], NO_MEMORY]
+        assert again["onExitCodes"]["values"] == [EXIT_STATUS["preempted"]]
+        assert [rule["action"] for rule in (fails, drained, again)] == ["FailJob", "Ignore", "Ignore"]
+        assert {rule["onExitCodes"]["containerName"] for rule in (fails, again)} == {container["name"]}
+        limit = next(each["value"] for each in container["env"] if each["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        assert int(limit) < inner["terminationGracePeriodSeconds"]
+        assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in inner["volumes"]}
+
+
+def test_the_image_has_what_the_pods_start(objects) -> None:
+    text = (FOLDER / "Dockerfile").read_text()
+    copied = " ".join(re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)).split()
+    assert all((ROOT / name).exists() for name in copied)
+    (user,) = re.findall(r"^USER (\d+)$", text, re.MULTILINE)
+    pod = objects["Job"]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsUser"] == int(user)
+    assert f"ENTRYPOINT {json.dumps(objects['TrainJob']['spec']['trainer']['command'])}" in text
+    config = pod["containers"][0]["args"][0]
+    assert (ROOT / config).is_file()
+    assert config.partition("/")[0] in copied
+
+
+def _launch(job: Path, **settings: object) -> subprocess.Popen[str]:
+    told = with_settings(MEGAMIX_PYTHON=sys.executable, OMP_NUM_THREADS=1, PET_NPROC_PER_NODE=1, **settings)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(["launch/pretrain.sh", str(job)], cwd=ROOT, env=told, text=True, **pipes)
+
+
+def _write_job(folder: Path, data: Path) -> Path:
+    config = tiny_job(
+        folder,
+        tokens=data,
+        data={"valid": None},
+        training={"steps": 3, "eval_interval": 0},
+        metrics={"tensorboard": False},
+    )
+    (folder / "job.toml").write_text(config_to_toml(config))
+    return folder / "job.toml"
+
+
+def test_a_second_job_on_a_held_folder_ends_with_75(tmp_path: Path, data: Path) -> None:
+    job = _write_job(tmp_path, data)
+    (tmp_path / "run").mkdir()
+    with run_lock(tmp_path / "run", print):
+        second = _launch(job)
+        said, _ = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 75, said
+    assert "is in use by pid" in said
+
+
+@pytest.mark.skipif(not FULL, reason="--full: four launchers; that the names are read, tests/test_launch.py proves")
+def test_four_launchers_with_kubeflow_s_names_are_one_job_of_four(tmp_path: Path, data: Path) -> None:
+    job = _write_job(tmp_path, data)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"PET_NNODES": 4, "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    launchers = [_launch(job, PET_NODE_RANK=rank, **place) for rank in range(4)]
+    said = [launcher.communicate(timeout=DEADLINE_S)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0] * 4, said
+    assert sum("megamix | 4 rank(s)" in one for one in said) == 1
