@@ -83,8 +83,8 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.call("scancel", "--user=root", "--signal=KILL", "--full")
         self.call("scancel", "--user=root")
+        until(lambda: not self.call("squeue", "--noheader"), "end of all jobs", 60)
         for daemon in reversed(self._daemons):
             daemon.kill()
             daemon.wait()

@@ -84,13 +84,16 @@ class Submitted:
 
     def ended(self) -> str:
         """Wait until it has ended for good, and return its state. Slurm holds a job that is queued again for two
-        minutes, which this shortens.
+        minutes, so that the end of its script is not taken for that of the next one; five seconds are enough here.
         """
+        queued_s: list[float] = []
 
         def has_ended() -> bool:
             job = self.cluster.job(self.number)
             if job["JobState"] == "PENDING" and job["Restarts"] != "0":
-                self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+                queued_s.append(time.monotonic())
+                if queued_s[-1] - queued_s[0] > 5:
+                    self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
             return job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
         until(has_ended, f"end of job {self.number}", 400)
