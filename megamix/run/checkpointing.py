@@ -104,8 +104,9 @@ class RunCheckpoints:
         while not all(copier.ends_within(_TICK_S) for copier in self._copiers):
             self._waits += 1
             if self._leave.reason or time.monotonic() > end_s:
-                self._console.line("copies of checkpoints are NOT finished; `megamix checkpoint copy` makes the rest")
-                return
+                break
+        if not all(copier.has_taken_all for copier in self._copiers):
+            self._console.line("copies of checkpoints are NOT finished; `megamix checkpoint copy` makes the rest")
 
     def _begin(self, progress: Progress, *, beside: bool) -> None:
         self._saver.finish()

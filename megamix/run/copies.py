@@ -49,6 +49,11 @@ class Copier:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
+    @property
+    def has_taken_all(self) -> bool:
+        """Return whether the thread has ended without a failure."""
+        return not self._thread.is_alive() and not self._in_trouble
+
     def _run(self) -> None:
         closing = False
         while not closing:

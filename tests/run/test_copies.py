@@ -26,6 +26,7 @@ from tests.train.jobs import Sections, run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of
 
 WAIT_S = 60.0
+NOT_FINISHED = "copies of checkpoints are NOT finished; `megamix checkpoint copy` makes the rest"
 
 
 class Elsewhere:
@@ -170,9 +171,11 @@ def test_a_target_in_trouble_is_told_and_ends_no_run(tmp_path: Path, data: Path,
     else:
         with run_lock(target, lambda line: None):
             run_on_ranks(config)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "checkpoint NOT copied" in line]
+    told = capsys.readouterr().out
+    lines = [line for line in told.splitlines() if "checkpoint NOT copied" in line]
     why = {"full": "No space left on device", "gone": "copies", "held": f"{target} is in use by pid"}
     assert len(lines) == 1
+    assert told.count(NOT_FINISHED) == 1
     assert why[trouble] in lines[0]
     assert differences(end_of(tmp_path), plain) == []
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
@@ -185,7 +188,7 @@ def test_a_target_that_hangs_is_left_behind_at_the_end(tmp_path: Path, data: Pat
     monkeypatch.setattr(checkpointing, "takes_of", lambda *arguments: [elsewhere.take])
     run_on_ranks(_config(tmp_path, data, copy_command=["unused"]))
     elsewhere.may_go_on.set()
-    assert "copies of checkpoints are NOT finished; `megamix checkpoint copy` makes the rest" in capsys.readouterr().out
+    assert NOT_FINISHED in capsys.readouterr().out
     assert len(checkpoints(tmp_path / "run/checkpoints")) == 3, "one is not removed, as it is being copied"
 
 
