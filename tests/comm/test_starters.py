@@ -1,5 +1,6 @@
 """After `megamix.start_ranks()` programs train on all ranks of torchrun, srun and mpirun, by the variables that these
-set. An engine that would train alone by mistake is refused; training alone on purpose is possible.
+set, and so does `megamix train`. An engine that would train alone by mistake is refused; training alone on purpose is
+possible.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import torch
 from torch import nn
 
 import megamix
+from megamix.cli import main
 from megamix.comm import starters
+from megamix.config import config_to_toml
 from megamix.starter import first_host
 from tests.programs import count_no_lines_in_programs
+from tests.train.jobs import tiny_job
 
 KNOWN = re.compile("RANK$|WORLD_SIZE$|^(SLURM|OMPI|PMI|PMIX|MPI|MASTER)_")
 
@@ -142,6 +146,16 @@ def test_an_engine_that_would_train_alone_is_refused(ranks, message: str, told) 
     with pytest.raises(RuntimeError, match=message):
         _build()
     _build(megamix.Topology())
+
+
+def test_a_job_that_srun_or_mpirun_starts_without_a_launcher_is_one_job(told, tmp_path, data, capsys) -> None:
+    (tmp_path / "job.toml").write_text(config_to_toml(tiny_job(tmp_path, tokens=data)))
+    for starts in (_srun, _mpirun):
+        told |= starts(0)
+        assert main(["train", str(tmp_path / "job.toml"), "--check"]) == 0
+        assert "no problems; 2 ranks" in capsys.readouterr().out
+        for name in filter(KNOWN.search, [*told]):
+            del told[name]
 
 
 @pytest.mark.parametrize(
