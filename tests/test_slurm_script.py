@@ -42,7 +42,7 @@ exit "$status"
 """
 # What the nodes' launchers do in each start: statuses by the case.
 PRETRAIN = """#!/bin/bash
-echo "$NNODES $NODE_RANK $MASTER_ADDR:$MASTER_PORT $*" >>"$BASE/launchers"
+echo "$NNODES $NODE_RANK $MASTER_ADDR:$MASTER_PORT $TORCHINDUCTOR_CACHE_DIR $*" >>"$BASE/launchers"
 does=(_ $DOES)
 case "${does[START + 1]}" in
   asked:*) kill -USR1 "$SCRIPT" ;;
@@ -73,8 +73,11 @@ def slurm(tmp_path: Path) -> Sandbox:
     return sandbox
 
 
-def _run(slurm: Sandbox, does: str, *, spare: str = "1", second: str = "0.15") -> subprocess.CompletedProcess[str]:
+def _run(
+    slurm: Sandbox, does: str, *, spare: str = "1", second: str = "0.15", cache: str = ""
+) -> subprocess.CompletedProcess[str]:
     job = {"SLURM_JOB_NODELIST": "node[7-9]", "SLURM_JOB_ID": "1230042", "SLURM_SUBMIT_DIR": str(slurm.repo)}
+    job["TORCHINDUCTOR_CACHE_DIR"] = cache
     return slurm.run("slurm.sbatch", "my.toml", "data.train=a b", DOES=does, SPARE_NODES=spare, SECOND=second, **job)
 
 
@@ -104,9 +107,9 @@ def test_how_the_launchers_end_is_what_the_job_does(slurm: Sandbox, does: str, s
 
 
 def test_each_node_starts_one_launcher_and_each_start_has_a_port_of_its_own(slurm: Sandbox) -> None:
-    assert _run(slurm, "1 0").returncode == 0
+    assert _run(slurm, "1 0", cache="/kept").returncode == 0
     assert slurm.lines("launchers") == [
-        f"2 {rank} node7:{port} my.toml data.train=a b" for port in (20042, 21042) for rank in (0, 1)
+        f"2 {rank} node7:{port} /kept/{rank} my.toml data.train=a b" for port in (20042, 21042) for rank in (0, 1)
     ]
 
 
