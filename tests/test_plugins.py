@@ -427,6 +427,23 @@ def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(her
     load_config(_write(run, "mine.toml", named), steady)  # which no run writes
 
 
+@pytest.mark.parametrize(("table", "key"), [("checkpoint", "copy_command"), ("metrics.alert", "command")])
+def test_a_run_s_folder_names_no_program_that_a_job_starts(here: Path, capsys, table: str, key: str) -> None:
+    run = here / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    shown = config_to_toml(config_from_dict(changed()))
+    names = f"\n[{table}]\n{key} = ['touch', 'started']\n"
+    text = shown + names if table not in shown else shown.replace(f"{key} = []", f"{key} = ['touch', 'started']")
+    own, based = _write(run, "config.toml", text), _write(here, "job.toml", 'base = "run/config.toml"\n')
+    for path in (own, based):
+        load_config(path)  # which starts nothing
+        assert main(["train", str(path)]) == 2
+        told = f"{table}.{key}: {own} names a program, and a run's folder starts none"
+        assert told in capsys.readouterr().err.replace(f"{here}/run/../run", f"{here}/run")
+        load_config(path, [f"{table}.{key}=['mine']"], starts=True)
+    assert not (here / "started").exists()
+
+
 BAD = """
 from typing import Any
 

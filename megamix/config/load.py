@@ -25,7 +25,15 @@ from megamix.config.problems import (
 )
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, parse_value
-from megamix.config.unread import Unread, drop_other_choices, drop_unread, is_set, with_defaults, without_defaults
+from megamix.config.unread import (
+    Unread,
+    drop_other_choices,
+    drop_unread,
+    is_set,
+    setting,
+    with_defaults,
+    without_defaults,
+)
 from megamix.plugins import MODULE, PluginError, import_plugins, require_plugins
 
 # Bytes of a file and its bases: tomllib needs a second for them, and over two thousand token files fit.
@@ -36,6 +44,7 @@ _WRITER_S = 3.0  # seconds for which we wait until somebody opens a named pipe f
 # Keys that are not set, as an effective configuration lists them. There is one, unless data.split, data.valid and all
 # others are set.
 _NOT_SET = re.compile(r"^# \w+: not set$", re.MULTILINE)
+_PROGRAMS = ("checkpoint.copy_command", "metrics.alert.command")
 _OF_A_RUN = ("metrics.jsonl", "checkpoints", "status.json")  # files beside the config.toml of a run
 
 
@@ -52,13 +61,14 @@ class Layer(NamedTuple):
 
 def load_config(
     path: str | Path, overrides: Iterable[str] = (), say: Callable[[str], None] = lambda line: None, *,
-    imports: bool = True,
+    imports: bool = True, starts: bool = False,
 ) -> Config:  # fmt: skip
     """Read a TOML file, its bases, and `section.key=value` overrides, the last of which win.
 
     A key that is not read, for what another key says, is refused where it stands beside that one or above it. Below, it
     was meant for what that one said before: it is dropped, and `say` gets a line. Plugins are imported, but not those
-    that only the `config.toml` of a run's folder names, or nobody's file: without `imports`, none.
+    that only the `config.toml` of a run's folder names, or nobody's file: without `imports`, none. `starts`: programs
+    that the configuration names will be started, so those that only such a file names are refused.
     Raises: ConfigError with everything that is wrong in all of them.
     """
     above, problems = _parse_overrides(overrides)
@@ -67,7 +77,8 @@ def load_config(
     except ConfigError as error:
         # Nothing is known of the file, so a list of its missing keys would not help; a bad override is still reported.
         raise ConfigError([*error.problems, *problems], str(path)) from error
-    return _build([*layers, *above], problems, str(path), say)
+    layers += above
+    return _build(layers, [*problems, *(_foreign_programs(layers) if starts else ())], str(path), say)
 
 
 def config_from_dict(*trees: Mapping[str, Any]) -> Config:
@@ -188,6 +199,17 @@ def _import_plugins(layers: Sequence[Layer]) -> str:
     except PluginError as error:
         return one_line(str(error))
     return ""
+
+
+def _foreign_programs(layers: Sequence[Layer]) -> list[str]:
+    """Return a line for each program that a run's folder names and nobody else."""
+    origins = {key: layers[_origin(key, layers)] for key in _PROGRAMS if _origin(key, layers) >= 0}
+    return [
+        f"{key}: {one_line(layer.name)} names a program, and a run's folder starts none; if you trust it, write it "
+        "into a file of your own, or on the command line"
+        for key, layer in origins.items()
+        if setting(layer.tree, key) and not layer.imports
+    ]
 
 
 def _origin(key: str, layers: Sequence[Layer]) -> int:

@@ -60,7 +60,9 @@ def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config
     if arguments.memory is not None:
         memory_of_check(arguments.memory, checks=arguments.check)
     try:
-        config = load_config(arguments.config, arguments.overrides, say=lambda line: tell(f"megamix train: {line}"))
+        config = load_config(
+            arguments.config, arguments.overrides, say=lambda line: tell(f"megamix train: {line}"), starts=True
+        )
     except ConfigError as error:
         if error.sound is None:
             raise

@@ -91,7 +91,15 @@ def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder
         "lr_schedule": {"warmup_steps": warmup, "decay_steps": decay},
         "precision": {"loss_scale": scale.model_copy(update=known), "max_retries": 3},
         "training": {"steps": STEPS, "global_batch_size": batch, "eval_interval": 4, "eval_batches": 2},
-        "checkpoint": {"folder": str(folder / name), "save_interval": BORDERS[0], "resume": "auto"},
+        "checkpoint": {
+            "folder": str(folder / name),
+            "save_interval": BORDERS[0],
+            "resume": "auto",
+            "keep_every": 0,
+            "copy_to": None,
+            "copy_keep": 0,
+            "copy_command": (),
+        },
         "metrics": silent | {"log_interval": 1, "tensorboard": False, "precision_interval": 0},
         "profiling": {"num_steps": 0},
     }
