@@ -151,7 +151,7 @@ def run(story) -> Path:
     story.beat(142, 20100, start=20, compile=10, trained=100, saving=2)
     with (story.folder / METRICS).open("w") as file:
         for step in range(1, 20100 if not FULL else 100_000):
-            values = {"step": step, TAGS["time"]: T + 2 * step, TAGS["loss"]: 9 / step, TAGS["tokens_per_s"]: 1e5}
+            values = {"step": step, TAGS["time"]: T + 2 * step, TAGS["loss"]: 2 + 9 / step, TAGS["tokens_per_s"]: 1e5}
             file.write(json.dumps(values | {TAGS["eta_s"]: 7200.0}) + "\n")
         file.write('{"step": 20100, "train/loss": nul')
     return story.folder
@@ -193,7 +193,15 @@ def test_the_status_of_runs_is_a_line_each(run, story, tmp_path, capsys, monkeyp
     assert main(["status", str(run), str(other.folder)]) == 0
     header, first, second = capsys.readouterr().out.splitlines()
     assert header.split() == ["run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason"]
-    assert first.split() == ["mine", "running", "20,100/1,000", "0.0004", "100,000", "2:00:00", "50.1%"]
+    assert first.split() == [
+        "mine",
+        "running",
+        "20,100/1,000",
+        f"{2 + 9 / (99_999 if FULL else 20_099):.4f}",
+        "100,000",
+        "2:00:00",
+        "50.1%",
+    ]
     assert second.split() == ["other", "gave_up", "0/1,000", "0.0%", "started", "4", "times"]
 
 

@@ -162,7 +162,7 @@ def _true_seconds(lives: list[Life]) -> dict[str, float]:
                 seconds[within[-1]] += next_t - t
             elif within[-1]:
                 seconds["validation"] += next_t - t
-            elif next_t == life.end_t and not what.isdecimal():  # all is done but the end
+            elif next_t == life.end_t and what == "saving ends":  # all is done but the end
                 seconds["saving"] += next_t - t
             else:
                 attempts[attempt] += next_t - t
