@@ -97,7 +97,8 @@ def _one_start(rows: list[Row], kept: int | None) -> OneStart:
     end = rows[-1]
     ready = {row["kind"]: row["at"] for row in rows if row["kind"] in ("joined", "loaded", "first_step")}
     first = next((row["step"] for row in rows if row["kind"] == "loaded"), rows[0]["step"])
-    last, runs = end["step"], end["state"] == RUNNING
+    state = end.get("state", KILLED)  # the end of a start may lie in a line that a disk has lost
+    last, runs = end["step"], state == RUNNING
     if kept is None:
         saves = [row["saved"] for row in rows if "saved" in row]
         kept = last if runs else max(saves, default=first)
@@ -112,7 +113,7 @@ def _one_start(rows: list[Row], kept: int | None) -> OneStart:
         seconds[TRAINED] -= lost_s
         seconds[REDONE] += lost_s
     facts = rows[0].get("host", ""), rows[0]["t"], end["t"], first, last, min(kept, last)
-    return OneStart(rows[0]["starts"], *facts, seconds, ready, end["state"], end["reason"])
+    return OneStart(rows[0]["starts"], *facts, seconds, ready, state, end.get("reason", ""))
 
 
 def _trained_at(update: int, first: int, rows: list[Row]) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from megamix.durable import open_own, read_own
-from megamix.report.ledger import Ledger, boot_s
+from megamix.report.ledger import BUCKETS, Ledger, boot_s
 from megamix.report.log_file import LogFile
 from megamix.run.run_folder import EVENTS, HEARTBEAT
 from megamix.supervise.status import STATUS
@@ -28,6 +28,8 @@ from megamix.supervise.status import STATUS
 Row = dict[str, Any]
 BEAT_S = 1.0  # seconds from one heartbeat to the next
 KILLED = "killed"  # the state at the end of a start that could not say how it ended
+_MOST = 1e11  # of a number in a row: beyond it a time is no date
+_WORDS = ("state", "reason", "host")
 _BEAT_BYTES, _LONGEST = 1024, 500  # of a heartbeat, and of its reason: a full disk still takes it in place
 
 
@@ -163,7 +165,7 @@ def closing_row(folder: Path, rows: list[Row]) -> Row:
         return last
     if status.get("starts") == number and status["state"] != "running":
         ended = {key: status[key] for key in ("state", "reason", "exit_status")}
-        silent_s = max(0.0, datetime.datetime.fromisoformat(status["time"]).timestamp() - last["t"])
+        silent_s = max(0.0, status["t"] - last["t"])
     else:
         ended = {"state": KILLED, "reason": f"killed without a word, in: {last['phase']}", "exit_status": None}
         silent_s = BEAT_S / 2 if last is beat else 0.0  # between two signs of life
@@ -171,17 +173,23 @@ def closing_row(folder: Path, rows: list[Row]) -> Row:
 
 
 def _status(folder: Path) -> Mapping[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         status = json.loads(read_own(folder / STATUS))
-        if isinstance(status, dict) and {"state", "reason", "exit_status", "time", "starts"} <= status.keys():
-            return status
+        found = {name: status[name] for name in ("state", "reason", "exit_status", "starts")}
+        if isinstance(found["state"], str) and isinstance(found["reason"], str):
+            return {**found, "t": datetime.datetime.fromisoformat(status["time"]).timestamp()}
     return {}
 
 
 def _parsed(line: bytes) -> Row:
     """Return a row; empty for a line that is none."""
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
         row: Row = from_json(line)  # of 100,000 lines, a second faster than json.loads
-        if row["t"] + row["at"] + row["starts"] + row["step"] >= 0 and {"kind", "phase"} <= {*row, *row["seconds"]}:
+        numbers = [row["t"], row["at"], row["starts"], row["step"], *row["seconds"].values()]
+        numbers += [row[name] for name in ("saved", "steps") if name in row]
+        words = [row["kind"], *(row.get(name, "") for name in _WORDS)]
+        whole = row["kind"] != "end" or {"state", "reason", "exit_status"} <= row.keys()
+        known = row["phase"] in BUCKETS and {*row["seconds"]} <= {*BUCKETS}
+        if whole and known and all(isinstance(word, str) for word in words) and all(0 <= it < _MOST for it in numbers):
             return row
     return {}

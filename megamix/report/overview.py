@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megamix.report.goodput import read_goodput
+from megamix.report.goodput import Goodput, read_goodput
 from megamix.report.metrics import TAGS, format_duration
 from megamix.run.run_folder import METRICS
 
@@ -16,14 +16,22 @@ _FORM = "{:<24} {:<10} {:>19} {:>8} {:>10} {:>10} {:>8}  {}"
 
 
 def overview(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield a header, and a line for each run. Raises: ValueError naming a folder that is no run; OSError."""
+    """Yield a header, and a line for each folder. Raises: ValueError if none of them is a run; OSError."""
+    found = {folder: _goodput(folder) for folder in folders}
+    refused = [one for one in found.values() if isinstance(one, ValueError)]
+    if len(refused) == len(found):
+        raise refused[0]
     yield _FORM.format("run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason").rstrip()
-    for folder in folders:
-        goodput, row = read_goodput(folder), _last_row(folder)
+    for folder, goodput in found.items():
+        name = folder.resolve().name[-24:]
+        if isinstance(goodput, ValueError):
+            yield _FORM.format(name, "none", *[""] * 5, goodput)
+            continue
+        row = _last_row(folder)
         last = goodput.starts[-1]
         loss, rate, left_s = (row.get(TAGS[name]) for name in ("loss", "tokens_per_s", "eta_s"))
         yield _FORM.format(
-            folder.resolve().name[-24:],
+            name,
             last.state,
             f"{last.last:,}/{goodput.steps:,}",
             "" if loss is None else f"{loss:.4f}",
@@ -32,6 +40,14 @@ def overview(folders: Sequence[Path]) -> Iterator[str]:
             f"{goodput.share:.1%}",
             last.reason.partition("\n")[0],
         ).rstrip()
+
+
+def _goodput(folder: Path) -> Goodput | ValueError:
+    """Return a run's goodput; the error of a folder that is no run, or has just begun: others are told nevertheless."""
+    try:
+        return read_goodput(folder)
+    except ValueError as error:
+        return error
 
 
 def _last_row(folder: Path) -> dict[str, Any]:

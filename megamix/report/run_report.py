@@ -24,6 +24,7 @@ from megamix.report.metrics import TAGS
 from megamix.run.run_folder import METRICS
 
 REPORT, NUMBERS = "report.html", "report.json"
+_MOST = 1e11  # of a number in a curve: beyond it a time is no date
 _SHOWN = 50  # most starts in the table
 _POINTS = 400  # most points of a curve are twice as many: the least and the largest of each part
 
@@ -102,7 +103,7 @@ def _stops(goodput: Goodput) -> str:
     told = ", ".join(
         [f"{len(stopped)} stop{'s' * (len(stopped) != 1)}", *(f"{number} {state}" for state, number in causes)]
     )
-    restarts = [one for one in goodput.starts[1:] if "first_step" in one.ready]
+    restarts = [one for one in goodput.starts[1:] if len(one.ready) == 3]
     parts = {
         "down": [one.seconds[DOWN] for one in restarts],
         "meeting": [one.ready["joined"] for one in restarts],
@@ -116,7 +117,7 @@ def _stops(goodput: Goodput) -> str:
     if len(shown) < len(goodput.starts):
         told += f". The last {len(shown)} of {len(goodput.starts)} starts:"
     heads = ["start", "began", "host", "down before", "updates", "lost", "redone", "end", "cause"]
-    return f"<p>{told}</p>{_table(heads, [_stop(one) for one in reversed(shown)])}"
+    return f"<p>{escape(told)}</p>{_table(heads, [_stop(one) for one in reversed(shown)])}"
 
 
 def _stop(one: OneStart) -> list[str]:
@@ -124,7 +125,7 @@ def _stop(one: OneStart) -> list[str]:
     return [
         f"{one.starts}", _clock(one.t, "%m-%d %H:%M"), escape(one.host), duration(down) if down >= 0.05 else "",
         f"{one.first:,} to {one.last:,}", f"{lost:,}" if lost else "", duration(redone) if redone >= 0.05 else "",
-        one.state.replace("_", " "), escape(one.reason.partition("\n")[0][:300]),
+        escape(one.state.replace("_", " ")), escape(one.reason.partition("\n")[0][:300]),
     ]  # fmt: skip
 
 
@@ -180,7 +181,9 @@ def _losses(path: Path) -> Iterator[tuple[float, int, float, float]]:
         with suppress(ValueError, KeyError, TypeError):
             if known.encode() in line:
                 row: dict[str, Any] = from_json(line)
-                yield row[time] + 0.0, row["step"] + 0, row[known] + 0.0, row[rate] + 0.0
+                point = row[time] + 0.0, row["step"] + 0, row[known] + 0.0, row[rate] + 0.0
+                if all(abs(number) < _MOST for number in point):  # a loss that is no number has no place in a curve
+                    yield point
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -22,6 +22,7 @@ from megamix.run.run_folder import EVENTS, HEARTBEAT, METRICS
 from tests.conftest import FULL
 
 T = 1.7e9  # when the story begins
+ODD_LOSSES = [(T, float("nan")), (T, float("inf")), (1e300, 3.0), (T, 4.0), (T + 1, 3.0)]
 
 
 class _Story:
@@ -203,6 +204,67 @@ def test_the_status_of_runs_is_a_line_each(run, story, tmp_path, capsys, monkeyp
         "50.1%",
     ]
     assert second.split() == ["other", "gave_up", "0/1,000", "0.0%", "started", "4", "times"]
+
+
+def test_a_folder_that_has_no_start_yet_hides_no_run(run, tmp_path, capsys) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    assert main(["status", str(begun), str(run)]) == 0
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[:2] == ["begun", "none"]
+    assert f"{begun} has no start in events.jsonl" in first
+    assert second.startswith("mine")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"kind": "end"},
+        {"t": 1e300},
+        {"t": float("inf")},
+        {"t": "now"},
+        {"step": None},
+        {"saved": []},
+        {"steps": "<b>"},
+        {"phase": "<b>"},
+        {"seconds": [1]},
+        {"seconds": {"trained": "<b>"}},
+        {"seconds": {"else": 1}},
+        {"kind": "end", "state": "<b>", "reason": 3, "exit_status": 1},
+    ],
+    ids=str,
+)
+def test_rows_that_no_run_has_written_are_left_out_and_so_are_losses_that_are_none(story, odd, capsys) -> None:
+    story.start(0)
+    story.trains(0, 100)
+    page = _page_of(story)
+    with (story.folder / EVENTS).open("a") as file:
+        file.write(json.dumps({**_row(story), **odd}) + "\n")
+    (story.folder / HEARTBEAT).write_text(json.dumps({**_row(story), **odd}) + "\n")
+    assert _page_of(story) == page
+    assert main(["status", str(story.folder)]) == 0
+
+
+def _row(story: _Story) -> dict[str, Any]:
+    return json.loads((story.folder / EVENTS).read_text().splitlines()[-1])
+
+
+def _page_of(story: _Story) -> str:
+    losses = ({"step": 1, TAGS["time"]: t, TAGS["loss"]: loss, TAGS["tokens_per_s"]: 1.0} for t, loss in ODD_LOSSES)
+    (story.folder / METRICS).write_text("".join(f"{json.dumps(row)}\n" for row in losses))
+    assert main(["report", str(story.folder)]) == 0
+    return (story.folder / "report.html").read_text().partition("no sign of life for")[0]
+
+
+def test_a_state_and_a_lost_row_break_no_page(story) -> None:
+    for t in (0, 200):
+        story.start(t)
+        story.row("first_step", 31, 1, seconds={"start": 20.0, "compile": 10.0, "trained": 1.0})
+        story.row("end", 142, 110, "trained", {"start": 20.0}, state="<b>", reason="", exit_status=1)
+    story.start(400)
+    story.start(600)  # nobody has ended the one before
+    assert "<b>" not in _page_of(story)
+    assert read_goodput(story.folder).starts[2].state == "killed"
 
 
 @pytest.mark.parametrize("verb", ["report", "status"])
