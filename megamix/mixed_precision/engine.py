@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -158,8 +159,9 @@ class ShardedEngine:
         units, overlap = self.plan.sharding.units, self.plan.sharding.overlap
         self._observers = observers = list[StepObserver]()
         self._examiner: Examiner | None = None
+        start_s = time.perf_counter()
         kernels = choose_kernels(self.optimizer, groups, buckets, self.world, compile_update)
-        self.update_path, self.compile_s = kernels.path, kernels.compile_s
+        self.update_path, self.compile_s = kernels.path, time.perf_counter() - start_s
         self._row_stats = kernels.row_stats
         self._grads = grads = GradReduce(buckets, self._links.replicas, kernels.row_stats, overlap, clock, observers)
         self.progress = StepProgress(

@@ -8,10 +8,9 @@ With Adam and half sums of gradients it moves 28 bytes per element: gradient 2, 
 from __future__ import annotations
 
 import logging
-import time
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from threading import Timer
@@ -156,7 +155,6 @@ class Kernels:
     update: Kernel
     row_stats: RowStats
     path: Literal["compiled", "library"]  # "library": torch's own kernels
-    compile_s: float = 0.0  # seconds for which the compiler was tried
 
 
 def choose_kernels(
@@ -182,7 +180,7 @@ def choose_kernels(
     told = (
         "compiling the optimizer's update: up to a minute unless it is cached (compile_update=False compiles nothing)"
     )
-    late, start_s = Timer(_SILENT_S, log.warning, [told]), time.perf_counter()
+    late = Timer(_SILENT_S, log.warning, [told])
     if world.axis.rank == 0:
         late.start()
     try:
@@ -197,9 +195,9 @@ def choose_kernels(
     finally:
         late.cancel()
     if world.agree(compiles):
-        return replace(compiled, compile_s=time.perf_counter() - start_s)
+        return compiled
     log.warning("the update cannot be compiled here (%s): using torch's own kernels", reason)
-    return replace(library, compile_s=time.perf_counter() - start_s)
+    return library
 
 
 def _compiled_stats(device: torch.device) -> RowStats:

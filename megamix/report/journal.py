@@ -4,18 +4,17 @@ life of the start that runs. This module imports no torch.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
@@ -23,7 +22,7 @@ from megamix.durable import open_own, read_own
 from megamix.report.ledger import BUCKETS, Ledger, boot_s
 from megamix.report.log_file import LogFile
 from megamix.run.run_folder import EVENTS, HEARTBEAT
-from megamix.supervise.status import STATUS
+from megamix.supervise.status import read_status
 
 Row = dict[str, Any]
 BEAT_S = 1.0  # seconds from one heartbeat to the next
@@ -31,6 +30,13 @@ KILLED = "killed"  # the state at the end of a start that could not say how it e
 _MOST = 1e11  # of a number in a row: beyond it a time is no date
 _WORDS = ("state", "reason", "host")
 _BEAT_BYTES, _LONGEST = 1024, 500  # of a heartbeat, and of its reason: a full disk still takes it in place
+
+
+class Reached(NamedTuple):
+    """How far a run is."""
+
+    step: int  # updates so far
+    tokens: int  # of these
 
 
 class Journal:
@@ -41,10 +47,10 @@ class Journal:
     start; `step` and `tokens` of all updates so far; `phase` and `seconds`, the ledger's.
     """
 
-    def __init__(self, folder: Path, ledger: Ledger, progress: Callable[[], tuple[int, int]]):
-        """`progress`: returns the updates and tokens so far; any thread may call it."""
+    def __init__(self, folder: Path, ledger: Ledger, reached: Callable[[], Reached]):
+        """`reached`: any thread may call it."""
         self.starts = 0
-        self._folder, self._ledger, self._progress = folder, ledger, progress
+        self.ledger, self._folder, self._reached = ledger, folder, reached
         self._file = LogFile(partial(Path, folder, EVENTS))
         self._torn = b""  # what ends a last line that a killed start has left unfinished
         self._rows: deque[bytes] = deque()  # that no thread has given to the file yet
@@ -63,7 +69,7 @@ class Journal:
             self._append(rows[-1])
         silent_s = time.time() - rows[-1]["t"] if rows else -1.0
         if silent_s >= 0:  # two starts of one process do not overlap
-            self._ledger.begin_at(max(self._ledger.began_s, boot_s() - silent_s))
+            self.ledger.begin_at(max(self.ledger.began_s, boot_s() - silent_s))
         row = self._row("start")
         self._append({**row, "t": row["t"] - row["at"], "at": 0.0, "host": socket.gethostname(), **facts})
 
@@ -111,9 +117,8 @@ class Journal:
                 os.close(descriptor)
 
     def _row(self, kind: str) -> Row:
-        (at, phase, seconds), (step, tokens) = self._ledger.read(), self._progress()
-        row = {"t": round(time.time(), 3), "starts": self.starts, "kind": kind, "step": step, "tokens": tokens}
-        return {**row, "at": round(at, 3), "phase": phase, "seconds": seconds}
+        row = {"t": round(time.time(), 3), "starts": self.starts, "kind": kind}
+        return row | self._reached()._asdict() | self.ledger.read()._asdict()
 
     def _append(self, row: Row) -> None:
         self._rows.append(json.dumps(row).encode() + b"\n")
@@ -158,27 +163,17 @@ def closing_row(folder: Path, rows: list[Row]) -> Row:
     """Return the row that ends the last start of `rows`, which could not write it: by its last sign of life, or by its
     status if another rank has written that, else as that of a killed one.
     """
-    beat, number = read_beat(folder), rows[-1]["starts"]
+    beat, number, status = read_beat(folder), rows[-1]["starts"], read_status(folder)
     last = beat if beat.get("starts") == number and beat["at"] >= rows[-1]["at"] else rows[-1]
-    status = _status(folder)
     if last["kind"] == "end":
         return last
-    if status.get("starts") == number and status["state"] != "running":
-        ended = {key: status[key] for key in ("state", "reason", "exit_status")}
-        silent_s = max(0.0, status["t"] - last["t"])
+    if status.starts == number and status.state != "running":
+        ended = {"state": status.state, "reason": status.reason, "exit_status": status.exit_status}
+        silent_s = max(0.0, status.t - last["t"])
     else:
         ended = {"state": KILLED, "reason": f"killed without a word, in: {last['phase']}", "exit_status": None}
         silent_s = BEAT_S / 2 if last is beat else 0.0  # between two signs of life
     return {**last, "t": last["t"] + silent_s, "at": last["at"] + silent_s, "kind": "end", **ended}
-
-
-def _status(folder: Path) -> Mapping[str, Any]:
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        status = json.loads(read_own(folder / STATUS))
-        found = {name: status[name] for name in ("state", "reason", "exit_status", "starts")}
-        if isinstance(found["state"], str) and isinstance(found["reason"], str):
-            return {**found, "t": datetime.datetime.fromisoformat(status["time"]).timestamp()}
-    return {}
 
 
 def _parsed(line: bytes) -> Row:

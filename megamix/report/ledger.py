@@ -1,10 +1,13 @@
 """Ledger of one start of a run: how many seconds of wall time went into what. This module imports no torch."""
 
+from __future__ import annotations
+
 import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from megamix.supervise.processes import process
 
@@ -33,6 +36,14 @@ def stalled_s(took_s: float, usual_s: float) -> float:
     long and 5 s. After a validation or a save one outcome comes with the time of two attempts.
     """
     return took_s - usual_s if took_s > 3 * usual_s + 5.0 else 0.0
+
+
+class Reading(NamedTuple):
+    """The state of a ledger."""
+
+    at: float  # seconds since the start
+    phase: str  # the present one, to which the seconds belong that are in no bucket yet
+    seconds: dict[str, float]  # by bucket
 
 
 class Ledger:
@@ -97,13 +108,11 @@ class Ledger:
             ):
                 self._seconds[bucket] += seconds
 
-    def read(self) -> tuple[float, str, dict[str, float]]:
-        """Return the seconds since the start, the present phase, and the seconds counted by bucket. The seconds that
-        are not counted yet are of that phase.
-        """
+    def read(self) -> Reading:
+        """Return what is counted so far, to milliseconds."""
         with self._lock:
             seconds = {bucket: round(value, 3) for bucket, value in self._seconds.items() if value >= 0.001}
-            return self._now_s() - self.began_s, self._phase, seconds
+            return Reading(round(self._now_s() - self.began_s, 3), self._phase, seconds)
 
     def _taken_s(self) -> float:
         since_s, self._since_s = self._since_s, self._now_s()

@@ -27,7 +27,7 @@ from megamix.config.toml_text import value_text
 from megamix.run.own_code import own_code
 from megamix.run.run_folder import BEGIN_ANEW, RESUME_WORDS, checkpoint_folder, checkpoint_words
 from megamix.supervise.run_lock import refuse_held
-from megamix.supervise.status import last_update
+from megamix.supervise.status import read_status
 
 # This text only identifies the rule: a checkpoint keeps it, and a resumed run reports a change.
 RNG_RULE = (
@@ -82,7 +82,7 @@ def _start_words(config: Config) -> str:
         return "\n  ".join([first, *told, *lines])
     if damaged:
         raise none_is_whole(config) if own else path_is_damaged(damaged[0])
-    lost = f"\n  {_nothing_saved(config)}" if resume != "never" and last_update(folder) else ""
+    lost = f"\n  {_nothing_saved(config)}" if resume != "never" and read_status(folder).update else ""
     return f"would start a new run in {folder}{_with_weights(config)}{lost}"
 
 
@@ -99,12 +99,12 @@ def what_is_kept(config: Config) -> str:
     if not (own := checkpoints(checkpoint_folder(config))):
         return f"{_nothing_saved(config)}; the same command starts anew"
     saved = applied_updates(own[0])
-    lost = max(0, last_update(Path(config.checkpoint.folder)) - saved)
+    lost = max(0, read_status(Path(config.checkpoint.folder)).update - saved)
     return f"{own[0]} is saved, {lost} later updates are lost; the same command goes on with the run"
 
 
 def _nothing_saved(config: Config) -> str:
-    lost = last_update(Path(config.checkpoint.folder))
+    lost = read_status(Path(config.checkpoint.folder)).update
     interval = config.checkpoint.save_interval
     return f"nothing was saved yet (checkpoint.save_interval is {interval}): {lost} updates are lost"
 

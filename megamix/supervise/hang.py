@@ -15,7 +15,7 @@ from typing import Any
 
 from megamix.durable import read_own
 from megamix.supervise.liveness import names
-from megamix.supervise.status import STATUS
+from megamix.supervise.status import STATUS, LastStart, read_status
 
 _SHOWN = 8  # most ranks of which a line tells the last collective
 
@@ -39,11 +39,9 @@ def read_records(folder: Path) -> dict[int, Record]:
 
 def verdict(folder: Path, records: dict[int, Record]) -> Iterator[str]:
     """Yield a line for the run's own end, for each group whose ranks differ, and for ranks without a record."""
-    try:
-        status = json.loads(read_own(folder / STATUS))
-        yield f"{status['state']} at update {status['update']}: {status['reason'] or 'no reason was written'}"
-    except (OSError, ValueError, KeyError, TypeError):
-        yield f"{folder / STATUS} says nothing"
+    last = read_status(folder)
+    told = f"{last.state} at update {last.update}: {last.reason or 'no reason was written'}"
+    yield told if last != LastStart() else f"{folder / STATUS} says nothing"
     members = defaultdict[str, set[int]](set)
     entered = defaultdict[str, dict[int, dict[int, str]]](lambda: defaultdict(dict))
     for rank, record in records.items():
@@ -56,8 +54,8 @@ def verdict(folder: Path, records: dict[int, Record]) -> Iterator[str]:
     if lost:
         yield f"{names(lost)} left no record: it was killed or stopped, or its machine is gone"
     lines = [line for name, by_rank in entered.items() for line in _of_group(members[name] - lost, by_rank)]
-    last = [record["entries"][-1] for record in records.values() if record["entries"]][:1]
-    shown = "".join(f", up to {entry['collective_seq_id']}, {entry['profiling_name']}" for entry in last)
+    ends = [record["entries"][-1] for record in records.values() if record["entries"]][:1]
+    shown = "".join(f", up to {entry['collective_seq_id']}, {entry['profiling_name']}" for entry in ends)
     yield from lines or [f"{names(records)} entered the same collectives{shown}: see stacks_rank*.txt"]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megamix.durable import read_own, write_text
 from megamix.supervise.console import say
@@ -87,15 +87,28 @@ class StuckError(EndedEarlyError):
     state: State = "gave_up"
 
 
-_NOT_OURS = (OSError, ValueError, KeyError, TypeError, RecursionError)  # no file, or not as we write it
+class LastStart(NamedTuple):
+    """What `status.json` says of a run's last start. The defaults say that there is no such file."""
+
+    state: str = "finished"
+    exit_status: int | None = None  # None: it runs
+    reason: str = ""
+    update: int = 0  # that it has reached
+    start: int = 0  # update from which it went on
+    restarts: int = 0  # in a row from there, without progress
+    starts: int = 0  # its number
+    t: float = 0.0  # time of writing, in seconds since 1970
 
 
-def last_update(folder: Path) -> int:
-    """Return the update at which the last start of a run ended; 0 if its folder has no status of ours."""
+def read_status(folder: Path) -> LastStart:
+    """Return what the last start has left in a run's folder; the defaults if there is no status of ours."""
     try:
-        return int(json.loads(read_own(folder / STATUS))["update"])
-    except _NOT_OURS:
-        return 0
+        values = {"starts": 0} | json.loads(read_own(folder / STATUS))  # older ones have no number
+        counts = {name: int(values[name]) for name in ("update", "start", "restarts", "starts")}
+        t = datetime.datetime.fromisoformat(values["time"]).timestamp()
+        return LastStart(str(values["state"]), values["exit_status"], str(values["reason"]), **counts, t=t)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no file, or not as we write it
+        return LastStart()
 
 
 class RunStatus:
@@ -109,7 +122,7 @@ class RunStatus:
         `exit_status` once the end is written.
         """
         self.folder, self._steps, self._applied, self._ended = folder, steps, applied, ended
-        self._began: tuple[int, int, int] | None = None  # update, restarts, starts; None on a rank that began nothing
+        self._began: LastStart | None = None  # None on a rank that began nothing
 
     def begin(self, update: int, max_restarts: int, starts: int = 1) -> None:
         """Note that the run starts from `update`, the update of its newest checkpoint. Call it again if that checkpoint
@@ -118,41 +131,35 @@ class RunStatus:
         Raises: OSError if the file cannot be written; StuckError, which is also written to the file, after more than
         `max_restarts` restarts in a row from one update. A start after a preempted run does not count.
         """
-        state, start, restarts, reason, _ = self._earlier
-        in_vain = state not in ("finished", "preempted") and update <= start
-        restarts = restarts + 1 if in_vain else 0
-        self._began = update, restarts, starts
+        before = self._before
+        in_vain = before.state not in ("finished", "preempted") and update <= before.start
+        restarts = before.restarts + 1 if in_vain else 0
+        self._began = before._replace(start=update, restarts=restarts, starts=starts)
         if restarts > max_restarts:
             stuck = StuckError(
                 f"started {restarts + 1} times from update {update} without progress "
                 f"(checkpoint.max_restarts {max_restarts}); find out the reason, then remove {self.folder / STATUS}. "
-                f"The last start's end: {state} {reason}".strip()
+                f"The last start's end: {before.state} {before.reason}".strip()
             )
             self.end(stuck)
             raise stuck
         self._store("running", "")
 
     @functools.cached_property
-    def _earlier(self) -> tuple[str, int, int, str, int]:
-        """Return the state, start, restarts, reason and starts that the previous start has left. They are read once,
-        before this start writes. A rank that ends for the first one reads what that has written.
+    def _before(self) -> LastStart:
+        """Return what the start before has left. It is read once, before this start writes. A rank that ends for the
+        first one reads what that has written.
         """
-        try:
-            values = json.loads(read_own(self.folder / STATUS))
-            counts = int(values["start"]), int(values["restarts"])
-            return values["state"], *counts, values["reason"], int(values.get("starts", 0))
-        except _NOT_OURS:
-            return "finished", 0, 0, "", 0
+        return read_status(self.folder)
+
+    @property
+    def _this(self) -> LastStart:
+        """Return the counts of this start, also on a rank that did not begin it."""
+        return self._began or self._before
 
     @property
     def _update(self) -> int:
-        return max(self._of_start[0], self._applied())
-
-    @property
-    def _of_start(self) -> tuple[int, int, int]:
-        """Return the update, restarts and starts of this start, also on a rank that did not begin it."""
-        _, update, restarts, _, starts = self._earlier
-        return self._began or (update, restarts, starts)
+        return max(self._this.start, self._applied())
 
     def end(self, error: BaseException | None) -> None:
         """Write how the run ended. `error`: the exception that ended it; None if all updates are done."""
@@ -180,15 +187,14 @@ class RunStatus:
             )
 
     def _store(self, state: State, reason: str, exit_status: int | None = None) -> None:
-        _, restarts, starts = self._of_start
         values = {
             "state": state,
             "exit_status": exit_status or EXIT_STATUS.get(state),
             "update": self._update,
             "steps": self._steps,
-            "start": self._of_start[0],
-            "restarts": restarts,
-            "starts": starts,
+            "start": self._this.start,
+            "restarts": self._this.restarts,
+            "starts": self._this.starts,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "reason": reason,
             "host": socket.gethostname(),

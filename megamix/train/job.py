@@ -53,8 +53,8 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
                 engine = build_engine(config, model, model.units, accumulation, job.topology, placements, fill)
                 del fill  # it may hold the first weights of the whole model
             job.engine = engine  # the watchdog reads this rank's progress from the engine and the trainer
-            job.ledger.enter(START)
-            job.ledger.move(engine.compile_s, of=START, to=COMPILE)
+            job.journal.ledger.enter(START)
+            job.journal.ledger.move(engine.compile_s, of=START, to=COMPILE)
             console = job.console
             console.line(_describe(config, engine, job.device))
             if begins_anew and (weights := first_weights(config.model)):
@@ -88,7 +88,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             runner = build_runner(config, engine, model, stages)
             trainer = make(
                 config, runner, loader, validation, report, console, writer, checkpoints, start.progress, memory_line,
-                job.ledger, job.journal.tell,
+                job.journal,
             )  # fmt: skip
             job.trainer = trainer
             valid_loss, early = None, None
@@ -97,7 +97,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             except EndedEarlyError as error:
                 early = error
                 job.journal.tell("leave", reason=str(error))
-            job.ledger.enter(SAVING)
+            job.journal.ledger.enter(SAVING)
 
             # 7. The results. A run that was asked to leave skips them: it has no time, and will be started again.
             early = trainer.save_last(early)

@@ -24,7 +24,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.weights import Fill
 from megamix.report.alerts import send
-from megamix.report.journal import Journal
+from megamix.report.journal import Journal, Reached
 from megamix.report.ledger import Ledger, age_s, boot_s
 from megamix.report.metrics import cut_logs
 from megamix.run import run_folder
@@ -70,9 +70,8 @@ class Job:
 
     def __post_init__(self) -> None:
         folder, steps = Path(self.config.checkpoint.folder), self.config.training.steps
-        self.ledger = Ledger(boot_s() - age_s(self.launcher or os.getpid()))
-        self.journal = Journal(folder, self.ledger, self._progress)
-        self.status = RunStatus(folder, steps, self._applied, self._ended)
+        self.journal = Journal(folder, Ledger(boot_s() - age_s(self.launcher or os.getpid())), self._reached)
+        self.status = RunStatus(folder, steps, lambda: self._reached().step, self._ended)
 
     @cached_property  # built at the first line, since a progress bar counts time from its construction
     def console(self) -> Console:
@@ -144,20 +143,17 @@ class Job:
         written = self.trainer.checkpoints.written if doing == "save" else 0
         return Position(clock.entered, doing, max(plan.launched - 1, 0), written)
 
-    def _applied(self) -> int:
-        return 0 if self.trainer is None else self.trainer.batch_plan.applied
-
     def _ended(self, **values: Any) -> None:
         """Tell the journal, and the user's program if there is one, how the run ended."""
         self.journal.tell("end", **values)
         if (alert := getattr(self.config.metrics, "alert", None)) is not None:
-            send(alert.command, self.status.folder, "end", update=self._applied(), **values)
+            send(alert.command, self.status.folder, "end", update=self._reached().step, **values)
 
-    def _progress(self) -> tuple[int, int]:
-        """Return the updates and tokens so far, of the loop or of the checkpoint that it goes on from."""
+    def _reached(self) -> Reached:
+        """Return the place of the loop, or before it that of the checkpoint that it goes on from."""
         if self.trainer is None:
-            return self.start.progress.applied, self.start.progress.tokens
-        return self.trainer.batch_plan.applied, self.trainer.report.tokens
+            return Reached(self.start.progress.applied, self.start.progress.tokens)
+        return Reached(self.trainer.batch_plan.applied, self.trainer.report.tokens)
 
 
 def join(config: Config, stack: ExitStack) -> Job:

@@ -20,7 +20,8 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.report.interval_report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
-from megamix.report.ledger import COMPILE, SAVING, TRAINED, VALIDATION, Ledger
+from megamix.report.journal import Journal
+from megamix.report.ledger import COMPILE, SAVING, TRAINED, VALIDATION
 from megamix.report.metrics import DETAILED_EVERY, MetricsWriter, format_lines, load_tags, set_tag
 from megamix.report.profiling import Profiling
 from megamix.report.rank_times import RankTimes
@@ -54,8 +55,7 @@ class Trainer:
         checkpoints: RunCheckpoints,
         start: Progress,  # progress from which the run goes on
         memory_line: MemoryLine | None,  # returns the log's line on memory
-        ledger: Ledger,
-        tell: Callable[..., None],  # takes an event: its kind, and more by name
+        journal: Journal,
     ):
         self.config, self.runner = config, runner
         engine = self.engine = runner.engine
@@ -63,7 +63,7 @@ class Trainer:
         self.validation = Validation(config, runner, validation) if validation else None
         self.report, self.console, self.writer, self.checkpoints = report, console, writer, checkpoints
         self.memory_line = memory_line if writer is not None else None
-        self.ledger, self.tell = ledger, tell
+        self.journal, self.ledger = journal, journal.ledger
         self.device = engine.device
         training, precision = config.training, config.precision
         self.batch_plan = BatchPlan(
@@ -203,7 +203,7 @@ class Trainer:
             self.report.add(outcome.loss)
             self.console.advance()
             if self.batch_plan.applied == self._first:
-                self.tell("first_step")
+                self.journal.tell("first_step")
         found_inf, loss = outcome.found_inf, outcome.loss
         peaks = outcome.by_piece, outcome.peak_rows
         words = self.overflows.note(found_inf, loss, outcome.loss_scale, *peaks, examination)
@@ -272,7 +272,7 @@ class Trainer:
         """
         self.report.pause()
         self.ledger.enter(VALIDATION)
-        self.tell("validate_begin")
+        self.journal.tell("validate_begin")
         losses = validation.losses(before_each=partial(self._leave_if_asked, leave))
         self._validated = done
         loss, by_set = losses[""], {name: loss for name, loss in losses.items() if name}
@@ -283,7 +283,7 @@ class Trainer:
         if self.writer is not None:
             self.writer.write(done, {"valid_loss": loss}, {set_tag(name): loss for name, loss in by_set.items()})
         self.ledger.enter(TRAINED)
-        self.tell("validate_end")
+        self.journal.tell("validate_end")
         self.report.resume()
         return loss
 

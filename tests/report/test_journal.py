@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from megamix.report import log_file
-from megamix.report.journal import BEAT_S, KILLED, Journal, read_beat, read_rows
+from megamix.report.journal import BEAT_S, KILLED, Journal, Reached, read_beat, read_rows
 from megamix.report.ledger import COMPILE, Ledger, boot_s
 from megamix.run.run_folder import EVENTS, HEARTBEAT
 from megamix.supervise.status import RunStatus
@@ -21,7 +21,7 @@ from megamix.supervise.status import RunStatus
 def _begun(folder: Path, starts: int = 1) -> Journal:
     """Return the journal of a start that loads its checkpoint, `starts` starts into the run."""
     for _ in range(starts):
-        journal = Journal(folder, Ledger(boot_s()), lambda: (40, 4000))
+        journal = Journal(folder, Ledger(boot_s()), lambda: Reached(40, 4000))
         journal.open(ranks=2, steps=100)
     return journal
 
@@ -33,7 +33,7 @@ def _kinds(folder: Path) -> list[tuple[int, str]]:
 def test_a_killed_start_is_closed_by_the_next_one_as_of_its_last_sign_of_life(tmp_path) -> None:
     journal = _begun(tmp_path)
     with journal.beating():
-        journal._ledger.enter(COMPILE)
+        journal.ledger.enter(COMPILE)
     beat = read_beat(tmp_path)
     before = (tmp_path / EVENTS).read_bytes()
     _begun(tmp_path)
@@ -109,7 +109,7 @@ def test_a_start_that_was_taken_for_dead_adds_nothing(tmp_path) -> None:
 
 
 def test_another_rank_writes_nothing(tmp_path) -> None:
-    Journal(tmp_path, Ledger(boot_s()), lambda: (0, 0)).tell("joined")
+    Journal(tmp_path, Ledger(boot_s()), lambda: Reached(0, 0)).tell("joined")
     assert [*tmp_path.iterdir()] == []
 
 

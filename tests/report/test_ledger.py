@@ -52,7 +52,7 @@ def test_an_attempt_that_stood_still_is_told_apart_from_a_slow_one() -> None:
     story.first_attempts()
     for took_s in (2, 11, 2, 32):  # up to three times the usual and 5 s are no stall
         story.passes(took_s).settle(applied=True, waited_s=0.0)
-    seconds = story.ledger.read()[2]
+    seconds = story.ledger.read().seconds
     usual_s = 0.9 * (0.9 * 2 + 0.1 * 11) + 0.1 * 2
     assert seconds["stalled"] == round(32 - usual_s, 3)
     assert seconds["trained"] == round(4 + 2 + 11 + 2 + usual_s, 3)
@@ -64,7 +64,7 @@ def test_the_first_outcome_of_a_loop_that_waits_for_each_is_no_measure_of_an_att
     for took_s in (8.0, 7.0):
         story.passes(took_s).launched(took_s)
         story.ledger.settle(applied=True, waited_s=0.0)
-    assert "stalled" not in story.ledger.read()[2]
+    assert "stalled" not in story.ledger.read().seconds
 
 
 def test_a_start_is_as_old_as_its_process() -> None:

@@ -162,7 +162,7 @@ def test_logs_that_somebody_removes_are_made_anew(tmp_path, data, whole, caplog,
 @contextmanager
 def _killed() -> Iterator[None]:
     """Rows that are held back die with the process."""
-    with mock.patch.object(LogFile, "close", lambda log: None), crash_contained():
+    with mock.patch.object(LogFile, "close", lambda log, *, waits=True: None), crash_contained():
         yield
 
 

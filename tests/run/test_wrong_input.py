@@ -20,6 +20,7 @@ from megamix.config import config_to_toml, load_config
 from megamix.run.resume_rules import record_of, what_is_kept
 from megamix.run.run_folder import checkpoint_folder
 from megamix.supervise.run_lock import LOCK, run_lock
+from megamix.supervise.status import RunStatus
 from megamix.tools.plan.advice import by_shard
 from megamix.tools.plan.memory_plan import amount, plan_memory
 from tests.train.jobs import tiny_job, write_data
@@ -136,7 +137,7 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
 
     assert told() == f"no problems; 1 rank; would start a new run in {run}\n"
     run.mkdir()
-    (run / "status.json").write_text('{"update": 26}')
+    RunStatus(run, 40).begin(26, 0)
     lost = "nothing was saved yet (checkpoint.save_interval is 500): 26 updates are lost"
     assert told() == f"no problems; 1 rank; would start a new run in {run}\n  {lost}\n"
     assert what_is_kept(load_config(config)) == f"{lost}; the same command starts anew"
