@@ -17,7 +17,7 @@ from megamix.report.metrics import TAGS
 
 LIMIT_S = 10.0  # seconds that the program may take
 STORM = 10  # overflows without a log line between them that are told
-_LONGEST = 10_000  # characters of a text, so that a pipe takes the object at once
+_LONGEST = 5_000  # characters of a text, of 12 bytes at most, so that a pipe of 64 KiB takes the object at once
 
 log = logging.getLogger("megamix")
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from megamix.cli import main
+from megamix.supervise.liveness import Position
+from megamix.supervise.status import LeaveRequest, RunStatus
+from megamix.supervise.watchdog import Watchdog
 
 SUM, GATHER = "gloo:all_to_all", "gloo:all_gather"
 
@@ -59,7 +62,29 @@ def test_a_rank_without_a_record_and_ranks_alike_are_told(tmp_path, capsys) -> N
     ]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"entries": [{"process_group": ["1", ""]}], "pg_config": {}}'])
+def test_a_start_of_fewer_ranks_leaves_no_record_of_ranks_that_are_no_more(tmp_path, capsys) -> None:
+    for rank in range(3):
+        _write(tmp_path, rank, ("0", 7, SUM))
+    status = RunStatus(tmp_path, 1)
+    with Watchdog(None, 60.0, status, LeaveRequest(), None, lambda: Position(0, "", 0, 0)):
+        pass
+    assert main(["hang", str(tmp_path)]) == 2
+    assert "has no collectives_rank*.json" in capsys.readouterr().err
+
+
+NO_RECORDS = [
+    "",
+    "[]",
+    "[" * 100_000,
+    '{"entries": [{"process_group": ["1", ""]}], "pg_config": {}}',
+    '{"entries": [{"process_group": []}], "pg_config": {}}',
+    '{"entries": [], "pg_config": {"0": {"name": "0", "ranks": "[[0]]"}}}',
+    '{"entries": [{"process_group": ["0"], "collective_seq_id": "1", "profiling_name": "a"}], '
+    '"pg_config": {"0": {"name": "0", "ranks": "[0]"}}}',
+]
+
+
+@pytest.mark.parametrize("text", NO_RECORDS)
 def test_what_is_no_record_is_refused_by_name(tmp_path, capsys, text: str) -> None:
     (tmp_path / "collectives_rank3.json").write_text(text)
     assert main(["hang", str(tmp_path)]) == 2
