@@ -18,6 +18,7 @@ from tests.sandbox import ROOT, Sandbox
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
   "show hostnames") printf '%s\\n' node7 node8 node9 ;;
+  "show job" | requeue*) [[ ! -s "$BASE/away" ]] || { sed -i 1d "$BASE/away"; exit 1; } ;;&
   "show job") echo "JobId=1230042 Requeue=1 JobState=$(cat "$BASE/state")" ;;
   requeue*) echo requeue >>"$BASE/log" ;;
 esac
@@ -126,6 +127,14 @@ def test_without_enough_nodes_the_job_is_queued_again(slurm: Sandbox) -> None:
     assert "1 of 3 nodes answer, 2 are needed" in done.stderr
 
 
+@pytest.mark.parametrize(("failures", "log"), [(3, [FIRST, "requeue"]), (99, [FIRST])])
+def test_a_controller_that_is_away_for_a_moment_loses_no_job(slurm: Sandbox, failures: int, log: list[str]) -> None:
+    (slurm.base / "away").write_text("away\n" * failures)
+    done = _run(slurm, "asked:75", second="0.001")
+    assert (done.returncode, slurm.lines()) == (75, log)
+    assert ("it cannot be queued again: submit it once more" in done.stderr) == (failures == 99)
+
+
 def test_a_job_that_was_cancelled_is_not_queued_again(slurm: Sandbox) -> None:
     (slurm.base / "state").write_text("COMPLETING")
     assert _run(slurm, "asked:75").returncode == 75
@@ -139,10 +148,14 @@ def test_restarts_that_end_at_once_come_to_an_end(slurm: Sandbox) -> None:
     assert "five restarts in a row have ended within ten minutes" in done.stderr
 
 
-def test_more_spares_than_nodes_are_refused(slurm: Sandbox) -> None:
-    done = _run(slurm, "0", spare="3")
+@pytest.mark.parametrize(
+    ("spare", "words"),
+    [("3", " of 3 nodes, must leave one to train on"), *((odd, ", must be a") for odd in ("-1", "no"))],
+)
+def test_spares_that_leave_no_node_or_are_no_number_are_refused(slurm: Sandbox, spare: str, words: str) -> None:
+    done = _run(slurm, "0", spare=spare)
     assert done.returncode == 2
-    assert "SPARE_NODES: got 3 of 3 nodes, must leave one to train on" in done.stderr
+    assert f"SPARE_NODES: got {spare}{words}" in done.stderr
     assert slurm.lines() == []
 
 
