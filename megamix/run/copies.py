@@ -9,7 +9,7 @@ from megamix.checkpoint.copying import copy_checkpoint
 from megamix.checkpoint.folder import CHECKPOINTS, Files, checkpoints
 from megamix.checkpoint.save import Stays, remove_old
 from megamix.config import Config, ConfigError, config_to_toml
-from megamix.durable import write_text
+from megamix.durable import remove_asides, write_text
 from megamix.run.run_folder import CONFIG, copy_problems
 from megamix.supervise.run_lock import run_lock
 
@@ -111,6 +111,7 @@ def _to_folder(config: Config, home: Path, stays: Stays, tell: Callable[[str], N
             with run_lock(home, tell):
                 for problem in copy_problems(config):
                     raise OSError(problem)
+                remove_asides(home, CONFIG)
                 write_text(home / CONFIG, config_to_toml(config))
                 copied = copy_checkpoint(path, home / CHECKPOINTS, files)
                 if config.checkpoint.copy_keep:

@@ -218,7 +218,10 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_the_folder_of_another_run_is_refused(tmp_path: Path, data: Path, checkpoint: Path, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     shared = str(tmp_path / "copies")
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "copies/config.toml.partial-0").touch()  # of a start that was killed
     _take(_config(tmp_path, data, copy_to=shared))(checkpoint)
+    assert {path.name for path in (tmp_path / "copies").iterdir()} == {"checkpoints", "config.toml"}
     check(_config(tmp_path / "new", data, copy_to=str(tmp_path / "no copies yet")))
     other = _config(tmp_path / "two", data, copy_to=shared)
     told = f"copy_to: {shared} has copies of another run, {tmp_path}/run; write another folder"
