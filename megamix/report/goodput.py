@@ -104,8 +104,11 @@ def _one_start(rows: list[Row], kept: int | None) -> OneStart:
         kept = last if runs else max(saves, default=first)
     seconds = {bucket: end["seconds"].get(bucket, 0.0) for bucket in BUCKETS}
     trained_s, open_s = seconds[TRAINED], max(0.0, end["at"] - sum(seconds.values()))
+    reason = end.get("reason", "")
     if end["phase"] == TRAINED:  # in an attempt whose outcome is not known
         seconds[STALLED] += (stood_s := stalled_s(open_s, trained_s / max(1, last - first)))
+        if runs and stood_s:
+            reason = f"no update for {duration(open_s)}"
         open_s -= stood_s
     seconds[TRAINED if runs else REDONE if end["phase"] == TRAINED else end["phase"]] += open_s
     if kept < last:
@@ -113,7 +116,7 @@ def _one_start(rows: list[Row], kept: int | None) -> OneStart:
         seconds[TRAINED] -= lost_s
         seconds[REDONE] += lost_s
     facts = rows[0].get("host", ""), rows[0]["t"], end["t"], first, last, min(kept, last)
-    return OneStart(rows[0]["starts"], *facts, seconds, ready, state, end.get("reason", ""))
+    return OneStart(rows[0]["starts"], *facts, seconds, ready, state, reason)
 
 
 def _trained_at(update: int, first: int, rows: list[Row]) -> float:

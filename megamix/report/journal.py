@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from megamix.durable import open_own, read_own
-from megamix.report.ledger import BUCKETS, Ledger, boot_s
+from megamix.report.ledger import BUCKETS, COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, boot_s
 from megamix.report.log_file import LogFile
 from megamix.run.run_folder import EVENTS, HEARTBEAT
 from megamix.supervise.status import read_status
@@ -29,6 +29,7 @@ BEAT_S = 1.0  # seconds from one heartbeat to the next
 KILLED = "killed"  # the state at the end of a start that could not say how it ended
 _MOST = 1e11  # of a number in a row: beyond it a time is no date
 _WORDS = ("state", "reason", "host")
+_DOING = {START: "starting", COMPILE: "compiling", TRAINED: "training", VALIDATION: "validating", SAVING: "saving"}
 _BEAT_BYTES, _LONGEST = 1024, 500  # of a heartbeat, and of its reason: a full disk still takes it in place
 
 
@@ -171,7 +172,8 @@ def closing_row(folder: Path, rows: list[Row]) -> Row:
         ended = {"state": status.state, "reason": status.reason, "exit_status": status.exit_status}
         silent_s = max(0.0, status.t - last["t"])
     else:
-        ended = {"state": KILLED, "reason": f"killed without a word, in: {last['phase']}", "exit_status": None}
+        doing = _DOING.get(last["phase"], "training")
+        ended = {"state": KILLED, "reason": f"killed without a word while {doing}", "exit_status": None}
         silent_s = BEAT_S / 2 if last is beat else 0.0  # between two signs of life
     return {**last, "t": last["t"] + silent_s, "at": last["at"] + silent_s, "kind": "end", **ended}
 

@@ -41,6 +41,11 @@ _TOLD = {
     "stalled": ("#d1495b", "attempts beyond three times their usual time", "the stops' causes; the ranks' hosts"),
     "down": ("#3b3b3b", "between the end of a start and the next one", "the scheduler's queue; spare nodes"),
 }
+# What a strip of the wall clock tells apart.
+_STRIP = " &nbsp; ".join(
+    f'<i style="background:{_TOLD[bucket][0]}"></i>{text}'
+    for bucket, text in ((START, "start and compile"), (TRAINED, "the loop"), (REDONE, "redone"), (DOWN, "down"))
+)
 _STYLE = (  # on a phone, which has no room for columns, each value has its column's name in front
     "body{font:16px/1.45 system-ui,sans-serif;max-width:64rem;margin:1.5rem auto;padding:0 1rem;color:#222}"
     "h1{font-size:1.3rem;margin:0}"
@@ -146,6 +151,7 @@ def _strip(goodput: Goodput) -> str:
     return (
         f'<svg viewBox="0 0 1000 1" height="28" preserveAspectRatio="none" style="background:{_TOLD[DOWN][0]}">{drawn}'
         f'</svg><div class="axis"><span>{_clock(begin)}</span><span>{_clock(end)}</span></div>'
+        f"<p>{_STRIP}</p>"
     )
 
 

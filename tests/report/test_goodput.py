@@ -130,6 +130,16 @@ def test_an_attempt_that_hung_until_the_end_is_stalled(story) -> None:
     _adds_up(read_goodput(story.folder), trained=100, start=20, compile=10, saving=2, stalled=599, redone=1)
 
 
+def test_a_run_that_stands_still_though_it_lives_says_for_how_long(story) -> None:
+    story.start(0)
+    story.trains(0, 100)
+    trained = {"start": 20.0, "compile": 10.0, "trained": 100.0, "saving": 2.0}
+    for at, reason in ((135, ""), (432, "no update for 5 min 00 s")):
+        story.beat(at, 100, **trained)
+        (last,) = read_goodput(story.folder, T + at).starts
+        assert (last.state, last.reason) == (RUNNING, reason)
+
+
 def test_hosts_whose_clocks_differ_are_never_down_for_less_than_nothing(story) -> None:
     for t, step in ((0, 0), (50, 100)):  # the second host is behind by minutes
         story.start(t, step)
@@ -149,7 +159,7 @@ def run(story) -> Path:
         if number < 200:
             reason = f"<b>rank {number} died"
             story.row("end", 142, number * 100 + 110, "trained", trained, state="failed", reason=reason, exit_status=1)
-    story.beat(142, 20100, start=20, compile=10, trained=100, saving=2)
+    story.beat(142, 20100, start=20, compile=10, trained=110, saving=2)
     with (story.folder / METRICS).open("w") as file:
         for step in range(1, 20100 if not FULL else 100_000):
             values = {"step": step, TAGS["time"]: T + 2 * step, TAGS["loss"]: 2 + 9 / step, TAGS["tokens_per_s"]: 1e5}

@@ -71,7 +71,7 @@ class Trouble(NamedTuple):
 
 NO_PROGRESS = rf"no progress for {TIMEOUT_S:g} s \(parallelism.timeout_s\): "
 TROUBLES = {
-    "all killed": Trouble(_kill(0, 1), KILLED, "killed without a word, in: trained"),
+    "all killed": Trouble(_kill(0, 1), KILLED, "killed without a word while training"),
     "second killed": Trouble(_kill(1), "failed", "rank 1 died"),
     "first killed": Trouble(_kill(0), "failed", "rank 0 died"),
     "asked": Trouble(_send(signal.SIGTERM, 1), "preempted", r"asked to stop \(SIGTERM\)"),
