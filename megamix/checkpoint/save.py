@@ -24,10 +24,10 @@ from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")
 
-Stays = Callable[[Path], bool]  # tells of an old checkpoint whether it is not removed
+Stays = Callable[[Path], bool]  # returns whether an old checkpoint stays
 
 
-def _replaced(path: Path) -> bool:
+def _none_stays(path: Path) -> bool:
     return False
 
 
@@ -91,7 +91,7 @@ def commit(begun: Path, manifest: Manifest, written: Sequence[dict[str, str | in
     return name
 
 
-def remove_old(folder: Path, keep: int, saved: Path, files: Files, stays: Stays = _replaced) -> None:
+def remove_old(folder: Path, keep: int, saved: Path, files: Files, stays: Stays = _none_stays) -> None:
     """Remove all checkpoints but the `keep` newest, `saved` and those that stay. A failure loses nothing, so it is only
     logged. One rank calls it, after a save and before the next one. The disk may take long to free the files, so it
     runs beside other work.
@@ -119,9 +119,15 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, keep: int, all_or_none: AllOrNone, saved: Callable[[Path], None],
-        failed: Callable[[Exception], None], files: Files | None = None, stays: Stays = _replaced,
-    ):  # fmt: skip
+        self,
+        folder: Path,
+        keep: int,
+        all_or_none: AllOrNone,
+        saved: Callable[[Path], None],
+        failed: Callable[[Exception], None],
+        files: Files | None = None,
+        stays: Stays = _none_stays,
+    ):
         if type(keep) is not int or keep < 2:
             raise ValueError(f"keep must be a whole number, at least 2, got {keep!r}: the newest may be damaged")
         self.folder, self._keep, self._all_or_none, self._files = folder, keep, all_or_none, files or Files()

@@ -49,7 +49,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, ledger: Ledger, reached: Callable[[], Reached]):
-        """`reached`: any thread may call it."""
+        """`reached`: returns how far the run is; any thread may call it."""
         self.starts = 0
         self.ledger, self._folder, self._reached = ledger, folder, reached
         self._file = LogFile(partial(Path, folder, EVENTS))

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
@@ -69,7 +70,7 @@ def write_report(folder: Path, *, numbers: bool) -> Iterator[str]:
     """
     goodput = read_goodput(folder)
     yield verdict(goodput)
-    write_text(folder / REPORT, _page(folder.resolve().name, goodput, [*_losses(folder / METRICS)]))
+    write_text(folder / REPORT, _page(folder.resolve().name, goodput, [*_points(folder / METRICS)]))
     yield f"{folder / REPORT}"
     if numbers:
         values = {"verdict": verdict(goodput), "share": goodput.share, "wall_s": goodput.wall_s}
@@ -79,10 +80,10 @@ def write_report(folder: Path, *, numbers: bool) -> Iterator[str]:
         yield f"{folder / NUMBERS}"
 
 
-def _page(name: str, goodput: Goodput, losses: Sequence[tuple[float, int, float, float]]) -> str:
+def _page(name: str, goodput: Goodput, points: Sequence[_Point]) -> str:
     charts = [_curve("updates", "wall clock", goodput.points, of_time=True)]
-    charts.append(_curve("loss, nats a token", "update", [(step, loss) for _, step, loss, _ in losses]))
-    charts.append(_curve("tokens/s", "wall clock", [(t, rate) for t, *_, rate in losses], of_time=True, least=0.0))
+    charts.append(_curve("loss, nats a token", "update", [(it.update, it.loss) for it in points]))
+    charts.append(_curve("tokens/s", "wall clock", [(it.t, it.tokens_per_s) for it in points], of_time=True, least=0.0))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(name)}</title><style>{_STYLE}</style><h1>{escape(name)}</h1>"
@@ -163,7 +164,7 @@ def _curve(
         return ""
     every = -(-len(points) // _POINTS)
     parts = [points[place : place + every] for place in range(0, len(points), every)]
-    drawn = [point for part in parts for point in sorted({min(part, key=_height), max(part, key=_height)})]
+    drawn = [point for part in parts for point in sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})]
     (left, right), heights = (points[0][0], points[-1][0]), [height for _, height in drawn]
     low, high = min([*heights, *([] if least is None else [least])]), max(heights)
     wide, tall = 1000 / ((right - left) or 1.0), 200 / ((high - low) or 1.0)
@@ -176,18 +177,23 @@ def _curve(
     )
 
 
-def _height(point: tuple[float, float]) -> float:
-    return point[1]
+class _Point(NamedTuple):
+    """A row of the metrics: seconds since 1970, update, loss in nats a token."""
+
+    t: float
+    update: int
+    loss: float
+    tokens_per_s: float
 
 
-def _losses(path: Path) -> Iterator[tuple[float, int, float, float]]:
-    """Yield time, update, loss and tokens/s of each whole row with numbers for all of them."""
+def _points(path: Path) -> Iterator[_Point]:
+    """Yield each whole row with numbers for all of a point."""
     time, known, rate = TAGS["time"], TAGS["loss"], TAGS["tokens_per_s"]
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError, KeyError, TypeError):
             if known.encode() in line:
                 row: dict[str, Any] = from_json(line)
-                point = row[time] + 0.0, row["step"] + 0, row[known] + 0.0, row[rate] + 0.0
+                point = _Point(row[time] + 0.0, row["step"] + 0, row[known] + 0.0, row[rate] + 0.0)
                 if all(abs(number) < _MOST for number in point):  # a loss that is no number has no place in a curve
                     yield point
 

@@ -31,11 +31,17 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, config: Config, engine: ShardedEngine, start: Start, all_or_none: AllOrNone, console: Console,
-        leave: LeaveRequest, tell: Callable[..., None],
-    ):  # fmt: skip
-        """`tell`: called with "save_begin" and "save_end" and what a save has to say, by the thread that saves."""
-        self._tell = tell
+        self,
+        config: Config,
+        engine: ShardedEngine,
+        start: Start,
+        all_or_none: AllOrNone,
+        console: Console,
+        leave: LeaveRequest,
+        note: Callable[..., None],
+    ):
+        """`note`: called with "save_begin" and "save_end" and what a save has to say, by the thread that saves."""
+        self._note = note
         self._section, self._engine, self._record = config.checkpoint, engine, start.record
         self._all_or_none, self._console, self._leave = all_or_none, console, leave
         folder = checkpoint_folder(config)
@@ -114,9 +120,8 @@ class RunCheckpoints:
             return
         if self._section.replica_check_interval:
             check_replicas(self._engine, progress.counters())
-        self._update = progress.applied
         self._under_way, self._error, self._start_s = _place(progress), None, time.perf_counter()
-        self._tell("save_begin")
+        self._note("save_begin")
         record = self._record.model_copy(update={"progress": progress.model_dump(mode="json")})
         (self._saver.start if beside else self._saver.save)(self._engine, record)
 
@@ -127,14 +132,14 @@ class RunCheckpoints:
     def _saved(self, path: Path) -> None:
         self._newest, self._path = self._under_way, path
         self._took_s = time.perf_counter() - self._start_s
-        self._tell("save_end", saved=self._update, took_s=round(self._took_s, 3))
+        self._note("save_end", saved=applied_updates(path), took_s=round(self._took_s, 3))
         self._console.line(f"saved {path} in {self._took_s:.1f} s")
         for copier in self._copiers:
             copier.wake()
 
     def _failed(self, error: Exception) -> None:
         self._error = error
-        self._tell("save_end", error=str(error))
+        self._note("save_end", error=str(error))
         self._console.line(f"checkpoint NOT saved: {error}")
         if self._section.on_save_failure == "stop":
             self._leave.ask(SAVE_FAILED)

@@ -107,7 +107,6 @@ def _require_meeting(host: str, port: int, *, listens: bool) -> None:
 
     Raises: ConfigError for a port in use; NoAnswerError, because another start may find machine 0.
     """
-
     ask = partial(socket.getaddrinfo if listens else _connect, host, port)
     began_s, is_told = time.monotonic(), False
     while why := _refusal(ask):
