@@ -43,11 +43,11 @@ class LongWork:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it: 40 s, 3 min, 2 h 5 min."""
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+    """Return seconds as people say them: 0.2 s, 42 s, 3 min 20 s, 5 h 07 min, 2 d 03 h."""
+    for unit, size, below, small in (("d", 86400, 3600, "h"), ("h", 3600, 60, "min"), ("min", 60, 1, "s")):
+        if seconds >= max(size, 99.5):
+            return f"{seconds // size:.0f} {unit} {seconds % size // below:02.0f} {small}"
+    return f"{round(seconds, 1 if seconds < 10 else None):g} s"
 
 
 class ProgressLine:

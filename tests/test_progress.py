@@ -72,8 +72,8 @@ def test_more_work_than_was_known_has_no_estimate() -> None:
 
 
 def test_times_are_said_as_people_say_them() -> None:
-    told = [duration(seconds) for seconds in (0.4, 99, 100, 5900, 7500)]
-    assert told == ["0 s", "99 s", "2 min", "98 min", "2 h 5 min"]
+    told = [duration(seconds) for seconds in (0, 0.25, 42.4, 99, 200, 5 * 3600 + 420, 51 * 3600)]
+    assert told == ["0 s", "0.2 s", "42 s", "99 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"]
 
 
 def test_a_log_gets_lines_of_the_present_work(impatient: Callable[..., Watched]) -> None:

@@ -13,6 +13,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
+from megamix.progress import duration
 from megamix.report.journal import KILLED, Row, closing_row, read_rows
 from megamix.report.ledger import BUCKETS, DOWN, REDONE, STALLED, TRAINED, stalled_s
 from megamix.run.run_folder import EVENTS
@@ -127,14 +128,6 @@ def _trained_at(update: int, first: int, rows: list[Row]) -> float:
     step, seconds = max(point for point in points if point[0] <= update)
     later, later_s = min(point for point in points if point[0] > update)
     return seconds + (later_s - seconds) * (update - step) / (later - step)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in words of one or two units: 42 s, 3 min 20 s, 5 h 07 min, 2 d 03 h."""
-    for unit, size, below, small in (("d", 86400, 3600, "h"), ("h", 3600, 60, "min"), ("min", 60, 1, "s")):
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit} {seconds % size // below:02.0f} {small}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def verdict(goodput: Goodput) -> str:

@@ -160,7 +160,7 @@ def format_lines(
         return line
     mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
     rest = (
-        f"eta {format_duration(metrics.eta_s)} | overflows {metrics.skipped_steps} | mfu {mfu} | "
+        f"eta {_format_duration(metrics.eta_s)} | overflows {metrics.skipped_steps} | mfu {mfu} | "
         f"memory {metrics.memory_gib:.2f} GiB"
     )
     if counts:
@@ -359,8 +359,7 @@ def _histogram(exponents: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def format_duration(seconds: float) -> str:
-    """Return seconds as 1:02:03."""
+def _format_duration(seconds: float) -> str:
     minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{whole_seconds:02}"

@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megamix.progress import duration
 from megamix.report.goodput import Goodput, read_goodput
-from megamix.report.metrics import TAGS, format_duration
+from megamix.report.metrics import TAGS
 from megamix.run.run_folder import METRICS
 
 _TAIL = 1 << 18  # bytes at the end of metrics.jsonl among which the last loss is looked for
@@ -36,7 +37,7 @@ def overview(folders: Sequence[Path]) -> Iterator[str]:
             f"{last.last:,}/{goodput.steps:,}",
             "" if loss is None else f"{loss:.4f}",
             "" if rate is None else f"{rate:,.0f}",
-            "" if left_s is None or last.state != "running" else format_duration(left_s),
+            "" if left_s is None or last.state != "running" else duration(left_s),
             f"{goodput.share:.1%}",
             last.reason.partition("\n")[0],
         ).rstrip()

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from megamix.durable import write_text
-from megamix.report.goodput import Goodput, OneStart, duration, read_goodput, verdict
+from megamix.progress import duration
+from megamix.report.goodput import Goodput, OneStart, read_goodput, verdict
 from megamix.report.ledger import DOWN, REDONE, START, TRAINED
 from megamix.report.metrics import TAGS
 from megamix.run.run_folder import METRICS
