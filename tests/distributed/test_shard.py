@@ -38,7 +38,7 @@ from tests.engines import bf16_engine, make_engine, train_step
 pytestmark = pytest.mark.uncounted
 
 SHARDS = ("gradients", "parameters")
-COUNTS = {1: 30, 2: 60, 3: 30, 4: 50, 8: 30} if FULL else {1: 6, 2: 8, 3: 3, 4: 4, 8: 2}
+COUNTS = {1: 30, 2: 60, 3: 30, 4: 50, 8: 30} if FULL else {1: 4, 2: 5, 3: 2, 4: 3, 8: 1}
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def _end(folder: Path) -> dict[str, Any]:
     }
 
 
-CASES = _cases(36 if FULL else 3)
+CASES = _cases(36 if FULL else 2)
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, CASES[: -len(CASES) // 3]), (4, CASES[-len(CASES) // 3 :])])
@@ -135,7 +135,7 @@ LEGS: list[tuple[dict[str, Any], Shard]] = [
     (PIPELINES[1], "gradients"),
     (PIPELINES[2], "gradients"),
     ({}, "parameters"),
-][: None if FULL else 7]
+][: None if FULL else 5]
 
 
 def test_a_run_goes_from_any_setting_and_layout_to_any_other(run_ranks, tmp_path: Path) -> None:
