@@ -64,6 +64,7 @@ def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"{path}: the mean of {', '.join(str(source.path) for source in sources)}"
         return
     from megamix.checkpoint import actions
+    from megamix.run.run_folder import take_for_copies
     from megamix.run.run_record import check_if_run
 
     held: AbstractContextManager[None] = nullcontext()
@@ -73,4 +74,6 @@ def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
     paths = [getattr(arguments, name) for name in ("path", "other", "output") if name in arguments]
     action: Callable[..., Iterator[str]] = getattr(actions, arguments.action)
     with held:
+        if arguments.action == "copy":
+            take_for_copies(arguments.output, arguments.path)
         yield from action(*paths, check_if_run)

@@ -65,6 +65,25 @@ def copy_problems(config: Config) -> Iterator[str]:
         )
 
 
+def take_for_copies(target: Path, source: Path) -> None:
+    """Write the configuration of a run, `source` or the one that has this checkpoint, into a folder for its copies.
+    Raises: ValueError if that has copies of another run.
+    """
+    places = (source, *source.absolute().parents[:2])
+    run = next((path for path in places if (path / CHECKPOINTS).is_dir() and (path / CONFIG).is_file()), None)
+    own = None if run is None else _held(run)
+    if own is None:  # of a user's own script, or its folder is lost
+        return
+    held = _held(target)
+    if held and (other := Path(held.checkpoint.folder).absolute()) != Path(own.checkpoint.folder).absolute():
+        raise ValueError(
+            f"FOLDER: {target} has copies of another run, {other}; write another folder, or remove its {CONFIG} if it "
+            "is the same run"
+        )
+    if held is None:
+        write_text(target / CONFIG, config_to_toml(own))
+
+
 def folder_problems(config: Config) -> list[str]:
     """Return the reasons why a run cannot write to its folder, one line each."""
     folder, path = config.checkpoint.folder, Path(config.checkpoint.folder)

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from megamix.checkpoint.folder import applied_updates, checkpoints
-from megamix.config import Config, ConfigError
+from megamix.cli import main
+from megamix.config import Config, ConfigError, config_to_toml
+from megamix.durable import write_text
 from megamix.run import checkpointing, copies
 from megamix.run.copies import Copier, Take, takes_of
-from megamix.run.run_folder import check, checkpoint_words
+from megamix.run.run_folder import check, checkpoint_words, copy_problems
 from megamix.supervise.run_lock import run_lock
 from tests.checkpoint.state import save_steps
 from tests.train.broken_disk import FULL, broken_disk
@@ -190,6 +192,23 @@ def test_a_target_that_hangs_is_left_behind_at_the_end(tmp_path: Path, data: Pat
     elsewhere.may_go_on.set()
     assert NOT_FINISHED in capsys.readouterr().out
     assert len(checkpoints(tmp_path / "run/checkpoints")) == 3, "one is not removed, as it is being copied"
+
+
+def test_the_verb_refuses_a_folder_with_copies_of_another_run(tmp_path: Path, capsys) -> None:
+    target = tmp_path / "copies"
+    for name in ("a", "b"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        save_steps(tmp_path / name / "run/checkpoints", [1])
+        write_text(tmp_path / name / "run/config.toml", config_to_toml(tiny_job(tmp_path / name)))
+    words = ["checkpoint", "copy"]
+    assert main([*words, str(tmp_path / "a/run"), str(target)]) == 0
+    for source in ("b/run", "b/run/checkpoints", "b/run/checkpoints/step_00000001"):
+        assert main([*words, str(tmp_path / source), str(target)]) == 2
+        assert f"{target} has copies of another run, {tmp_path / 'a/run'}" in capsys.readouterr().err
+    assert [path.name for path in checkpoints(target / "checkpoints")] == ["step_00000001"]
+    other = tiny_job(tmp_path / "b", checkpoint={"copy_to": str(target)})
+    assert "has copies of another run" in "".join(copy_problems(other))
+    assert main([*words, str(target), str(tmp_path / "back")]) == 0  # a lost run comes back
 
 
 def _take(config: Config) -> Take:
