@@ -11,7 +11,7 @@
 #   NODE_RANK        this machine's number among them, 0 to NNODES - 1; needed when NNODES > 1
 #   MASTER_ADDR      the name or address of machine 0, the same everywhere; needed when NNODES > 1
 #   MASTER_PORT      a free port of machine 0, the same everywhere; default 29500
-#   PET_...          the same five names with PET_ in front, as Kubeflow sets them: read where the plain one is not set
+#   PET_...          the same five names with PET_ in front, as Kubeflow sets them: read where the plain one is not set; no others are
 #   OMP_NUM_THREADS  threads of each rank; default: the cores divided by the ranks (megamix/machine.py)
 #   MEGAMIX_PYTHON   an interpreter that has torch, used instead of .venv
 set -euo pipefail
@@ -37,6 +37,8 @@ for name in NPROC_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do
   theirs="PET_$name"
   [[ "${!name:-}" || -z "${!theirs:-}" || "${!theirs}" =~ ^(auto|gpu|cpu)$ ]] || export "$name=${!theirs}"
 done
+# torchrun itself reads all PET_ names, so that PET_RDZV_BACKEND would choose a rendezvous that unpickles what it is sent.
+unset "${!PET_@}"
 for name in SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE PMI_SIZE; do
   [[ "${NNODES:-}" || "${!name:-1}" == 1 ]] || die "$name: is ${!name}, so many times was this script started, and each" \
     "would train alone; start it once a node with NNODES, NODE_RANK and MASTER_ADDR (launch/slurm.sbatch does)," \

@@ -69,6 +69,7 @@ def outlook_of(arguments, config, tell):
 
 def start_ranks(options, request):
     record("log", " ".join([sys.argv[1], "ranks", *options]))
+    record("left", " ".join(name for name in os.environ if name.startswith("PET_")))
     settings = [os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")]
     record("environment", "OMP_NUM_THREADS={} MALLOC={}".format(*settings))
     return 75 if Path(os.environ["BASE"], "interrupted").exists() else 0

@@ -149,6 +149,7 @@ def test_pretrain_on_many_nodes_meets_at_the_first(sandbox: Sandbox, variables: 
 def test_pretrain_reads_the_names_that_kubeflow_sets_where_the_plain_ones_are_not(sandbox: Sandbox) -> None:
     theirs = {f"PET_{name}": value for name, value in NODES.items()}
     theirs |= {"PET_MASTER_PORT": "4711", "PET_NPROC_PER_NODE": "auto", "NODE_RANK": "0"}
+    theirs |= {"PET_RDZV_BACKEND": "c10d", "PET_MAX_RESTARTS": "3"}  # torchrun would take them by itself
     sandbox.gpus(4)
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **theirs)
@@ -158,6 +159,7 @@ def test_pretrain_reads_the_names_that_kubeflow_sets_where_the_plain_ones_are_no
         *("--nnodes=2", "--node-rank=0", "--master-addr=node0", "--master-port=4711"),
         "--nproc-per-node=4",
     ]
+    assert sandbox.lines("left") == [""]
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
