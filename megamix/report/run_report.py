@@ -88,7 +88,7 @@ def _page(name: str, goodput: Goodput, points: Sequence[_Point]) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(name)}</title><style>{_STYLE}</style><h1>{escape(name)}</h1>"
-        f'<p class="verdict">{escape(verdict(goodput))}</p>{_strip(goodput)}'
+        f'<p class="verdict">{escape(verdict(goodput))}</p><p>{_cause(goodput.starts[-1])}</p>{_strip(goodput)}'
         f"<h2>Where the time went</h2>{_buckets(goodput)}<h2>Starts and stops</h2>{_stops(goodput)}"
         f"<h2>Curves</h2>{''.join(charts)}</html>\n"
     )
@@ -132,8 +132,12 @@ def _stop(one: OneStart) -> list[str]:
     return [
         f"{one.starts}", _clock(one.t, "%m-%d %H:%M"), escape(one.host), duration(down) if down >= 0.05 else "",
         f"{one.first:,} to {one.last:,}", f"{lost:,}" if lost else "", duration(redone) if redone >= 0.05 else "",
-        escape(one.state.replace("_", " ")), escape(one.reason.partition("\n")[0][:300]),
+        escape(one.state.replace("_", " ")), _cause(one),
     ]  # fmt: skip
+
+
+def _cause(one: OneStart) -> str:
+    return escape(one.reason.partition("\n")[0][:300])
 
 
 def _strip(goodput: Goodput) -> str:
