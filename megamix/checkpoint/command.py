@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 from megamix.arguments import Parser, lines_told
@@ -46,8 +46,9 @@ def checkpoint_arguments(parser: Parser) -> None:
 
 @lines_told
 def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
-    for path in arguments.paths if arguments.action == "average" else ():
-        find_model(path)
+    if arguments.action == "average":
+        yield from _average(arguments)
+        return
     for name in ("path", "other"):  # before the import of torch, which takes seconds
         if name in arguments:
             (folder_of if arguments.action in ("ls", "restore") else checkpoints_at)(getattr(arguments, name))
@@ -55,25 +56,26 @@ def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
         # The path, or one of the two folders above it, may be a run's folder.
         for folder in (arguments.path, *arguments.path.absolute().parents[:2]):
             refuse_held(folder)
-    if arguments.action == "average":
-        from megamix.hub.average import average
-        from megamix.hub.source import open_source
-
-        sources = [open_source(path) for path in arguments.paths]
-        path = average(sources, arguments.output, arguments.progress)
-        yield f"{path}: the mean of {', '.join(str(source.path) for source in sources)}"
-        return
     from megamix.checkpoint import actions
     from megamix.run.run_folder import take_for_copies
     from megamix.run.run_record import check_if_run
 
-    held: AbstractContextManager[None] = nullcontext()
-    if arguments.action == "copy":
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        held = run_lock(arguments.output, say)
     paths = [getattr(arguments, name) for name in ("path", "other", "output") if name in arguments]
     action: Callable[..., Iterator[str]] = getattr(actions, arguments.action)
-    with held:
+    with ExitStack() as stack:
         if arguments.action == "copy":
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(run_lock(arguments.output, say))
             take_for_copies(arguments.output, arguments.path)
         yield from action(*paths, check_if_run)
+
+
+def _average(arguments: argparse.Namespace) -> Iterator[str]:
+    for path in arguments.paths:
+        find_model(path)  # before the import of torch
+    from megamix.hub.average import average
+    from megamix.hub.source import open_source
+
+    sources = [open_source(path) for path in arguments.paths]
+    written = average(sources, arguments.output, arguments.progress)
+    yield f"{written}: the mean of {', '.join(str(source.path) for source in sources)}"

@@ -75,9 +75,14 @@ def import_model(
 
 
 def write_checkpoint(
-    folder: Path, model: DecoderConfig, weights: WatchedWeights, config: str, file_size: int, progress: ProgressLine,
+    folder: Path,
+    model: DecoderConfig,
+    weights: WatchedWeights,
+    config: str,
+    file_size: int,
+    progress: ProgressLine,
     buffers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-) -> str:  # fmt: skip
+) -> str:
     """Write a checkpoint of the weights, and commit it as a run's save is. Return its name. `buffers`: shapes of those
     that are written, too, in FP32.
     """

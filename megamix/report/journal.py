@@ -34,7 +34,7 @@ _BEAT_BYTES, _LONGEST = 1024, 500  # of a heartbeat, and of its reason: a full d
 
 
 class Reached(NamedTuple):
-    """How far a run is."""
+    """The place of a run."""
 
     step: int  # updates so far
     tokens: int  # of these
@@ -49,7 +49,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, ledger: Ledger, reached: Callable[[], Reached]):
-        """`reached`: returns how far the run is; any thread may call it."""
+        """`reached`: returns the place of the run; any thread may call it."""
         self.starts = 0
         self.ledger, self._folder, self._reached = ledger, folder, reached
         self._file = LogFile(partial(Path, folder, EVENTS))

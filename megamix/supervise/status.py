@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple
 
+from megamix.config import ConfigError
 from megamix.durable import read_own, write_text
 from megamix.supervise.console import say
 
@@ -29,7 +30,7 @@ State = Literal["running", "finished", "preempted", "failed", "gave_up"]
 
 # 75 is EX_TEMPFAIL of sysexits.h, "try again later"; 2 is taken by wrong input, which starts no run.
 EXIT_STATUS: dict[State, int] = {"finished": 0, "failed": 1, "gave_up": 3, "preempted": 75}  # "running" has none
-WRONG_INPUT: Literal[2] = 2  # a run that has begun may end with 2, too; its state is then `failed`
+WRONG_INPUT = ConfigError.exit_status  # a run that has begun may end with 2, too; its state is then `failed`
 
 
 NO_MEMORY: Literal[4] = 4  # with exit status 4 the state is `failed`
@@ -88,7 +89,7 @@ class StuckError(EndedEarlyError):
 
 
 class LastStart(NamedTuple):
-    """What `status.json` says of a run's last start. The defaults say that there is no such file."""
+    """The words and counts of `status.json` on a run's last start. The defaults stand for a missing file."""
 
     state: str = "finished"
     exit_status: int | None = None  # None: it runs
