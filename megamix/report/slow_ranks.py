@@ -50,11 +50,11 @@ class SlowRanks:
             units.setdefault((place.stage, place.unit), []).append(rank)
         # Nodes come first: a rank of a slow node is not named by itself.
         nodes = [ranks for ranks in hosts.values() if len(ranks) > 1]
-        in_stage = Counter(self._stages.tolist())
+        self._sizes = np.bincount(self._stages)  # ranks of each stage
         self._parties = [
             (ranks, ranks in nodes, deque[float](maxlen=KEPT))
             for ranks in [*nodes, *(ranks for ranks in units.values() if ranks not in nodes)]
-            if all(in_stage[stage] > number for stage, number in Counter(self._stages[ranks].tolist()).items())
+            if all(self._sizes[stage] > number for stage, number in Counter(self._stages[ranks].tolist()).items())
         ]
 
     @property
@@ -65,8 +65,10 @@ class SlowRanks:
     def judge(self, times: np.ndarray) -> list[Slow]:
         """Return what is slow now. `times`: FP64 (ranks, KINDS), the seconds of an attempt in each kind of work."""
         found: list[Slow] = []
+        totals = np.zeros((len(self._sizes), len(KINDS)))
+        np.add.at(totals, self._stages, times)
         for ranks, is_node, ratios in self._parties:
-            own, others = times[ranks], self._others(times, ranks)
+            own, others = times[ranks], self._others(totals, times, ranks)
             ratios.append(float(own.sum() / max(others.sum(), 1e-9)))
             # The spread is the median distance from the median: a level that has changed adds nothing to it.
             middle = statistics.median(ratios)
@@ -85,11 +87,11 @@ class SlowRanks:
         """Return the first rank of the slowest unit in the last interval, and its own time over the others'."""
         return max(((ranks[0], ratios[-1]) for ranks, _, ratios in self._parties), key=lambda found: found[1])
 
-    def _others(self, times: np.ndarray, ranks: list[int]) -> np.ndarray:
-        """Return for each rank of a party the mean of the ranks of its stage outside the party: (party, KINDS)."""
+    def _others(self, totals: np.ndarray, times: np.ndarray, ranks: list[int]) -> np.ndarray:
+        """Return for each rank of a party the mean of the ranks of its stage outside the party: (party, KINDS).
+        `totals`: (stages, KINDS).
+        """
         stages = self._stages[ranks]
-        sums, counts = np.zeros((self._stages.max() + 1, len(KINDS))), np.bincount(self._stages)
-        np.add.at(sums, self._stages, times)
+        sums, counts = totals.copy(), self._sizes - np.bincount(stages, minlength=len(self._sizes))
         np.subtract.at(sums, stages, times[ranks])
-        counts = counts - np.bincount(stages, minlength=len(counts))
         return np.asarray(sums[stages] / counts[stages, None])
