@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +15,8 @@ from megamix.supervise.liveness import names
 
 KINDS = ("data", "forward_backward", "update")  # a rank's own work, by the clock's spans
 _SHARE = 1.15  # of the others' mean: the least own time that counts as slow
-_SPREADS = 4.0  # spreads of a rank's own values by which it must lie above the others
+_SPREADS = 3.0  # spreads of the own values by which it must lie above the others
+_SPREAD_OF = 20  # log intervals that tell the spread: of five values it is often too small by chance
 KEPT, _ENOUGH = 5, 3  # log intervals that are looked at, and those of them in which a slow rank is slow
 
 
@@ -52,7 +55,7 @@ class SlowRanks:
         nodes = [ranks for ranks in hosts.values() if len(ranks) > 1]
         self._sizes = np.bincount(self._stages)  # ranks of each stage
         self._parties = [
-            (ranks, ranks in nodes, deque[float](maxlen=KEPT))
+            (ranks, ranks in nodes, deque[float](maxlen=_SPREAD_OF))
             for ranks in [*nodes, *(ranks for ranks in units.values() if ranks not in nodes)]
             if all(self._sizes[stage] > number for stage, number in Counter(self._stages[ranks].tolist()).items())
         ]
@@ -70,10 +73,10 @@ class SlowRanks:
         for ranks, is_node, ratios in self._parties:
             own, others = times[ranks], self._others(totals, times, ranks)
             ratios.append(float(own.sum() / max(others.sum(), 1e-9)))
-            # The spread is the median distance from the median: a level that has changed adds nothing to it.
-            middle = statistics.median(ratios)
-            least = max(_SHARE, 1 + _SPREADS * statistics.median(abs(ratio - middle) for ratio in ratios))
-            intervals = sum(ratio > least for ratio in ratios)
+            # From one interval to the next: a level that has changed adds nothing to the spread.
+            changes = [abs(ratio - before) for before, ratio in pairwise(ratios)]
+            least = max(_SHARE, 1 + _SPREADS * statistics.median(changes or [0.0]) / math.sqrt(2))
+            intervals = sum(ratio > least for ratio in [*ratios][-KEPT:])
             all_are = bool((own.sum(1) > _SHARE * others.sum(1)).all())
             if intervals >= _ENOUGH and all_are and not any({*ranks} <= {*slow.ranks} for slow in found):
                 kind = int((own - others).mean(0).argmax())

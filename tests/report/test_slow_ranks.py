@@ -50,6 +50,12 @@ def test_a_rank_whose_times_vary_widely_is_not_named_by_chance() -> None:
     assert sum(map(bool, found)) <= 4
 
 
+def test_most_runs_of_ranks_alike_name_nobody_however_their_times_vary() -> None:
+    for noise, most in ((0.05, 0), (0.2, 10)):
+        runs = [_judged(SlowRanks(_places(1, 4)), 4, {}, np.random.default_rng(seed), 60, noise) for seed in range(20)]
+        assert sum(map(bool, runs)) <= most
+
+
 def test_a_rank_that_is_fast_again_is_no_longer_named() -> None:
     rule, rng = SlowRanks(_places(1, 4)), np.random.default_rng(2)
     assert _judged(rule, 4, {3: 1.5}, rng, 5)
