@@ -53,15 +53,21 @@ def checkpoint_words(config: Config) -> str:
 
 def copy_problems(config: Config) -> Iterator[str]:
     """Yield why checkpoints may not be copied to checkpoint.copy_to. A disk that is away now is no reason."""
-    target, own = config.checkpoint.copy_to, Path(config.checkpoint.folder).absolute()
+    target, own = config.checkpoint.copy_to, Path(config.checkpoint.folder)
     if target is None:
         return
-    if Path(target).absolute() == own:
+    if Path(target).absolute() == own.absolute():
         yield f"checkpoint.copy_to: {target} is checkpoint.folder itself; write another folder"
-    elif (held := _held(Path(target))) and (other := Path(held.checkpoint.folder).absolute()) != own:
+    yield from _other_copies("checkpoint.copy_to", Path(target), own)
+
+
+def _other_copies(key: str, target: Path, own: Path) -> Iterator[str]:
+    """Yield that a folder has copies of another run than the one in `own`."""
+    held = _held(target)
+    if held and (other := Path(held.checkpoint.folder).absolute()) != own.absolute():
         yield (
-            f"checkpoint.copy_to: {target} has copies of another run, {other}; write another folder, or remove its "
-            f"{CONFIG} if it is the same run"
+            f"{key}: {target} has copies of another run, {other}; write another folder, or remove its {CONFIG} if it "
+            "is the same run"
         )
 
 
@@ -74,13 +80,9 @@ def take_for_copies(target: Path, source: Path) -> None:
     own = None if run is None else _held(run)
     if own is None:  # of a user's own script, or its folder is lost
         return
-    held = _held(target)
-    if held and (other := Path(held.checkpoint.folder).absolute()) != Path(own.checkpoint.folder).absolute():
-        raise ValueError(
-            f"FOLDER: {target} has copies of another run, {other}; write another folder, or remove its {CONFIG} if it "
-            "is the same run"
-        )
-    if held is None:
+    for problem in _other_copies("FOLDER", target, Path(own.checkpoint.folder)):
+        raise ValueError(problem)
+    if _held(target) is None:
         write_text(target / CONFIG, config_to_toml(own))
 
 
