@@ -17,16 +17,16 @@ _FORM = "{:<24} {:<10} {:>19} {:>8} {:>10} {:>10} {:>8}  {}"
 
 
 def overview(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield a header, and a line for each folder. Raises: ValueError if none of them is a run; OSError."""
+    """Yield a header, and a line for each folder. Raises: ValueError or OSError if none of them is a run."""
     found = {folder: _goodput(folder) for folder in folders}
-    refused = [one for one in found.values() if isinstance(one, ValueError)]
+    refused = [one for one in found.values() if isinstance(one, ValueError | OSError)]
     if len(refused) == len(found):
         raise refused[0]
     yield _FORM.format("run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason").rstrip()
     for folder, goodput in found.items():
         name = folder.resolve().name[-24:]
-        if isinstance(goodput, ValueError):
-            yield _FORM.format(name, "none", *[""] * 5, goodput)
+        if isinstance(goodput, ValueError | OSError):
+            yield _FORM.format(name, "none", *[""] * 5, str(goodput))
             continue
         row = _last_row(folder)
         last = goodput.starts[-1]
@@ -43,11 +43,11 @@ def overview(folders: Sequence[Path]) -> Iterator[str]:
         ).rstrip()
 
 
-def _goodput(folder: Path) -> Goodput | ValueError:
+def _goodput(folder: Path) -> Goodput | ValueError | OSError:
     """Return a run's goodput; the error of a folder that is no run, or has just begun: others are told nevertheless."""
     try:
         return read_goodput(folder)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return error
 
 

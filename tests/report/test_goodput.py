@@ -219,8 +219,12 @@ def test_the_status_of_runs_is_a_line_each(run, story, tmp_path, capsys, monkeyp
 def test_a_folder_that_has_no_start_yet_hides_no_run(run, tmp_path, capsys) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()
-    assert main(["status", str(begun), str(run)]) == 0
-    _, first, second = capsys.readouterr().out.splitlines()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / EVENTS).symlink_to(run / EVENTS)  # what is not our own is not read
+    assert main(["status", str(begun), str(foreign), str(run)]) == 0
+    _, first, refused, second = capsys.readouterr().out.splitlines()
+    assert refused.split()[:2] == ["foreign", "none"]
     assert first.split()[:2] == ["begun", "none"]
     assert f"{begun} has no start in events.jsonl" in first
     assert second.startswith("mine")
