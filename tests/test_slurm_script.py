@@ -115,7 +115,7 @@ def test_each_node_starts_one_launcher_and_each_start_has_a_port_of_its_own(slur
 
 
 def test_nodes_that_slurm_does_not_take_for_sound_are_not_asked(slurm: Sandbox) -> None:
-    (slurm.base / "nodes").write_text("node7 alloc\nnode7 alloc\nnode8 drng\nnode9 alloc*\n")
+    (slurm.base / "nodes").write_text("node7 alloc$\nnode7 alloc$\nnode8 drng\nnode9 alloc*\n")
     _run(slurm, "1 0")
     assert slurm.lines()[1] == "asks node7"
 

@@ -35,7 +35,7 @@ def average(sources: Sequence[Source], output: Path, progress: ProgressLine) -> 
     model. Return the path of the checkpoint in it. Memory holds a few boxes of 16 MiB at a time.
 
     Raises: ValueError if there are fewer than two models, or if they are no checkpoints or not of one model, naming
-    what differs; if a weight is not finite; if `output` exists; OSError.
+    what differs; if a weight is not finite; if `output` exists or lies among the checkpoints; OSError.
     """
     if len(sources) < 2:
         raise ValueError(f"average: got {len(sources)} checkpoint, a mean needs two or more; name more")
@@ -43,6 +43,8 @@ def average(sources: Sequence[Source], output: Path, progress: ProgressLine) -> 
     for source in sources:
         if source.text is None:
             raise ValueError(f"{source.path} is no checkpoint; import it first, and give that folder")
+        if output.resolve().is_relative_to(source.path.resolve().parent):
+            raise ValueError(f"--output: got {output}, lies among the checkpoints of a run; write another folder")
         one, other = ({**meaning_of_model(each.config), "biases": each.buffers} for each in (first, source))
         if names := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
             differing = "; ".join(f"model.{name}: {one.get(name)} and {other.get(name)}" for name in names)

@@ -104,6 +104,9 @@ def test_other_models_are_refused_by_what_differs(runs: list[Path], data: Path, 
     assert "'top_k': 1" in told
     assert main(["checkpoint", "average", str(runs[0]), *output]) == 2
     assert "got 1 checkpoint, a mean needs two or more; name more" in capsys.readouterr().err
+    within = str(runs[0] / "checkpoints" / "mean")
+    assert main(["checkpoint", "average", str(runs[0]), str(runs[1]), "--output", within]) == 2
+    assert f"--output: got {within}, lies among the checkpoints" in capsys.readouterr().err
     hurt = Path(shutil.copytree(runs[1], tmp_path / "hurt"))
     file = checkpoints(hurt / "checkpoints")[0] / "rank_00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
