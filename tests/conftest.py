@@ -121,6 +121,15 @@ def machine_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megamix.train.command.keep_freed_memory", lambda: None)
 
 
+@pytest.fixture(autouse=True)
+def signals_are_shared() -> Iterator[None]:
+    """A launcher that a test runs in its own process leaves signals ignored, which ends with the test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token files for `tiny_job`. Nobody changes them."""

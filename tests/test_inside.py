@@ -28,7 +28,7 @@ FACADE = {
     # for who looks inside: what is fixed, what it holds, and those it talks to
     "plan", "buckets", "world",
     # and how it is seen at work
-    "observe", "update_path",
+    "observe", "update_path", "compile_s",
 }  # fmt: skip
 # An error says what to use instead.
 LACKS = {
@@ -184,6 +184,9 @@ BY_NUMBER = {
     "megamix/clock.py": "lower than the room of the buckets: a number says which one a transfer was of",
     "megamix/comm/timeline.py": "likewise",
     "megamix/report/profiling.py": "reads what a timeline says",
+    "megamix/report/ledger.py": "its buckets hold seconds",
+    "megamix/report/goodput.py": "likewise",
+    "megamix/report/run_report.py": "likewise",
 }
 
 
