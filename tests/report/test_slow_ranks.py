@@ -56,6 +56,12 @@ def test_most_runs_of_ranks_alike_name_nobody_however_their_times_vary() -> None
         assert sum(map(bool, runs)) <= most
 
 
+def test_three_slow_intervals_at_the_start_of_a_run_name_nobody() -> None:
+    rule, rng = SlowRanks(_places(1, 2)), np.random.default_rng(9)
+    assert _judged(rule, 2, {1: 1.3}, rng, 4) == []
+    assert _judged(rule, 2, {1: 1.3}, rng, 1)
+
+
 def test_a_rank_that_is_fast_again_is_no_longer_named() -> None:
     rule, rng = SlowRanks(_places(1, 4)), np.random.default_rng(2)
     assert _judged(rule, 4, {3: 1.5}, rng, 5)

@@ -66,7 +66,7 @@ def test_a_slow_rank_is_named(run_ranks, tmp_path, data) -> None:
     (line,), _ = run_ranks(_run_planted, 2, _job(tmp_path, data), 1)
     assert line == (
         f"ranks | rank 1 on {socket.gethostname()} is slow: 1.27 times the others' own time\n"
-        "  in 3 of the last 5 log intervals; most in forward and backward, 1.3 s an attempt against 1"
+        "  in 5 of the last 5 log intervals; most in forward and backward, 1.3 s an attempt against 1"
     )
     rows = [row for row in _rows(tmp_path, "metrics.jsonl") if "ranks/slowest_rank" in row]
     assert len(rows) == INTERVALS - 2  # the first interval warms up, and each is told with the next one
