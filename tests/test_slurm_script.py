@@ -41,7 +41,7 @@ for ((SLURM_NODEID = 0; SLURM_NODEID < NNODES; SLURM_NODEID++)); do
 done
 exit "$status"
 """
-# What the nodes' launchers do in each start: statuses by the case.
+# The nodes' launchers end in each start with the statuses of the case.
 PRETRAIN = """#!/bin/bash
 echo "$NNODES $NODE_RANK $MASTER_ADDR:$MASTER_PORT $TORCHINDUCTOR_CACHE_DIR $*" >>"$BASE/launchers"
 does=(_ $DOES)

@@ -22,6 +22,7 @@ from megamix.durable import open_own, read_own
 from megamix.report.ledger import BUCKETS, COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, boot_s
 from megamix.report.log_file import LogFile
 from megamix.run.run_folder import EVENTS, HEARTBEAT
+from megamix.supervise.processes import repeated
 from megamix.supervise.status import read_status
 
 Row = dict[str, Any]
@@ -89,21 +90,15 @@ class Journal:
     @contextmanager
     def beating(self) -> Iterator[None]:
         """Give a sign of life every second until the end of the block, then close the file."""
-        is_over = threading.Event()
 
         def beat() -> None:
-            while not self._ended:
-                self._beat(self._row("beat"))
-                if is_over.wait(BEAT_S):
-                    return
+            self._beat(self._row("beat"))
 
-        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-        thread.start()
+        beat()
         try:
-            yield
+            with repeated(beat, BEAT_S, "heartbeat"):
+                yield
         finally:
-            is_over.set()
-            thread.join()
             self._file.close(waits=False)  # the last sign of life has the end
 
     def _beat(self, row: Row) -> None:

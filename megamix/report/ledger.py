@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megamix.supervise.processes import process
 
-# What a start spends its time on. `down` lies between two starts, and `redone` is known only once a later start has
+# A start spends its time on these. `down` lies between two starts, and `redone` is known only once a later start has
 # gone back to an older checkpoint.
 TRAINED, OVERFLOW, REDONE, START, COMPILE = "trained", "overflow", "redone", "start", "compile"
 VALIDATION, SAVING, WAITING, STALLED, DOWN = "validation", "saving", "waiting", "stalled", "down"

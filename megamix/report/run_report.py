@@ -43,7 +43,7 @@ _TOLD = {
     "stalled": ("#d1495b", "attempts beyond three times their usual time", "the stops' causes; the ranks' hosts"),
     "down": ("#3b3b3b", "between the end of a start and the next one", "the scheduler's queue; spare nodes"),
 }
-# What a strip of the wall clock tells apart.
+# Legend of the strip: the parts of the wall clock that it tells apart.
 _STRIP = " &nbsp; ".join(
     f'<i style="background:{_TOLD[bucket][0]}"></i>{text}'
     for bucket, text in ((START, "start and compile"), (TRAINED, "the loop"), (REDONE, "redone"), (DOWN, "down"))
@@ -130,10 +130,16 @@ def _stops(goodput: Goodput) -> str:
 def _stop(one: OneStart) -> list[str]:
     down, lost, redone = one.seconds[DOWN], one.last - one.kept, one.seconds[REDONE]
     return [
-        f"{one.starts}", _clock(one.t, "%m-%d %H:%M"), escape(one.host), duration(down) if down >= 0.05 else "",
-        f"{one.first:,} to {one.last:,}", f"{lost:,}" if lost else "", duration(redone) if redone >= 0.05 else "",
-        escape(one.state.replace("_", " ")), _cause(one),
-    ]  # fmt: skip
+        f"{one.starts}",
+        _clock(one.t, "%m-%d %H:%M"),
+        escape(one.host),
+        duration(down) if down >= 0.05 else "",
+        f"{one.first:,} to {one.last:,}",
+        f"{lost:,}" if lost else "",
+        duration(redone) if redone >= 0.05 else "",
+        escape(one.state.replace("_", " ")),
+        _cause(one),
+    ]
 
 
 def _cause(one: OneStart) -> str:

@@ -47,9 +47,14 @@ class RunCheckpoints:
         folder = checkpoint_folder(config)
         self._files = Files()
         self._saver = Saver(
-            folder, config.checkpoint.keep, all_or_none, self._saved, self._failed, self._files,
+            folder,
+            config.checkpoint.keep,
+            all_or_none,
+            self._saved,
+            self._failed,
+            self._files,
             lambda path: self._stays(path) or any(path == copier.taking for copier in self._copiers),
-        )  # fmt: skip
+        )
         # Path and place in the run of the newest checkpoint in the run's own folder.
         own = start.checkpoint if start.checkpoint is not None and start.checkpoint.path.parent == folder else None
         self._path = own.path if own is not None else None

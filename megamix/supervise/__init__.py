@@ -5,7 +5,7 @@ rendezvous  the store in which the ranks of one machine meet, out of reach of ot
 run_lock    one job at a time in a run's folder
 console     lines and a progress bar
 liveness    messages of the ranks beside their collectives
-processes   facts about this host's processes
+processes   facts about this host's processes, and a thread that repeats its work
 watchdog    the end of a rank when another one is dead or hung
 hang        what the ranks' last collectives say after such an end
 status      the request to leave, `status.json` and the exit status

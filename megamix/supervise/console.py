@@ -5,12 +5,13 @@ import math
 import os
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from megamix.supervise.processes import repeated
 
 _PATIENCE_S = 5.0  # seconds within which all ranks start, and torchrun notices that one has ended
 _STILL_S = 5.0  # seconds without a line after which a phase says that it goes on
@@ -56,20 +57,13 @@ def say_phase(phase: str) -> None:
 def phase(words: str) -> Iterator[None]:
     """Print a phase that may take long. Until the end of the block, print from time to time how long it has taken."""
     say_phase(words)
-    is_over = threading.Event()
+    start_s = time.monotonic()
 
     def tell_seconds() -> None:
-        start_s = time.monotonic()
-        while not is_over.wait(_STILL_S):
-            say_phase(f"still {words.partition(';')[0]}, {time.monotonic() - start_s:.0f} s")
+        say_phase(f"still {words.partition(';')[0]}, {time.monotonic() - start_s:.0f} s")
 
-    thread = threading.Thread(target=tell_seconds, daemon=True)
-    thread.start()
-    try:
+    with repeated(tell_seconds, _STILL_S, "phase"):
         yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def say_unless_first_did(text: str, stream: TextIO | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks' last collectives say about a run that ended on one rank: who is missing, and where they differ.
+"""Reading of the ranks' last collectives after a run that ended on one rank: who is missing, and where they differ.
 
 torch numbers the collectives of each group on each rank. The ranks of a group must enter the same ones in the same
 order, so a rank with a smaller last number is the one that the others wait for. This module imports no torch.

@@ -1,10 +1,34 @@
-"""Facts about this host's processes, from the system. This module imports no torch, as the launcher needs."""
+"""Facts about this host's processes, from the system, and a thread that repeats its work. This module imports no torch,
+as the launcher needs.
+"""
 
 import contextlib
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+
+@contextlib.contextmanager
+def repeated(work: Callable[[], object], interval_s: float, name: str) -> Iterator[None]:
+    """Let a thread of this name call `work` every `interval_s` seconds until the end of the block. The first call comes
+    after as long; `work` must not raise.
+    """
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(interval_s):
+            work()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 class Process(NamedTuple):

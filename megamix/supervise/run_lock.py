@@ -13,15 +13,15 @@ import fcntl
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from megamix.config import ConfigError
 from megamix.durable import open_own, read_own, still_names, sync_file
-from megamix.supervise.processes import process, process_start
+from megamix.supervise.processes import process, process_start, repeated
 from megamix.supervise.status import EXIT_STATUS
 
 LOCK = "run.lock"
@@ -47,7 +47,7 @@ def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S)
             say(f"{path}: taken over from pid {holder['pid']} on {holder['host']}, which left it behind")
         try:
             _sign(descriptor)
-            with _touched(descriptor, stale_s / 6):
+            with repeated(partial(_touch, descriptor), stale_s / 6, "run lock"):
                 yield
         finally:
             with suppress(OSError):  # the error of a lost disk must not hide the run's own error
@@ -145,20 +145,7 @@ def _sign(descriptor: int) -> None:
         sync_file(file)
 
 
-@contextmanager
-def _touched(descriptor: int, interval_s: float) -> Iterator[None]:
-    """Touch the file every `interval_s` during the block: a sign of life for hosts that flock does not reach."""
-    done = threading.Event()
-
-    def touch() -> None:
-        while not done.wait(interval_s):
-            with suppress(OSError):  # a file server may be away for a while: try again
-                os.utime(descriptor)
-
-    thread = threading.Thread(target=touch, name="run lock", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def _touch(descriptor: int) -> None:
+    """Touch the file: a sign of life for hosts that flock does not reach."""
+    with suppress(OSError):  # a file server may be away for a while: the next touch tries again
+        os.utime(descriptor)

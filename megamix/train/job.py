@@ -87,9 +87,18 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             checkpoints = RunCheckpoints(config, engine, start, job.all_or_none, console, job.leave, job.journal.tell)
             runner = build_runner(config, engine, model, stages)
             trainer = make(
-                config, runner, loader, validation, report, console, writer, checkpoints, start.progress, memory_line,
+                config,
+                runner,
+                loader,
+                validation,
+                report,
+                console,
+                writer,
+                checkpoints,
+                start.progress,
+                memory_line,
                 job.journal,
-            )  # fmt: skip
+            )
             job.trainer = trainer
             valid_loss, early = None, None
             try:

@@ -62,7 +62,7 @@ def _fill_the_disk(rank: int, folder: Path) -> None:
 
 
 class Trouble(NamedTuple):
-    """What the first start of a run meets before attempt STRIKE_AT, and the end that its journal must tell."""
+    """A trouble of a run's first start before attempt STRIKE_AT, and the end that the journal must tell."""
 
     strike: Callable[[int, Path], None]  # takes the rank, and the job's folder
     state: str
