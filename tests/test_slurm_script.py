@@ -105,6 +105,7 @@ def test_how_the_launchers_end_is_what_the_job_does(slurm: Sandbox, does: str, s
     assert slurm.lines() == log
     assert not list(slurm.repo.glob(".megamix-*"))
     assert (slurm.lines("signals") == ["--signal=KILL 1230042.0"]) == ("dead" in does)
+    assert ("has not ended 5 s after the first" in done.stderr) == ("dead" in does)
 
 
 def test_each_node_starts_one_launcher_and_each_start_has_a_port_of_its_own(slurm: Sandbox) -> None:

@@ -13,12 +13,20 @@ from torch.utils.checkpoint import checkpoint
 from megamix.inspect.live_tensors import tell_live_tensors
 
 
+class _Bare(torch.Tensor):
+    """A tensor without a storage to ask, as a fake one."""
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        raise RuntimeError("no storage")
+
+
 def _fail(layer: nn.Linear) -> None:
     given = torch.randn(500, 300)
+    bare = torch.ones(3).as_subclass(_Bare)
     result = layer(given).exp().sin()
     view = result[0]
     again = checkpoint(layer, given, use_reentrant=False)
-    assert (view.shape, again.shape) == ((300,), (500, 300))
+    assert (view.shape, again.shape, len(bare)) == ((300,), (500, 300), 3)
     raise MemoryError("no more")
 
 

@@ -115,6 +115,17 @@ def test_each_further_row_keeps_in_each_layer_what_a_count_by_hand_says(recomput
     assert worst - even == 2 * row * (8 - 2) * 8 * 64
 
 
+def test_the_worst_case_on_a_gpu_has_groups_padded_to_twice_their_rows() -> None:
+    """Padding is alive while a product is computed: at most its input and its output, in halves. BF16 has none."""
+    config = _config("dp2")
+    rows, sizes = TOP_K * 8 * 64, (128, 192)
+    for dtype, padding in ((torch.float16, 2 * rows * sum(sizes)), (torch.bfloat16, 0)):
+        work = TracedWork(model=config.model, batch=(8, 64), dtype=dtype, machine="gpu", division=config.parallelism)
+        even, worst = (trace_stage(replace(work, crowded=crowded), range(1)) for crowded in (False, True))
+        assert worst.blocks == even.blocks
+        assert padding // 4 <= worst.forward - even.forward <= padding
+
+
 def test_the_report_says_what_uneven_routing_takes() -> None:
     config = _config("dp4ep4")
     plan = plan_memory(config, 4, "gpu")
