@@ -6,6 +6,7 @@ torch and what imports it are imported below: the process that hands tests out t
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import math
 import os
@@ -122,10 +123,13 @@ def machine_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def signals_are_shared() -> Iterator[None]:
-    """A launcher that a test runs in its own process leaves signals ignored, which ends with the test."""
+def process_is_shared() -> Iterator[None]:
+    """A launcher that a test runs in its own process leaves signals ignored, which ends with the test. Nothing leaves
+    garbage collection off.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
+    assert gc.isenabled()
     for number, handler in before.items():
         signal.signal(number, handler)
 

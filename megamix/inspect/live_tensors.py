@@ -54,10 +54,10 @@ def _rows(engine: ShardedEngine | None, error: BaseException) -> list[_Row]:
     rows: dict[str, list[int]] = defaultdict(list)
     known: set[int] = set()
     for words, tensor in _tensors(engine, error):
-        with contextlib.suppress(Exception):  # among all of a process some tensor has no storage to ask, as a fake one
-            if tensor.layout is torch.strided and not tensor.is_meta:
+        with contextlib.suppress(Exception):  # among all of a process some tensor has no storage to ask
+            if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in known and storage.nbytes():
+                if storage.device.type != "meta" and storage._cdata not in known and storage.nbytes():
                     known.add(storage._cdata)
                     rows[f"{words}, {str(tensor.dtype)[6:]} {(*tensor.shape,)}"].append(storage.nbytes())
     return sorted((_Row(sum(sizes), len(sizes), words) for words, sizes in rows.items()), reverse=True)
