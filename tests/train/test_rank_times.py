@@ -124,8 +124,8 @@ def test_twenty_slowed_ranks_are_named_and_no_rank_of_twenty_jobs_without(run_ra
             folder,
             data,
             model={"hidden_size": 64},
-            training={"steps": 80, "micro_batch_size": 8, "global_batch_size": 16},
-            metrics={"log_interval": 10},
+            training={"steps": 240, "micro_batch_size": 8, "global_batch_size": 16},
+            metrics={"log_interval": 20},
         )
         run_ranks(_run_slowed, 2, job, slow)
         path = folder / "run/ranks.jsonl"
