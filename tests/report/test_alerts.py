@@ -54,6 +54,7 @@ def test_a_storm_of_overflows_is_told_once_and_a_search_for_the_first_scale_is_n
 
 PROGRAMS = [
     (["no such program"], "alert end: [Errno 2]"),
+    (["a\0b"], "alert end: embedded null byte"),
     ([sys.executable, "-c", "raise SystemExit(3)"], "alert end: the program ended with 3"),
     ([sys.executable, "-c", "import time; time.sleep(999)"], "alert end: the program took more than 0 s and is ended"),
 ]
