@@ -15,7 +15,8 @@ ROOMS = ("megamix", "tests", "docs/studies", "docs/examples")
 
 FACADE = {
     # a step
-    "backward", "step", "set_lr", "wait", "discard_step", "examine_next_step", "probe_loss_scale",
+    "backward", "step", "set_lr", "set_grad_accum_steps", "wait", "discard_step", "examine_next_step",
+    "probe_loss_scale",
     # a step whose passes somebody else calls
     "micro_batches", "backward_pass", "collect", "check_module", "progress",
     # weights and state

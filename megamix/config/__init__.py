@@ -7,6 +7,7 @@ architecture    the section [model] of a model of transformers
 optimizers      the sections of the update: keys of every optimizer, and of each
 loss_scales     the section [precision.loss_scale]: keys of each rule
 choices         tables whose keys depend on what is chosen or registered
+batch_ramp      sizes of global batches, and the tokens of updates
 checks          checks over more than one field
 mesh_checks     checks of the mesh of ranks and of a pipeline's schedule
 unread          keys that are read only where another key says so
@@ -19,6 +20,8 @@ command         the verb
 from megamix.config.architecture import TransformersConfig as TransformersConfig
 from megamix.config.architecture import architecture as architecture
 from megamix.config.architecture import first_weights as first_weights
+from megamix.config.batch_ramp import batch_size as batch_size
+from megamix.config.batch_ramp import tokens_of as tokens_of
 from megamix.config.checks import check_world_size as check_world_size
 from megamix.config.checks import grad_accum_steps as grad_accum_steps
 from megamix.config.checks import model_problems as model_problems

@@ -7,6 +7,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
+from megamix.config.batch_ramp import sizes_by_key
 from megamix.config.choices import Tree, section_at
 from megamix.config.mesh_checks import (
     MESH_CHECKS,
@@ -66,15 +67,14 @@ def check_world_size(config: Config, world_size: int) -> list[str]:
 
 
 def grad_accum_steps(config: Config, dp_size: int) -> int:
-    """Return the micro-batches that each rank adds up in one step. `dp_size`: ranks along dp.
+    """Return the most micro-batches that each rank adds up in one step. `dp_size`: ranks along dp.
 
     Raises: ValueError if the global batch does not divide.
     """
     for problem in _batch_problems(config, dp_size):
         raise ValueError(problem)
-    return config.training.global_batch_size // (
-        config.training.micro_batch_size * reading_ranks(config.parallelism, dp_size)
-    )
+    most = max(size for _, size in sizes_by_key(config.training))
+    return most // (config.training.micro_batch_size * reading_ranks(config.parallelism, dp_size))
 
 
 def _multiples(value: int, factor: int) -> str:
@@ -269,27 +269,38 @@ def _ranks_fill_batch(config: Config) -> Iterator[str]:
 
 
 def _batch_problems(config: Config, dp_size: int | None) -> Iterator[str]:
-    global_batch_size, micro_batch_size = config.training.global_batch_size, config.training.micro_batch_size
+    for key, size in sizes_by_key(config.training):
+        yield from _size_problems(config, dp_size, key, size)
+
+
+def _size_problems(config: Config, dp_size: int | None, key: str, size: int) -> Iterator[str]:
+    micro_batch_size = config.training.micro_batch_size
     copies = reading_ranks(config.parallelism, 1)
     share = micro_batch_size * copies * (dp_size or 1)
-    if global_batch_size % share:
+    if size % share:
         factors = f"{micro_batch_size}"
         if dp_size is not None or copies > 1:
             factors += f" * dp_size {dp_size}" * (dp_size is not None) + f" * {copies} replicas" * (copies > 1)
             factors += f" = {share}"
-        fix = f"write global_batch_size = {_multiples(global_batch_size, share)}"
+        fix = f"write {key} = {_multiples(size, share)}"
         if dp_size is None:
-            fix += f" for one data-parallel rank, {_multiples(global_batch_size, 2 * share)} for two"
-        if dp_size and global_batch_size % (micro_batch_size * copies) == 0:
-            fewer = largest_divisor(global_batch_size // (micro_batch_size * copies), dp_size)
+            fix += f" for one data-parallel rank, {_multiples(size, 2 * share)} for two"
+        if dp_size and size % (micro_batch_size * copies) == 0:
+            fewer = largest_divisor(size // (micro_batch_size * copies), dp_size)
             ranks = fewer * math.prod(axis_sizes(config.parallelism).values())
             fix += f", or take {ranks} rank{'s' if ranks > 1 else ''} (dp_size {fewer})"
-        yield (
-            f"training.global_batch_size: got {global_batch_size}, must be a multiple of micro_batch_size "
-            f"{factors}; {fix}"
-        )
+        yield f"training.{key}: got {size}, must be a multiple of micro_batch_size {factors}; {fix}"
     elif dp_size is not None:
-        yield from micro_batch_problems(config, copies * dp_size)
+        yield from micro_batch_problems(config, key, size, size // share)
+
+
+def _ramp_ends_at_global_batch(config: Config) -> Iterator[str]:
+    ramp, size = config.training.batch_ramp, config.training.global_batch_size
+    if ramp and (last := ramp[-1][1]) != size:
+        yield (
+            f"training.global_batch_size: got {size}, but the last size of batch_ramp is {last}; "
+            f"write global_batch_size = {last}"
+        )
 
 
 def _validation_is_named_once(config: Config) -> Iterator[str]:
@@ -336,6 +347,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sums_suit_gradients,
     _scale_starts_in_range,
     _ranks_fill_batch,
+    _ramp_ends_at_global_batch,
     *MESH_CHECKS,
     _validation_is_named_once,
     _profile_ends_in_time,

@@ -238,23 +238,23 @@ def stages_per_rank(section: ParallelismConfig) -> int:
     return section.pp_stages_per_rank or _STAGES[section.pp_schedule][2]
 
 
-def micro_batch_problems(config: Config, num_readers: int) -> Iterator[str]:
-    """Yield why the schedule cannot run the micro-batches into which the global batch divides."""
-    section, training = config.parallelism, config.training
-    schedule, pp_size = section.pp_schedule, section.pp_size
+def micro_batch_problems(config: Config, key: str, size: int, count: int) -> Iterator[str]:
+    """Yield why the schedule cannot run the `count` micro-batches of a rank into which a global batch divides. `key`:
+    the setting of [training] for the batch's `size`.
+    """
+    schedule, pp_size = config.parallelism.pp_schedule, config.parallelism.pp_size
     if pp_size == 1:
         return
-    share = training.micro_batch_size * num_readers
-    count = training.global_batch_size // share
+    share = size // count
     rounds = max(1, count // pp_size)
     parts = f"{count} micro-batch{'es' * (count > 1)}"
-    got = f"training.global_batch_size: got {training.global_batch_size}, which is {parts} a step, but "
+    got = f"training.{key}: got {size}, which is {parts} a step, but "
     if schedule == "1f1b" and count < pp_size:
-        yield f'{got}pp_schedule = "1f1b" needs at least pp_size {pp_size}; write global_batch_size = {pp_size * share}'
+        yield f'{got}pp_schedule = "1f1b" needs at least pp_size {pp_size}; write {key} = {pp_size * share}'
     if schedule.startswith("interleaved") and count % rounds:
         yield (
             f'{got}pp_schedule = "{schedule}" runs them in {rounds} equal rounds (count / pp_size, rounded down); '
-            f"write global_batch_size = {rounds * pp_size * share}"
+            f"write {key} = {rounds * pp_size * share}"
         )
 
 

@@ -7,7 +7,7 @@ field live in `checks.py`.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megamix.axes import AXES
 from megamix.config.choices import ChosenTable, ExtendedTable, left_out
@@ -56,6 +56,16 @@ class PrecisionConfig(Section):
     """The run gives up after this many overflows in 1000 attempts."""
 
 
+_BatchFrom = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
+
+
+def _check_ramp(ramp: tuple[_BatchFrom, ...]) -> tuple[_BatchFrom, ...]:
+    firsts = [first for first, _ in ramp]
+    if firsts != sorted(set(firsts)) or firsts[:1] not in ([], [0]):
+        raise ValueError("must have update 0 in its first pair, and in each other one a later update than before")
+    return ramp
+
+
 class TrainingConfig(Section):
     """Length and batches of the run."""
 
@@ -66,6 +76,11 @@ class TrainingConfig(Section):
     global_batch_size: Annotated[PositiveInt, Field(examples=[16])]
     """Sequences in one step over all ranks; a multiple of micro_batch_size * dp_size * replicas. Accumulation supplies
     the factor."""
+    batch_ramp: Annotated[
+        tuple[_BatchFrom, ...], AfterValidator(_check_ramp), Field(strict=False, examples=[[[0, 256], [2000, 512]]])
+    ] = ()
+    """Pairs of a number of updates and the size of the global batches from there on; the last size is
+    global_batch_size. The learning rate stays one by update. Empty: all batches have global_batch_size."""
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1234
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False

@@ -93,6 +93,11 @@ class BatchLoader:
             self._announced.append(samples)
             self._read_ahead()
 
+    def forget(self) -> None:
+        """Drop all announced batches: the next ones have other ranges."""
+        self._announced.clear()
+        self._reads.clear()
+
     def get(self, samples: range) -> Batch:
         """Return the batch of these samples. Raises: any error of the source."""
         assert not self._closed, "get after close"

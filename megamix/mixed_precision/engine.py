@@ -288,6 +288,22 @@ class ShardedEngine:
         self.optimizer = replace(self.optimizer, lr=lr)  # refuses invalid values
         self._lr_table = put_lr_table(self.optimizer.lr_table(), self.device)
 
+    def set_grad_accum_steps(self, grad_accum_steps: int) -> None:
+        """Replace the number of `backward` calls of a step, from the next step on. Every rank must call it.
+
+        Raises: RuntimeError within a step; ValueError on every rank if ranks give different numbers, or if the owners
+        would add up micro-batches (`accumulate="owner"`) and the engine was built without the memory for it.
+        """
+        self.progress.require_empty("set_grad_accum_steps()", "right after step()")
+        refusals.check_grad_accum_steps(grad_accum_steps)
+        refusals.require_equal(self.world, self.device, grad_accum_steps)
+        if self.plan.sharding.owner_adds(grad_accum_steps) and not self._grads.takes_each:
+            raise ValueError(
+                f'grad_accum_steps {grad_accum_steps} with accumulate="owner" needs sums that an engine of one '
+                "micro-batch does not hold; build it with the largest number, then set a smaller one"
+            )
+        self.grad_accum_steps = self.progress.grad_accum_steps = grad_accum_steps
+
     def wait(self) -> None:
         """Return once no transfer of parameters is under way. Then parameters may be read, unless `shard="parameters"`
         has freed them.

@@ -132,6 +132,11 @@ def check_arguments(
         raise TypeError(f"clip_grad must be a number, got {clip_grad!r}; 0 turns clipping off")
     if not clip_grad >= 0:  # NaN is refused, too
         raise ValueError(f"clip_grad must be a number of at least 0, got {clip_grad}; 0 turns clipping off")
+    check_grad_accum_steps(grad_accum_steps)
+
+
+def check_grad_accum_steps(grad_accum_steps: int) -> None:
+    """Refuse what is no number of micro-batches. Raises: TypeError or ValueError."""
     if not isinstance(grad_accum_steps, Integral) or isinstance(grad_accum_steps, bool):
         raise TypeError(f"grad_accum_steps must be a whole number, got {grad_accum_steps!r}; leave it out for 1")
     if grad_accum_steps < 1:

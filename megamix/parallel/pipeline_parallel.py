@@ -8,6 +8,7 @@ last stage multiplies each loss by the loss scale, and the update averages.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -45,8 +46,7 @@ class Handover:
 
 class Pipeline(MicroBatchRunner):
     """Runs the stages of this rank. Every rank of the pipeline has such an object, and all make each call together.
-
-    Every call takes as many micro-batches as a step has, `engine.grad_accum_steps`.
+    Calls with another number of micro-batches set up stages anew.
     """
 
     def __init__(
@@ -55,27 +55,27 @@ class Pipeline(MicroBatchRunner):
         """Make the stages. `parts`: the blocks of each of this rank's stages, by the stage's number."""
         super().__init__(engine)
         width, own = model.config.hidden_size, handover.batch[1] // handover.parts
-        # Training and evaluation may have different shapes, and torch would set up a common schedule again at each
-        # change.
-        self._training, self._evaluation = (
-            self._schedule(schedule, [*_stages(engine, model, parts, handover, (handover.batch[0], positions, width))])
-            for positions in (own // handover.parts_in_training, own)
-        )
-        self._weights: Iterator[float] = iter(())
 
-    def _schedule(self, name: str, stages: list[PipelineStage]) -> Any:
-        stage_or_stages = stages[0] if name == "1f1b" else stages
-        return SCHEDULES[name](stage_or_stages, self.engine.grad_accum_steps, self._loss, scale_grads=False)
+        def build(positions: int, count: int) -> Any:
+            stages = [*_stages(engine, model, parts, handover, (handover.batch[0], positions, width))]
+            stage_or_stages = stages[0] if schedule == "1f1b" else stages
+            return SCHEDULES[schedule](stage_or_stages, count, self._loss, scale_grads=False)
+
+        # Training and evaluation may have different shapes, and torch would set up a common schedule again at each
+        # change. A cache of one is dropped with its buffers, where the number of micro-batches changes.
+        self._training = lru_cache(1)(partial(build, own // handover.parts_in_training))
+        self._evaluation = lru_cache(1)(partial(build, own))
+        self._weights: Iterator[float] = iter(())
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> None:
         batches, seeds = zip(*micro_batches, strict=True)
         # Outside of the stages' passes this rank waits for other stages.
         with self.engine.clock.span("exposed_pipeline"), self.engine.micro_batches(len(batches)):
-            self._run(self._training.step, batches, seeds)
+            self._run(self._training(len(batches)).step, batches, seeds)
 
     def _losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, float]]:
         batches, losses = [*batches], list[Tensor]()
-        self._run(self._evaluation.eval, batches, [None], losses=losses)
+        self._run(self._evaluation(len(batches)).eval, batches, [None], losses=losses)
         # Ranks without the last stage know no loss.
         yield from zip(losses, (batch.weight for batch in batches), strict=False)
 

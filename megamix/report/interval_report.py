@@ -6,7 +6,7 @@ import math
 import resource
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -40,56 +40,61 @@ def peak_memory_gib(device: torch.device) -> float:
 class IntervalReport:
     """Rates and shares of a log interval, from the wall time and the spans between two log lines."""
 
-    def __init__(self, clock: Clock, tokens_per_step: int, updates: int, mfu_per_token_rate: float | None):
+    def __init__(self, clock: Clock, tokens_left: Callable[[int], int], mfu_per_token_rate: float | None):
         """Start the first interval.
 
-        `mfu_per_token_rate`: operations per token / peak of all ranks' devices; None if no peak is known.
+        `tokens_left`: the tokens of all updates after the first n. `mfu_per_token_rate`: operations per token / peak of
+        all ranks' devices; None if no peak is known.
         """
-        self._clock, self.tokens_per_step, self._updates = clock, tokens_per_step, updates
+        self._clock, self._tokens_left = clock, tokens_left
         self._mfu_per_token_rate = mfu_per_token_rate
         clock.enabled = True
-        self._start_s, self._done = time.perf_counter(), 0
+        self._start_s = time.perf_counter()
+        self._launched: list[int] = []  # tokens of each attempt of the interval so far
+        self._tokens_per_s = 0.0  # in the last interval
         # Seconds of one attempt of the last interval, on average, and of each of its spans.
         self._step_s, self.span_s = math.inf, dict[str, float]()
         self.losses: list[float] = []  # losses of the interval so far
         self.tokens = 0  # tokens of all updates so far
 
-    def go_on_from(self, attempts: int, losses: list[float], tokens: int) -> None:
-        """Continue a run that has launched `attempts` and trained on `tokens`. `losses`: those since its last line."""
-        self._done, self.losses, self.tokens = attempts, losses, tokens
+    def go_on_from(self, losses: list[float], tokens: int) -> None:
+        """Continue a run that has trained on `tokens`. `losses`: those since its last line."""
+        self.losses, self.tokens = losses, tokens
 
-    def add(self, loss: float) -> None:
-        """Take an applied update's loss into the interval's mean."""
+    def launched(self, tokens: int) -> None:
+        """Take an attempt of that many tokens into the interval's rates."""
+        self._launched.append(tokens)
+
+    def add(self, loss: float, tokens: int) -> None:
+        """Take an applied update's loss into the interval's mean. `tokens`: those of the update."""
         self.losses.append(loss)
-        self.tokens += self.tokens_per_step
+        self.tokens += tokens
 
     def metrics(
-        self, update: int, attempts: int, outcome: Outcome, skipped: int, *, scaled: bool, device: torch.device
+        self, update: int, outcome: Outcome, skipped: int, *, scaled: bool, device: torch.device
     ) -> StepMetrics:
         """Return the metrics of the interval that ends with `update`, whose outcome is given.
 
-        `attempts`: launched by now, some of them after `update`. `skipped`: overflowed so far. `scaled`: there is a
-        loss scale.
+        `skipped`: overflowed so far. `scaled`: there is a loss scale.
         """
-        if attempts > self._done:  # at the end of a run two lines may be due at once; the second repeats the rates
-            self._measure(attempts)
+        if self._launched:  # at the end of a run two lines may be due at once; the second repeats the rates
+            self._measure()
         losses, self.losses = self.losses, []
-        tokens_per_s = self.tokens_per_step / self._step_s
         return StepMetrics(
             loss=math.fsum(losses) / len(losses),
             lr=outcome.lr,
             grad_norm=outcome.grad_norm,
             loss_scale=outcome.loss_scale if scaled else None,
             skipped_steps=skipped,
-            tokens_per_s=tokens_per_s,
-            mfu=None if self._mfu_per_token_rate is None else self._mfu_per_token_rate * tokens_per_s,
+            tokens_per_s=self._tokens_per_s,
+            mfu=None if self._mfu_per_token_rate is None else self._mfu_per_token_rate * self._tokens_per_s,
             memory_gib=peak_memory_gib(device),
             data_share=self._share("data"),
             forward_backward_share=self._share("forward_backward"),
             reduce_scatter_share=self._share("exposed_reduce_scatter"),
             update_share=self._share("update") + self._share("exposed_agreement"),
             all_gather_share=self._share("exposed_all_gather"),
-            eta_s=(self._updates - update) * self._step_s,
+            eta_s=self._tokens_left(update) / self._tokens_per_s,
         )
 
     def pause(self) -> None:
@@ -104,12 +109,12 @@ class IntervalReport:
     def _share(self, span: str) -> float:
         return self.span_s.get(span, 0.0) / self._step_s
 
-    def _measure(self, attempts: int) -> None:
+    def _measure(self) -> None:
         now_s = time.perf_counter()
-        steps = attempts - self._done
-        self._step_s = (now_s - self._start_s) / steps
+        steps, took_s = len(self._launched), now_s - self._start_s
+        self._step_s, self._tokens_per_s = took_s / steps, sum(self._launched) / took_s
         self.span_s = {name: span_s / steps for name, span_s in self._clock.read().items()}
-        self._start_s, self._done = now_s, attempts
+        self._start_s, self._launched = now_s, []
 
 
 class Outcome(NamedTuple):

@@ -156,10 +156,17 @@ class BatchPlan:
         self._left_over: Samples = ()  # samples of overflowed batches of another size; they come before new samples
         for item in state.waiting:
             batch = item.batch
-            if num_samples(batch.samples) == global_batch_size:
+            # One that was never tried is the rest of batches of another size.
+            if batch.tries and num_samples(batch.samples) == global_batch_size:
                 self._waiting.append((self.launched + item.due_in, batch))
             else:
                 self._left_over += batch.samples
+
+    def with_batches_of(self, global_batch_size: int) -> BatchPlan:
+        """Return the plan of the same run with batches of this size from here on, as a restart cuts them. No attempt
+        may be in flight.
+        """
+        return BatchPlan(self.updates, global_batch_size, self._on_overflow, self._max_retries, self.state())
 
     def must_settle(self, until: int) -> bool:
         """Return whether the oldest outcome in flight must be known before the next attempt.

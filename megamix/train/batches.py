@@ -22,6 +22,10 @@ class RankBatches:
         size, readers = self._micro_batch_size, self._readers
         return micro_batches(batch, micro_batch_size=size, dp_rank=readers.rank, dp_size=readers.size)
 
+    def count(self, global_batch_size: int) -> int:
+        """Return the number of this rank's micro-batches of a global batch."""
+        return len(self.micro_batches((range(global_batch_size),)))
+
     def prefetch(self, batch: Samples) -> None:
         """Announce a global batch, so that it is read while another batch is computed."""
         for samples in self.micro_batches(batch):

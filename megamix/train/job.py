@@ -7,7 +7,7 @@ import torch
 
 from megamix.builders.data import check_unchanged, training_source, validation_sources
 from megamix.builders.objects import build_engine, build_loader, build_runner, plan_pipeline
-from megamix.config import Config, config_to_toml, first_weights, grad_accum_steps
+from megamix.config import Config, config_to_toml, first_weights, grad_accum_steps, tokens_of
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.family import parameter_count
@@ -134,9 +134,9 @@ def _set_torch(config: Config) -> None:
 
 
 def _make_report(config: Config, engine: ShardedEngine) -> IntervalReport:
-    tokens_per_step = config.training.global_batch_size * config.model.seq_len
+    whole = tokens_of(config, config.training.steps)
     mfu_rate = mfu_per_token_rate(config, engine.topology.world.size, engine.device)
-    return IntervalReport(engine.clock, tokens_per_step, config.training.steps, mfu_rate)
+    return IntervalReport(engine.clock, lambda update: whole - tokens_of(config, update), mfu_rate)
 
 
 def _make_writer(config: Config, applied: int, report: IntervalReport) -> MetricsWriter:
@@ -164,6 +164,12 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
         f"megamix | {topology} on {machine} | torch {torch.__version__} | {config.precision.dtype} | "
         f"update {engine.update_path}\n"
         f"{numel / 1e6:.2f} M parameters, {len(buckets)} bucket(s), {held / 2**20:.1f} MiB a rank | "
-        f"{config.training.steps} steps of {config.training.global_batch_size} x {config.model.seq_len} tokens, "
+        f"{config.training.steps} steps of {_batches(config)} x {config.model.seq_len} tokens, "
         f"accumulation {engine.grad_accum_steps}{kept}"
     )
+
+
+def _batches(config: Config) -> str:
+    """Return the sizes of the global batches in words."""
+    sizes = [f"{size} from update {first + 1} on" for first, size in config.training.batch_ramp]
+    return ", ".join(sizes) or str(config.training.global_batch_size)

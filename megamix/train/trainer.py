@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from megamix.builders.objects import build_loss_scale
-from megamix.config import Config
+from megamix.config import Config, batch_size
 from megamix.data.loader import BatchLoader
-from megamix.data.sampler import Samples, mix64
+from megamix.data.sampler import Samples, mix64, num_samples
 from megamix.inspect.overflows import GaveUpError, OverflowHistory
 from megamix.inspect.replicas import check_replicas
 from megamix.inspect.scale_search import ScaleSearch
@@ -66,9 +66,9 @@ class Trainer:
         self.journal, self.ledger = journal, journal.ledger
         self.device = engine.device
         training, precision = config.training, config.precision
-        self.batch_plan = BatchPlan(
-            training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, start
-        )  # fmt: skip
+        size = batch_size(training, start.applied)
+        self.batch_plan = BatchPlan(training.steps, size, precision.on_overflow, precision.max_retries, start)
+        engine.set_grad_accum_steps(self.batches.count(size))
         self.readout = Readout(self.device, len(engine.plan.pieces), self.batch_plan.lag)
         self.recorded = RecordedRows(engine.topology, config.parallelism.timeout_s)
         self.rank_times = RankTimes(engine.topology, self.recorded, self.device, console, writer)
@@ -82,7 +82,7 @@ class Trainer:
         self._scaled = build_loss_scale(config.precision) is not None
         self._save_intervals = (config.checkpoint.save_interval, config.checkpoint.keep_every)
         self.profiling = Profiling(config, engine, console, writer)
-        report.go_on_from(start.attempts, start.losses(), start.tokens)
+        report.go_on_from(start.losses(), start.tokens)
         console.begin(start.applied)
 
     def progress(self) -> Progress:
@@ -118,6 +118,7 @@ class Trainer:
             self.runner.forward_backward(self._load(GlobalBatch(plan.next_new())))
             self.engine.probe_loss_scale()
         for stop in self._stops():
+            plan = self._take_size()
             while True:
                 # No attempt may pass a stop: a validation or save needs all outcomes, and the weights of update `stop`.
                 while plan.must_settle(until=0 if self._stop_reason else stop):
@@ -161,11 +162,26 @@ class Trainer:
                 return early if isinstance(early, GaveUpError) else error
         return early
 
+    def _take_size(self) -> BatchPlan:
+        """Return the plan with batches of the size that the next update has. At a border of the ramp it is another one,
+        as after a restart with another `global_batch_size`.
+        """
+        size = batch_size(self.config.training, self.batch_plan.applied)
+        if size != self.batch_plan.global_batch_size:
+            self.batch_plan = self.batch_plan.with_batches_of(size)
+            self.engine.set_grad_accum_steps(self.batches.count(size))
+            self.batches.loader.forget()
+            self.batches.prefetch(self.batch_plan.next_new())
+        return self.batch_plan
+
     def _stops(self) -> list[int]:
-        """Return the coming updates that are followed by a validation or a save. The last one ends the run."""
+        """Return the coming updates that are followed by a validation, a save or batches of another size. The last one
+        ends the run.
+        """
         steps = self.config.training.steps
         intervals = (self.config.training.eval_interval, *self._save_intervals)
         stops = {stop for interval in intervals if interval for stop in range(interval, steps, interval)}
+        stops |= {first for first, _ in self.config.training.batch_ramp if first < steps}
         return sorted(stop for stop in {*stops, steps} if stop >= self.batch_plan.applied)
 
     def _stops_for(self, update: int, interval: int) -> bool:
@@ -173,6 +189,7 @@ class Trainer:
 
     def _note(self, attempt: Attempt, result: StepResult) -> None:
         """Keep a step's result unread until the attempt is settled. Compare the ranks' copies if that is due."""
+        self.report.launched(self._tokens(attempt))
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination
@@ -200,7 +217,7 @@ class Trainer:
         # launched next is examined; with requeue and redo it tries the same batch again.
         self._last_overflowed = outcome.found_inf
         if fate is Fate.APPLIED:
-            self.report.add(outcome.loss)
+            self.report.add(outcome.loss, self._tokens(attempt))
             self.console.advance()
             if self.batch_plan.applied == self._first:
                 self.journal.tell("first_step")
@@ -254,9 +271,7 @@ class Trainer:
 
     def _log(self, update: int, outcome: Outcome) -> None:
         recorded, counts = self.recorded.row(outcome), self.recorded.counts(outcome)
-        metrics = self.report.metrics(
-            update, self.batch_plan.launched, outcome, self.overflows.count, scaled=self._scaled, device=self.device
-        )
+        metrics = self.report.metrics(update, outcome, self.overflows.count, scaled=self._scaled, device=self.device)
         steps, interval = self.config.training.steps, self.config.metrics.log_interval
         detailed = update in (1, steps) or update % (DETAILED_EVERY * interval) == 0
         self.console.line(format_lines(update, steps, metrics, detailed=detailed, counts=counts))
@@ -307,6 +322,9 @@ class Trainer:
             return None
         key = mix64(np.uint64(self.config.training.seed), np.array([samples[0].start], dtype=np.uint64))
         return int(mix64(key[0], np.array([tries], dtype=np.uint64))[0])
+
+    def _tokens(self, attempt: Attempt) -> int:
+        return num_samples(attempt.batch.samples) * self.config.model.seq_len
 
     def _is_examined(self, attempt: int) -> bool:
         return _is_due(attempt, self.config.metrics.precision_interval)

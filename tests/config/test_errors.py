@@ -436,6 +436,22 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     ),
     ({"training": {"global_batch_size": 2}}, "training.global_batch_size", "= 4", {"training": {}}),
     (
+        {"training": {"batch_ramp": [[0, 8], [5, 10], [9, 16]]}},
+        "training.batch_ramp[1][1]",
+        "got 10, must be a multiple of micro_batch_size 4; write batch_ramp[1][1] = 8 or 12",
+        {"training": {"batch_ramp": [[0, 8], [5, 12], [9, 16]]}},
+    ),
+    (
+        {"training": {"batch_ramp": [[0, 8]]}},
+        "training.global_batch_size",
+        "got 16, but the last size of batch_ramp is 8; write global_batch_size = 8",
+        {"training": {"batch_ramp": [[0, 8]], "global_batch_size": 8}},
+    ),
+    *(
+        ({"training": {"batch_ramp": ramp}}, "training.batch_ramp", "update 0 in its first pair", {})
+        for ramp in ([[1, 16]], [[0, 8], [0, 16]], [[0, 4], [9, 8], [5, 16]])
+    ),
+    (
         {"training": {"eval_interval": 5}, "data": {"valid": None}},
         "training.eval_interval",
         "write valid under [data], or eval_interval = 0",

@@ -51,13 +51,15 @@ def _spend(clock: Clock, now, name: str, seconds: float) -> None:
 
 def test_rates_and_shares_of_an_interval(now) -> None:
     clock = Clock(CPU)
-    report = IntervalReport(clock, tokens_per_step=100, updates=10, mfu_per_token_rate=0.001)
+    report = IntervalReport(clock, lambda update: 100 * (10 - update), mfu_per_token_rate=0.001)
     for name, seconds in (("data", 0.5), ("forward_backward", 6.0), ("exposed_reduce_scatter", 1.0), ("update", 2.0)):
         _spend(clock, now, name, seconds)
     now["s"] += 0.5
-    report.add(3.0)
-    report.add(1.0)
-    metrics = report.metrics(3, 4, OUTCOME, 1, scaled=True, device=CPU)
+    for _ in range(4):
+        report.launched(100)
+    report.add(3.0, 100)
+    report.add(1.0, 100)
+    metrics = report.metrics(3, OUTCOME, 1, scaled=True, device=CPU)
     assert metrics.tokens_per_s == pytest.approx(40.0)
     assert metrics.mfu == pytest.approx(0.04)
     assert metrics.eta_s == pytest.approx(17.5)  # 7 updates of 2.5 s
@@ -69,34 +71,38 @@ def test_rates_and_shares_of_an_interval(now) -> None:
 
 
 def test_tokens_are_counted_on_where_a_run_goes_on() -> None:
-    report = IntervalReport(Clock(CPU), tokens_per_step=100, updates=10, mfu_per_token_rate=None)
-    report.go_on_from(5, [], tokens=250)
-    report.add(3.0)
+    report = IntervalReport(Clock(CPU), lambda update: 0, mfu_per_token_rate=None)
+    report.go_on_from([], tokens=250)
+    report.add(3.0, 100)
     assert report.tokens == 350
 
 
 def test_a_validation_is_left_out_of_the_interval(now) -> None:
     clock = Clock(CPU)
-    report = IntervalReport(clock, tokens_per_step=100, updates=10, mfu_per_token_rate=None)
+    report = IntervalReport(clock, lambda update: 0, mfu_per_token_rate=None)
     _spend(clock, now, "forward_backward", 1.0)
     report.pause()
     _spend(clock, now, "exposed_all_gather", 50.0)
     report.resume()
     _spend(clock, now, "forward_backward", 1.0)
-    report.add(1.0)
-    metrics = report.metrics(2, 2, OUTCOME, 0, scaled=False, device=CPU)
+    report.launched(100)
+    report.launched(100)
+    report.add(1.0, 100)
+    metrics = report.metrics(2, OUTCOME, 0, scaled=False, device=CPU)
     assert metrics.tokens_per_s == pytest.approx(100.0)
     assert (metrics.forward_backward_share, metrics.all_gather_share) == (1.0, 0.0)
     assert (metrics.mfu, metrics.loss_scale) == (None, None)
 
 
 def test_two_lines_due_at_once_share_their_rates(now) -> None:
-    report = IntervalReport(Clock(CPU), tokens_per_step=100, updates=4, mfu_per_token_rate=None)
+    report = IntervalReport(Clock(CPU), lambda update: 0, mfu_per_token_rate=None)
+    for tokens in (50, 50, 150, 150):  # batches grow within the interval
+        report.launched(tokens)
     now["s"] += 2.0
     lines = []
     for update in (3, 4):
-        report.add(float(update))
-        lines.append(report.metrics(update, 4, OUTCOME, 0, scaled=False, device=CPU))
+        report.add(float(update), 150)
+        lines.append(report.metrics(update, OUTCOME, 0, scaled=False, device=CPU))
     assert [line.tokens_per_s for line in lines] == [200.0, 200.0]
     assert [line.loss for line in lines] == [3.0, 4.0]
 

@@ -1,0 +1,102 @@
+"""A ramp of the global batch in one run gives the numbers of a run that is started again with each size, on every
+layout and with overflows at the border; a run that is cut beside a border goes on as if it had not stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from megamix.config import Config
+from megamix.mixed_precision.step import StepProgress
+from megamix.run.batch_plan import BatchPlan, OnOverflow
+from tests.conftest import FULL
+from tests.train.jobs import (
+    Crash,
+    Record,
+    Sections,
+    attempts_recorded,
+    crash_contained,
+    run_on_ranks,
+    tiny_job,
+)
+from tests.train.outcome import differences, end_of
+
+RAMP = [[0, 4], [4, 8]]
+BEFORE, AT = 3, 5  # attempts that overflow: the last one in front of the border, and the first one behind it
+LAYOUTS: dict[str, tuple[int, Sections]] = {
+    "one rank": (1, {}),
+    "two ranks": (2, {"training": {"micro_batch_size": 1}}),
+    "four ranks": (4, {"training": {"micro_batch_size": 1}}),
+    "a pipeline": (2, {"parallelism": {"pp_size": 2}}),
+    "an interleaved pipeline": (
+        2, {"parallelism": {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}, "training": {"micro_batch_size": 1}},
+    ),
+    "owners add up": (2, {"parallelism": {"shard": "gradients", "accumulate": "owner"}}),
+    "parameters": (2, {"parallelism": {"shard": "parameters"}, "training": {"micro_batch_size": 1}}),
+}  # fmt: skip
+SOME = [("one rank", "requeue"), ("one rank", "redo"), ("one rank", "skip"), ("a pipeline", "requeue")]
+MORE = [(layout, on_overflow) for layout in LAYOUTS for on_overflow in get_args(OnOverflow)]
+
+
+def _job(folder: Path, tokens: Path, layout: str, on_overflow: str, training: dict[str, Any]) -> Config:
+    own: Sections = {
+        "model": {"dropout": 0.1, "num_layers": 4, "tie_embeddings": False},
+        "precision": {"on_overflow": on_overflow},
+        "training": {"steps": 8, "eval_interval": 2, "eval_batches": 1},
+        "checkpoint": {"save_interval": 4, "max_restarts": 100, "replica_check_interval": 3},
+        "metrics": {"tensorboard": False, "precision_interval": 3, "log_interval": 1},
+    }
+    return tiny_job(folder, own, LAYOUTS[layout][1], tokens=tokens, training=training)
+
+
+def _run(config: Config, crash_at: int | None = None) -> list[list[int]]:
+    """Run the job with its overflows, until it crashes before an attempt. Return the samples of each attempt."""
+    record = Record()
+
+    def crash(plan: BatchPlan) -> None:
+        if plan.launched == crash_at:
+            raise Crash
+
+    scaled = StepProgress.scaled
+
+    def overflowing(progress: StepProgress, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
+        bad = record.attempts[-1].number in (BEFORE, AT)
+        return scaled(progress, loss * math.inf if bad else loss, weight, counts=counts)
+
+    overflows = mock.patch.object(StepProgress, "scaled", overflowing)  # a pipeline's losses pass here, too
+    with crash_contained(), attempts_recorded(record, crash), overflows:
+        run_on_ranks(config)
+    return [[*range(part.start, part.stop)] for attempt in record.attempts for part in attempt.batch.samples]
+
+
+def _runs(run_ranks: Any, layout: str, legs: Sequence[tuple[Config, int | None]]) -> list[list[int]]:
+    """Run the legs of a run on the ranks of a layout. Return the samples of their attempts."""
+    ranks = LAYOUTS[layout][0]
+    return [
+        samples
+        for config, crash_at in legs
+        for samples in (_run(config, crash_at) if ranks == 1 else run_ranks(_run, ranks, config, crash_at)[0])
+    ]
+
+
+@pytest.mark.parametrize(("layout", "on_overflow"), MORE if FULL else SOME)
+def test_a_ramp_is_a_run_that_is_started_again_with_each_size(run_ranks, tmp_path, data, layout, on_overflow) -> None:
+    ramp = {"global_batch_size": 8, "batch_ramp": RAMP}
+    whole = _job(tmp_path / "whole", data, layout, on_overflow, ramp)
+    # Validation reads as many sequences in each leg: two batches of 4, or one of 8.
+    small = _job(tmp_path / "legs", data, layout, on_overflow, {"global_batch_size": 4, "eval_batches": 2})
+    large = _job(tmp_path / "legs", data, layout, on_overflow, {"global_batch_size": 8})
+    in_one = _runs(run_ranks, layout, [(whole, None)])
+    assert in_one == _runs(run_ranks, layout, [(small, AT), (large, None)])
+    assert differences(end_of(tmp_path / "whole"), end_of(tmp_path / "legs")) == []
+    for crash_at in (BEFORE + 1, AT, AT + 1) if FULL else (AT + 1,):
+        cut = _job(tmp_path / f"cut{crash_at}", data, layout, on_overflow, ramp)
+        _runs(run_ranks, layout, [(cut, crash_at), (cut, None)])
+        assert differences(end_of(tmp_path / "whole"), end_of(tmp_path / f"cut{crash_at}")) == []
