@@ -8,6 +8,7 @@ from megamix.checkpoint.checkpoints import Checkpoints as Checkpoints
 from megamix.comm.starters import start_ranks as start_ranks
 from megamix.comm.topology import Topology as Topology
 from megamix.mixed_precision.adamw import AdamW as AdamW
+from megamix.mixed_precision.average import WeightAverage as WeightAverage
 from megamix.mixed_precision.engine import ShardedEngine as ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale as HeadroomLossScale
 from megamix.mixed_precision.loss_scale import DeepSpeedLossScale as DeepSpeedLossScale

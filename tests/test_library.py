@@ -118,8 +118,8 @@ def _page(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tenso
     if dist.get_rank() == 0:  # alone, as the page says of evaluation
         units["model"](torch.arange(4))
     units["train"](units["engine"], steps=1)
-    average, model = (after["An average of the weights"][name] for name in ("average", "model"))
-    pairs = zip(average.module.parameters(), model.parameters(), strict=True)
+    mean, model = (after["An average of the weights"][name] for name in ("mean", "model"))
+    pairs = zip(mean.module.parameters(), model.parameters(), strict=True)
     gaps = [float((mean - weight).abs().max()) for mean, weight in pairs if mean.dtype == torch.float32]
     numbers = [
         float(after["Learning rates"]["result"].lr),

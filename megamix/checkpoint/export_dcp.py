@@ -1,6 +1,7 @@
 """The export of a checkpoint as a folder of torch.distributed.checkpoint (DCP): full tensors under torch's names.
 
-`model.NAME` holds the masters in FP32, under every name of a shared parameter, and the buffers.
+`model.NAME` holds the masters in FP32, under every name of a shared parameter, and the buffers. `average.NAME` holds
+their average, if the run kept one.
 `optimizer.state.NAME.STATE` holds the optimizer's states. Its `step` is the number of applied updates, as in torch's
 AdamW. A checkpoint does not hold the optimizer's settings (torch's `param_groups`); it holds the run's configuration.
 """
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import new_folder
-from megamix.checkpoint.manifest import BUFFER, MASTER, ParamRecord
+from megamix.checkpoint.manifest import AVERAGE, BUFFER, MASTER, ParamRecord
 from megamix.checkpoint.snapshot import DTYPES
 from megamix.checkpoint.verify import BoxReader, Checkpoint
 
@@ -83,6 +84,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _paths(param: ParamRecord, state: str) -> list[_Path]:
-    if state in (MASTER, BUFFER):
-        return [("model", name) for name in (param.name, *param.aliases)]
+    if state in (MASTER, BUFFER, AVERAGE):
+        table = AVERAGE if state == AVERAGE else "model"
+        return [(table, name) for name in (param.name, *param.aliases)]
     return [("optimizer", "state", param.name, state)]

@@ -16,7 +16,7 @@ from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import Files, checkpoints, damaged_name
 from megamix.checkpoint.frozen import fit_frozen
-from megamix.checkpoint.manifest import BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
+from megamix.checkpoint.manifest import AVERAGE, BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
 from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.verify import BoxReader, Check, Checkpoint, read_checkpoint
@@ -110,6 +110,8 @@ def load(
 ) -> None:
     """Set masters, optimizer states, counters, loss scale and half parameters. Every rank must call it.
 
+    An average of the weights that the checkpoint lacks starts from its masters; one that the engine does not keep is
+    dropped; the log says so.
     `anew`: accept a checkpoint of another optimizer. States that it lacks, or has in another dtype, become zero; the
     log says which. `frozen`: set the frozen parameters to the values that the folder keeps.
     Raises: ValueError naming what does not fit the engine, by kind, before anything is changed.
@@ -135,6 +137,7 @@ def load(
     # The line is about the whole model, so one rank writes it.
     if anew and not manifest.weights_only and all_or_none.rank == 0:
         _tell_of_new_states(manifest, engine)
+    _fit_average(manifest, engine, tells=all_or_none.rank == 0)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
     if not manifest.weights_only:
@@ -158,10 +161,25 @@ def _saved_parts(manifest: Manifest, engine: ShardedEngine) -> list[Part]:
 
 
 def _sets(manifest: Manifest, engine: ShardedEngine) -> Iterator[tuple[str, tuple[int, ...], StateSet, StateSet]]:
-    """Yield for each parameter and buffer: name, shape, the engine's states, and the checkpoint's states."""
+    """Yield for each parameter and buffer: name, shape, the engine's states, and the checkpoint's states. An average
+    that only one of them has is left out, because it is no misfit.
+    """
     saved = {param.name: manifest.states[param.state_set] for param in manifest.params}
     for spec, states in state_sets(engine):
-        yield spec.name, spec.full_shape, states, saved.get(spec.name, {})
+        held = saved.get(spec.name, {})
+        one_sided = {AVERAGE} & (states.keys() ^ held.keys())
+        own, other = ({one: kept[one] for one in kept if one not in one_sided} for kept in (states, held))
+        yield spec.name, spec.full_shape, own, other
+
+
+def _fit_average(manifest: Manifest, engine: ShardedEngine, *, tells: bool) -> None:
+    """Start the engine's average from the loaded masters if the checkpoint has none."""
+    is_saved, is_kept = any(AVERAGE in states for states in manifest.states), engine.average_decay is not None
+    if is_kept and not is_saved:
+        engine.begin_average()
+    if tells and is_kept != is_saved and not manifest.weights_only:
+        told = "starts from the masters: the checkpoint has none" if is_kept else "is dropped: none is kept from now on"
+        log.warning("the average of the weights %s", told)
 
 
 def _tell_of_new_states(manifest: Manifest, engine: ShardedEngine) -> None:

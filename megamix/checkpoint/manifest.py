@@ -92,6 +92,7 @@ StateSet = dict[_Name, Dtype]  # dtypes by name of the state
 # The state name of the weights. It equals update_slice.MASTER, whose module would import torch. The optimizer names the
 # other states.
 MASTER = "master"
+AVERAGE = "average"  # the state name of an average of the weights; likewise update_slice.AVERAGE
 BUFFER = "buffer"  # the only state name of a persistent buffer
 OF_BUFFER: StateSet = {BUFFER: "F32"}  # the states of a router's biases
 UNTRAINED: StateSet = {MASTER: "F32"}  # the states of a model that nobody has trained yet

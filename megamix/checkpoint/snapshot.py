@@ -17,7 +17,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megamix import tuned
 from megamix.checkpoint.boxes import Box, boxes_of_range
-from megamix.checkpoint.manifest import BUFFER, MASTER, Dtype, LayoutRecord, Manifest, ParamRecord, RunRecord, StateSet
+from megamix.checkpoint.manifest import (
+    AVERAGE,
+    BUFFER,
+    MASTER,
+    Dtype,
+    LayoutRecord,
+    Manifest,
+    ParamRecord,
+    RunRecord,
+    StateSet,
+)
 from megamix.mixed_precision.census import SAVED_DTYPES, Entry
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.optimizers import Optimizer
@@ -52,7 +62,8 @@ def state_set(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> StateS
 def state_sets(engine: ShardedEngine) -> list[tuple[Entry, StateSet]]:
     """Return everything that the whole model has to save: every parameter, then every buffer, each with its states."""
     entries, optimizer = engine.plan.entries, engine.optimizer
-    params = [(entry, state_set(optimizer, entry.name, entry.full_shape)) for entry in entries.params]
+    kept: StateSet = {} if engine.average_decay is None else {AVERAGE: "F32"}
+    params = [(entry, state_set(optimizer, entry.name, entry.full_shape) | kept) for entry in entries.params]
     return [*params, *((entry, {BUFFER: DTYPE_NAMES[entry.dtype]}) for entry in entries.buffers)]
 
 
@@ -68,7 +79,8 @@ def parts_of_range(param: str, state: str, block: Box, start: int, flat: Tensor)
 
 
 def owned_parts(engine: ShardedEngine) -> list[Part]:
-    """Return everything that this rank owns: views of its masters and optimizer states. The next step overwrites them.
+    """Return everything that this rank owns: views of its masters, their average and optimizer states. The next step
+    overwrites them.
 
     Raises: RuntimeError in the middle of a step.
     """

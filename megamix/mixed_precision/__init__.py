@@ -42,4 +42,5 @@ moving_buffers  running statistics, which a skipped step leaves as they were
 tallies        counts of a step over all ranks, and the vectors that they move
 examination    on demand: a close look at the same step
 engine         the conductor
+average        an average of the weights, which an evaluation reads in their place
 """

@@ -19,7 +19,7 @@ from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout, Gro
 from megamix.mixed_precision.row_stats import RowStats
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.storage import STORAGE, FreedParameter, Storage, allocate, free
-from megamix.mixed_precision.update_slice import MASTER, States, UpdateGroup, UpdateSlice
+from megamix.mixed_precision.update_slice import AVERAGE, MASTER, States, UpdateGroup, UpdateSlice
 
 log = logging.getLogger("megamix")
 
@@ -29,7 +29,7 @@ class OwnedRange(NamedTuple):
 
     spec: ParamSpec
     start: int
-    tensors: States  # views (n,): "master" in FP32, then the optimizer's states
+    tensors: States  # views (n,): "master" in FP32, "average" if one is kept, then the optimizer's states
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +56,7 @@ class BucketBytes:
     total: int  # 0: the bucket has no total
     master: int
     states: int
+    average: int  # 0: no average is kept
 
     @classmethod
     def count(
@@ -66,11 +67,12 @@ class BucketBytes:
         groups: Sequence[UpdateGroup],
         owner_adds: bool,
         shard: int | None,
+        averages: bool = False,
     ) -> BucketBytes:
         """Count bytes without tensors or ranks.
 
         `owner_adds`: the owner adds up a step's micro-batches. `shard`: the number of the rank's shard; None: the shard
-        with the most bytes of states, which is an upper bound for every rank.
+        with the most bytes of states, which is an upper bound for every rank. `averages`: an average is kept.
         """
         storage = STORAGE[sharding.shard]
         states = [
@@ -86,20 +88,21 @@ class BucketBytes:
             total=plan.shard_numel * torch.float32.itemsize if owner_adds else 0,
             master=plan.shard_numel * torch.float32.itemsize,
             states=max(states),
+            average=plan.shard_numel * torch.float32.itemsize if averages else 0,
         )
 
     def held(self) -> int:
         """Return the bytes of the buffers that have memory between steps."""
         params = 0 if self.storage.params_pass else self.params
         grads = 0 if self.storage.grads_pass else self.grads + self.total
-        return params + grads + self.master + self.states
+        return params + grads + self.master + self.states + self.average
 
     def passing(self) -> BucketBytes:
         """Return the buffers that have memory only while a step needs them; the others count 0."""
         params = self.params if self.storage.params_pass else 0
         if self.storage.grads_pass:
-            return replace(self, params=params, master=0, states=0)
-        return replace(self, params=params, grads=0, rank_sum=0, total=0, master=0, states=0)
+            return replace(self, params=params, master=0, states=0, average=0)
+        return replace(self, params=params, grads=0, rank_sum=0, total=0, master=0, states=0, average=0)
 
 
 class Bucket:
@@ -112,6 +115,7 @@ class Bucket:
     `total` FP32 (shard_numel,): the sum of `rank_sum` over micro-batches, if the owner adds them up; else None.
     `master` FP32 (shard_numel,): the master weights. `states`: for each span of `spans` the optimizer's states, in
     their own dtypes.
+    `average` FP32 (shard_numel,): the average of the masters, if one is kept; else None.
 
     `storage` says which of `params`, `grads`, `rank_sum` and `total` have memory only while a step needs them.
     """
@@ -156,6 +160,8 @@ class Bucket:
         self.piece_starts = np.array(borders[:-1], dtype=np.int64)  # first row of each piece
         self.master = torch.zeros(plan.shard_numel, dtype=torch.float32, device=device)
         self.states = [groups[span.group].new_states(span.end - span.start, device) for span in self.spans]
+        self.average: Tensor | None = None
+        self.shows_average = False  # True: the half parameters are casts of the average
         self.total: Tensor | None = None
         self.param_grads: dict[str, ParamGrad] = {}
         self.missing = 0  # number of gradients that are not ready
@@ -439,15 +445,36 @@ class Bucket:
         for piece in self.pieces:
             if piece.numel:
                 states = self.states_of(piece.start, piece.start + piece.numel)
-                yield OwnedRange(piece.spec, piece.first, {MASTER: self.master[piece.elements], **states})
+                kept = {} if self.average is None else {AVERAGE: self.average[piece.elements]}
+                yield OwnedRange(piece.spec, piece.first, {MASTER: self.master[piece.elements], **kept, **states})
 
-    def gather_master(self) -> Tensor:
-        """Return the master weights of all owners: FP32 (padded_numel,). All owners must call it."""
-        return self.owners.gather(self.master).view(-1)
+    def begin_average(self) -> None:
+        """Keep an average of the masters, which starts from their present values."""
+        if self.average is None:
+            self.average = torch.empty_like(self.master)
+            self.bytes = replace(self.bytes, average=self.average.nbytes)
+        self.average.copy_(self.master)
 
-    def cast_master(self) -> None:
-        """Overwrite this rank's half parameters with the casts of its masters."""
-        self.param_shard.copy_(self.master)
+    def move_average(self, share: float, found_inf: Tensor) -> None:
+        """Move the average by this share of its distance to the masters, unless `found_inf`, bool (), is set."""
+        assert self.average is not None
+        size = tuned.chunk(tuned.EQUATION_CHUNK, self.master.numel(), on_gpu=not self.master.is_cpu)
+        for average, master in zip(torch.split(self.average, size), torch.split(self.master, size), strict=True):
+            # The gate selects, as in an update: a share of 0 would turn -0 into 0, and inf into NaN.
+            torch.where(found_inf, average, torch.lerp(average, master, share), out=average)
+
+    @property
+    def shown(self) -> Tensor:
+        """Return the values whose casts the half parameters are: FP32 (shard_numel,)."""
+        return self.average if self.average is not None and self.shows_average else self.master
+
+    def gather_shown(self) -> Tensor:
+        """Return the shown values of all owners: FP32 (padded_numel,). All owners must call it."""
+        return self.owners.gather(self.shown).view(-1)
+
+    def cast_shown(self) -> None:
+        """Overwrite this rank's half parameters with the casts of its shown values."""
+        self.param_shard.copy_(self.shown)
 
     def launch_gather(self, number: int = 0, what: str = "") -> Pending:
         """Start sending this rank's shard to all owners and receiving their shards.

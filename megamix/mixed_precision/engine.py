@@ -123,6 +123,7 @@ class ShardedEngine:
         # A program may fill this tensor with a positive number on any rank. From the next step() on, `stop_requested`
         # is positive on every rank.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.average_decay: float | None = None  # None: no average is kept
 
     def _agree(
         self, layout: FlatLayout, census: Census, precision: Precision, sharding: Sharding, compile_update: bool
@@ -358,6 +359,9 @@ class ShardedEngine:
                     tallied = self._tallies.take()
                 for bucket in self._update.in_turn(self._gather.order, scalars):
                     self._gather.updated(bucket)
+                    if self.average_decay is not None:
+                        with self.clock.span("update"):
+                            bucket.move_average(1 - self.average_decay, stats.found_inf)
             self.applied_updates += ~stats.found_inf
             self.skipped_steps += stats.found_inf
             self.loss_scale.update_(stats.found_inf, stats.max_abs, scale_used)
@@ -434,23 +438,56 @@ class ShardedEngine:
         inside the block gathers nothing, so a single rank may run it. Writes inside the block are refused by the
         `step()` two steps later, or earlier if weights are handed out or saved.
         """
-        self._require_between_steps("whole_parameters()")
+        self._require_between_steps("whole_parameters()", reads=True)
         with self._gather.whole():
-            self._unseen_writes.asked = not self._kept_buckets
+            self._unseen_writes.asked |= not self._kept_buckets
             try:
                 yield
             finally:
                 if not self._kept_buckets:  # writes inside the block are lost with the memory, so compare now
                     self._unseen_writes.look(self.buckets)
 
+    def begin_average(self, decay: float | None = None) -> None:
+        """Let an average of the masters, kept from now on, start from their present values. Every rank must call it.
+
+        `decay`: the share of it that stays at each update; None: as it is.
+        """
+        self.average_decay = self.average_decay if decay is None else decay
+        for bucket in self.buckets:
+            bucket.begin_average()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Show the average of the masters in their place inside the block: see `WeightAverage.weights`."""
+        self._require_between_steps("WeightAverage.weights()", writes=True)
+        self.refuse_unseen_writes()
+        try:
+            self._show(average=True)
+            yield
+            self._guard.check()  # writes inside the block are lost with it
+            self._unseen_writes.look(self._kept_buckets)
+            self._unseen_writes.asked = True
+        finally:
+            self._show(average=False)
+
+    def _show(self, *, average: bool) -> None:
+        """Make the half parameters the casts of the average, or of the masters; return when all have arrived."""
+        self._gather.release_for_write()
+        self.progress.shows_average = average
+        for bucket in self.buckets:
+            bucket.shows_average = average
+        self._publish()
+        self._gather.wait_all()
+
     def full_weights(self) -> dict[str, Tensor]:
         """Return the module's state dict on the host, with trained weights in FP32. Every rank must call it."""
-        self._require_between_steps("full_weights()")
+        self._require_between_steps("full_weights()", reads=True)
         self.refuse_unseen_writes()
         return full_weights(self.module, self.buckets, self.plan.entries, self._links)
 
     def load_weights(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.
+        """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay, and an
+        average of the weights starts anew.
 
         Give full FP32 weights under the module's own names, the same on every rank.
         Raises: ValueError, before anything is changed, naming the first missing, unknown and misshapen entries, or a
@@ -458,6 +495,8 @@ class ShardedEngine:
         """
         self._require_between_steps("load_weights()", writes=True)
         load_weights(state_dict, self.module, self.buckets, self.plan.entries)
+        if self.average_decay is not None:
+            self.begin_average()
         self._unseen_writes.forget()
         self._guard.note_written()
 
@@ -470,6 +509,7 @@ class ShardedEngine:
             "rank": self.topology.world.rank,
             "master": [bucket.master.clone() for bucket in self.buckets],
             "states": [state.clone() for state in self._states()],
+            "average": [average.clone() for average in self._averages()],
             "applied_updates": self.applied_updates.clone(),
             "skipped_steps": self.skipped_steps.clone(),
             "loss_scale": self.loss_scale.state_dict(),
@@ -478,14 +518,19 @@ class ShardedEngine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict` of the same rank and the same layout. Every rank must call it.
 
-        Masters, states, counters and the loss scale are replaced; lr and all other settings stay this engine's own.
+        Masters, states, counters and the loss scale are replaced; lr and all other settings stay this engine's own. An
+        average that the state lacks starts from its masters; one that this engine does not keep is dropped.
         Raises: ValueError, before anything is changed, if the layout (with the optimizer's groups), the names of the
         optimizer's states, the loss scale's rule or the rank differ.
         """
         self._require_between_steps("load_state_dict()", writes=True)
         refusals.require_own_state(state, self.plan.fingerprint, self.topology.world.rank)
         masters = [bucket.master for bucket in self.buckets]
-        torch._foreach_copy_([*masters, *self._states()], [*state["master"], *state["states"]])  # checks all first
+        averages = state.get("average") or state["master"]
+        torch._foreach_copy_(  # checks all first
+            [*masters, *self._states(), *self._averages()],
+            [*state["master"], *state["states"], *averages[: len(self._averages())]],
+        )
         self.publish_masters()
         self.applied_updates.copy_(state["applied_updates"])
         self.skipped_steps.copy_(state["skipped_steps"])
@@ -494,19 +539,27 @@ class ShardedEngine:
     def _states(self) -> list[Tensor]:
         return [state for bucket in self.buckets for states in bucket.states for state in states.values()]
 
+    def _averages(self) -> list[Tensor]:
+        return [bucket.average for bucket in self.buckets if bucket.average is not None]
+
     def owned_ranges(self) -> list[OwnedRange]:
-        """Return views of this rank's masters and states. A caller that writes to them calls `publish_masters` then."""
+        """Return views of this rank's masters, their average if one is kept, and states. A caller that writes to them
+        calls `publish_masters` then.
+        """
         self._require_between_steps("owned_ranges()")
         return [owned for bucket in self.buckets for owned in bucket.owned_ranges()]
 
     def publish_masters(self) -> None:
         """Cast all masters, which the caller has written, to half parameters on every rank. Every rank must call it."""
         self._require_between_steps("publish_masters()", writes=True)
+        self._publish()
+        self._unseen_writes.forget()
+
+    def _publish(self) -> None:
         for bucket in self._gather.order:
             if not bucket.storage.params_pass:  # otherwise the next gather casts
-                bucket.cast_master()
+                bucket.cast_shown()
                 self._gather.updated(bucket)
-        self._unseen_writes.forget()
         self._guard.note_written()
 
     def refuse_unseen_writes(self, on_every_rank: bool = True) -> None:
@@ -523,8 +576,8 @@ class ShardedEngine:
         """Raise RuntimeError if the module's parameters are no longer as the engine has left them."""
         self._guard.check()
 
-    def _require_between_steps(self, call: str, writes: bool = False) -> None:
-        self.progress.require_empty(call, "right after step()")
+    def _require_between_steps(self, call: str, writes: bool = False, reads: bool = False) -> None:
+        self.progress.require_empty(call, "right after step()", reads=reads)
         self._guard.check()
         if writes:
             self._release_for_write(call)

@@ -25,6 +25,7 @@ from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import GroupSpan
 from megamix.mixed_precision.observer import GRADIENT, StepObserver
 from megamix.mixed_precision.update_slice import (
+    AVERAGE,
     MASTER,
     Kernel,
     States,
@@ -41,7 +42,7 @@ log = logging.getLogger("megamix")
 
 # No state may have one of these names: they stand beside the states' names in checkpoints, in exports and in
 # `megamix verify`.
-TAKEN_NAMES = (MASTER, "buffer", "direction", "gradient", "step")
+TAKEN_NAMES = (MASTER, AVERAGE, "buffer", "direction", "gradient", "step")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

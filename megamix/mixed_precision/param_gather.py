@@ -128,8 +128,8 @@ class ParamGather:
         if not self._told_of_copy:
             log.warning(
                 "the module was copied in %s. The copy is fit for evaluation. An average of weights (EMA, "
-                "AveragedModel) in this dtype would lose every change below its rounding: for an average, copy the "
-                "module before the engine is built, or call .float() on the copy",
+                "AveragedModel) in this dtype would lose every change below its rounding: for an average make a "
+                "megamix.WeightAverage(engine, decay), or call .float() on the copy",
                 self._buckets[0].params.dtype,
             )
         self._told_of_copy = True

@@ -108,6 +108,7 @@ class StepProgress(Listener):
         self.grad_accum_steps, self._num_parts = grad_accum_steps, num_parts
         self.micro_batches, self._ended = 0, False
         self.examined = False  # True: this step is examined, or the next one will be
+        self.shows_average = False  # True: the half parameters are casts of the average, for reads alone
         self.scale_used = torch.ones((), dtype=torch.float32, device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -117,8 +118,9 @@ class StepProgress(Listener):
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
         """Run one call that continues the step; refuse others inside the block, by other threads or by hooks. Raises:
-        RuntimeError if a call is under way already.
+        RuntimeError if a call is under way already, or the average is shown.
         """
+        self._refuse_average(call)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 f"{call} is called while a backward or step of the same engine is under way, in another thread or "
@@ -142,9 +144,21 @@ class StepProgress(Listener):
                 "to end a step with fewer, call backward(loss, last=True)"
             )
 
-    def require_empty(self, call: str, when: str) -> None:
+    def require_empty(self, call: str, when: str, *, reads: bool = False) -> None:
+        """Refuse a call in the middle of a step and, unless it `reads` the parameters that are shown, one while these
+        are averages. Raises: RuntimeError.
+        """
+        if not reads:
+            self._refuse_average(call)
         if self.micro_batches:
             raise RuntimeError(f"{call} after {self.micro_batches} backward() calls of a step; call it {when}")
+
+    def _refuse_average(self, call: str) -> None:
+        if self.shows_average:
+            raise RuntimeError(
+                f"{call} inside WeightAverage.weights(), where weights are only read: end the block first, which "
+                "brings the trained weights back"
+            )
 
     def require_room(self, micro_batches: int) -> None:
         """Refuse micro-batches that the step has no room for. Raises: RuntimeError."""

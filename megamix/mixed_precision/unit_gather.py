@@ -386,7 +386,7 @@ class UnitGather:
         self._live[unit] = None
         for bucket in unit.buckets:
             bucket.allocate_params()
-            bucket.cast_master()
+            bucket.cast_shown()
             pending = bucket.launch_gather(self._number(bucket.place), _gathering(unit))
             for observer in self._observers:
                 observer.on_transfer("all_gather", bucket, pending)

@@ -1,5 +1,5 @@
 """The search for writes that no version counter sees, such as writes through `param.data`: a rank's own half parameters
-must be, bit for bit, the casts of its masters.
+must be, bit for bit, the casts of its masters, or of their average where that is shown.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class UnseenWrites:
         """Compare these buckets, which must have memory, and keep the first parameter that differs in `found`."""
         for one in buckets:
             self._looked = True
-            half, master = one.param_shard, one.master
+            half, master = one.param_shard, one.shown
             size = tuned.HASH_CHUNK if half.is_cpu else tuned.HASH_CHUNK_GPU
             both = zip(torch.split(half, size), torch.split(master, size), strict=True)
             rows = torch.cat([_rows_that_differ(*pair) for pair in both]).float()

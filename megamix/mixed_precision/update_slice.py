@@ -13,6 +13,7 @@ from torch import Tensor
 from megamix.mixed_precision.flat_layout import ROW
 
 MASTER = "master"  # key of the master weights among a parameter's states
+AVERAGE = "average"  # likewise of their average, if one is kept
 
 Tensors = tuple[Tensor, ...]
 States = dict[str, Tensor]  # by name of the state

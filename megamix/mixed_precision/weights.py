@@ -42,11 +42,11 @@ def put_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
 
 def full_weights(model: nn.Module, buckets: Sequence[Bucket], entries: Entries, links: Links) -> dict[str, Tensor]:
     """Return the state dict of the model that all ranks train, copied to the host. Trained weights are in FP32, from
-    every rank's masters. `entries`: parameters and buffers of the whole model.
+    every rank's masters, or from their average where it is shown. `entries`: parameters and buffers of the whole model.
     """
     trained: dict[str, Tensor] = {}
     for bucket in buckets:
-        flat = bucket.gather_master()
+        flat = bucket.gather_shown()
         for slot in bucket.plan.slots:
             value = _whole(flat[slot.start : slot.end], slot.spec, links).to("cpu", copy=True)
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)

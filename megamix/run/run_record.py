@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 
 from megamix.builders.data import token_prefixes
 from megamix.builders.objects import build_loss_scale, build_optimizer
-from megamix.checkpoint.manifest import BUFFER, Count, Manifest, states_text
+from megamix.checkpoint.manifest import AVERAGE, BUFFER, Count, Manifest, StateSet, states_text
 from megamix.checkpoint.snapshot import state_set
 from megamix.config import Config, ConfigError, DecoderConfig
 from megamix.config.problems import short
@@ -102,7 +102,7 @@ def check_states(path: Path, manifest: Manifest, config: Config) -> None:
     try:
         optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
         sets = [
-            (param.name, manifest.states[param.state_set], state_set(optimizer, param.name, param.shape))
+            (param.name, _but_average(manifest.states[param.state_set]), state_set(optimizer, param.name, param.shape))
             for param in manifest.params
             if BUFFER not in manifest.states[param.state_set]
         ]
@@ -117,6 +117,10 @@ def check_states(path: Path, manifest: Manifest, config: Config) -> None:
             "weights, with another checkpoint.folder and this path as checkpoint.resume"
         )
         raise ConfigError([problem], "job")
+
+
+def _but_average(states: StateSet) -> StateSet:
+    return {state: dtype for state, dtype in states.items() if state != AVERAGE}
 
 
 def saved_config(manifest: Manifest) -> Config:

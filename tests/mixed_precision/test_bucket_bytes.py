@@ -1,5 +1,6 @@
 """A bucket counts exactly the bytes behind its tensors, on two ranks and on one: for each format of gradients and sums,
-each `shard`, sums at the owner, and groups with different states; FP32 stays FP32 whatever torch's default dtype is.
+each `shard`, sums at the owner, groups with different states, and an average; FP32 stays FP32 whatever torch's default
+dtype is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamix import AdamW, Muon, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix import AdamW, Muon, Precision, ShardedEngine, Sharding, StaticLossScale, WeightAverage
 from megamix.mixed_precision.bucket import Bucket, BucketBytes
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
 from megamix.mixed_precision.storage import allocate
@@ -36,6 +37,7 @@ def _buffers(bucket: Bucket) -> dict[str, list[Tensor]]:
         "total": [] if bucket.total is None else [bucket.total],
         "master": [bucket.master],
         "states": [state for states in bucket.states for state in states.values()],
+        "average": [] if bucket.average is None else [bucket.average],
     }
 
 
@@ -54,6 +56,8 @@ def _told_and_measured() -> list[tuple[object, dict[str, int], dict[str, int]]]:
         engine = ShardedEngine(
             model, OPTIMIZERS[optimizer], FORMATS[precision], sharding, grad_accum_steps=2, compile_update=False
         )
+        if optimizer == "bf16 states":
+            WeightAverage(engine, 0.9)
         assert len(engine.buckets) > 2
         for bucket in engine.buckets:
             buffers = _buffers(bucket)
@@ -102,7 +106,7 @@ def test_bytes_by_hand() -> None:
         told = BucketBytes.count(
             plan, FORMATS["bf16, FP32 sums"], Sharding(shard=shard), groups, owner_adds=False, shard=0
         )
-        assert astuple(told)[2:] == (2 * padded, 2 * padded, rank_sum, 0, 4 * padded // 2, 6 * padded // 2)
+        assert astuple(told)[2:] == (2 * padded, 2 * padded, rank_sum, 0, 4 * padded // 2, 6 * padded // 2, 0)
 
 
 def test_states_that_not_all_groups_have_take_only_their_own_bytes() -> None:
