@@ -1,4 +1,4 @@
-"""Memory of a job, counted before anything is launched, and compared with measured memory.
+"""Memory and time of a job, before anything is launched, and memory compared with measured memory.
 
 memory_plan      memory of a rank: bytes held, and the peak of each phase
 engine_memory    bytes that an engine holds, and that each stage needs on top
@@ -11,4 +11,12 @@ limits           limits from flags
 advice           changes for a job that does not fit
 report           the table, and whether it fits
 command          the verb
+
+time_work        the work of a step, as the time model reads it
+time_job         the work of a configured job
+time_hardware    rates of machines, from `hardware/*.toml`
+time_constants   constants of the time model
+time_model       time of a step from its parts
+time_band        how far a predicted time may be off
+ridge            least squares with priors, by which the constants were fitted
 """

@@ -1,0 +1,27 @@
+"""How far a predicted step time may be off."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from megamix.tools.plan.time_constants import FittedConstants
+from megamix.tools.plan.time_hardware import Hardware
+from megamix.tools.plan.time_model import step_time
+from megamix.tools.plan.time_work import TimedJob
+
+NINETY = 1.645  # standard deviations on each side that hold 90 % of a normal distribution
+ROW_ERROR = 0.035  # what is left of rows of a program that was fitted
+UNSEEN_ERROR = 0.5  # of parts that no measured row has: context and expert parallelism
+UNPROVEN_ERROR = 0.1  # of machines without measured rows
+
+
+def time_band(job: TimedJob, hardware: Hardware, constants: FittedConstants) -> float:
+    """Return the relative half-width of the band that holds 90 % of the steps that a job like `job` will take."""
+    time = step_time(job, hardware, constants.values)
+    variance = ROW_ERROR**2 + (0 if hardware.proven else UNPROVEN_ERROR**2)
+    variance += (UNSEEN_ERROR * (time.parts["cp"] + time.parts["ep"]) / time.seconds) ** 2
+    for name, error in constants.errors.items():
+        moved = replace(constants.values, **{name: getattr(constants.values, name) * (1 + error)})
+        variance += math.log(step_time(job, hardware, moved).seconds / time.seconds) ** 2
+    return NINETY * math.sqrt(variance)

@@ -1,0 +1,40 @@
+"""Rates of a machine: one TOML file for each kind, in `hardware/`."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("hardware")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Rates of one device and of its links, in operations and bytes per second."""
+
+    dense_flops: float  # peak of FP16 and BF16 products
+    fp8_flops: float | None = None
+    power_share: float = 1.0  # of the peak's clock that the power limit allows
+    units: int  # multiprocessors
+    memory_bytes: float
+    memory_bytes_per_s: float  # rate of a copy, read and write together
+    node_size: int  # devices
+    link_bytes_per_s: float  # of one device within a node, for ring collectives
+    node_bytes_per_s: float  # of all network adapters of a node together
+    attention_forward: float  # share of dense_flops of the causal kernel, on long sequences and heads of 128
+    attention_backward: float
+    host_overlaps: bool  # whether the host works ahead of the device; a CPU is its own host
+    proven: bool  # whether measured rows of this machine exist
+
+
+def load_hardware(name: str, folder: Path = FOLDER) -> Hardware:
+    """Return the rates in the file `name`.toml.
+
+    Raises: ValueError if there is no such file.
+    """
+    path = folder / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in folder.glob("*.toml")))
+        raise ValueError(f'hardware: got "{name}", known are {known}; write one of them')
+    return Hardware(**tomllib.loads(path.read_text(encoding="utf-8")))

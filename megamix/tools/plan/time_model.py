@@ -1,0 +1,316 @@
+"""Time of a step from its parts: pure arithmetic over a job's work, a machine's rates and a few constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+from megamix.tools.plan.time_constants import TimeConstants
+from megamix.tools.plan.time_hardware import Hardware
+from megamix.tools.plan.time_work import TimedJob
+
+TILE_ROWS, TILE_COLUMNS = 128, 256  # of a product, on one multiprocessor
+LAUNCH_S = 3e-6  # between two kernels of a product
+# Sequence at which a causal kernel has half its rate: published curves of FlashAttention-2 on H100 follow it.
+HALF_RATE_SEQ = 600
+NEWTON_SCHULZ_STEPS = 5
+SHORT_HOP_S = 1e-6  # between two GPUs of a node
+# The host's own time in an engine, measured on two cores (docs/benchmarks.md): a parameter of a step and of a further
+# micro-batch, a gather of a unit. A layer's launches are an estimate: no host of a GPU was measured.
+HOST_TENSOR_S, HOST_AGAIN_S, HOST_GATHER_S, HOST_LAYER_S = 20e-6, 8e-6, 2.4e-4, 5e-4
+
+
+class BetweenProducts(NamedTuple):
+    """Bytes that operations between products read and write, an element; forward, then backward."""
+
+    norm: tuple[float, float]
+    residual: tuple[float, float]
+    activation: tuple[float, float]
+    gate: tuple[float, float]
+    rotation: tuple[float, float]
+    addition: float  # of gradients of one input from several products, each
+    logit: float  # forward and backward together
+
+
+BETWEEN = {
+    "compiled": BetweenProducts((8, 8), (0, 0), (4, 6), (6, 10), (4, 4), 0, 16),
+    "fused": BetweenProducts((4, 6), (6, 6), (4, 6), (10, 18), (8, 8), 6, 24),
+    "eager": BetweenProducts((36, 54), (6, 6), (4, 6), (10, 18), (20, 20), 6, 28),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step.
+
+    parts: products, attention, between (operations between products), recompute; tp, dp, cp, ep (communication that
+    computing does not hide); bubble (a pipeline rank's wait for the others, and its transfers); update; host (the
+    device's wait for it); fixed.
+    """
+
+    parts: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    def tokens_per_s(self, job: TimedJob) -> float:
+        """Return the tokens that one device computes in a second."""
+        return job.step_tokens / self.seconds / job.gpus
+
+    def mfu(self, job: TimedJob, hardware: Hardware) -> float:
+        """Return the share of the dense peak that the model's own operations take."""
+        return self.tokens_per_s(job) * job.token_flops / hardware.dense_flops
+
+
+class Passes(NamedTuple):
+    """Seconds of a forward, of the gradients of inputs, and of the gradients of weights."""
+
+    forward: float
+    inputs: float
+    weights: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.inputs + self.weights
+
+
+def step_time(job: TimedJob, hardware: Hardware, constants: TimeConstants) -> StepTime:
+    """Return the time of a step of `job`."""
+    return _Step(job, hardware, constants).time()
+
+
+class _Step:
+    def __init__(self, job: TimedJob, hardware: Hardware, constants: TimeConstants) -> None:
+        self.job = job
+        self.shape = job.shape
+        self.hardware = hardware
+        self.constants = constants
+        self.tokens = job.micro_batch * job.seq / job.cp
+        self.flops = hardware.dense_flops * hardware.power_share
+
+    def time(self) -> StepTime:
+        job = self.job
+        layers = self.shape.layers / job.pp
+        products = Passes(*(layers * seconds for seconds in self._layer_products()))
+        head = self._head_products()
+        attention = Passes(*(layers * seconds for seconds in self._attention()))
+        forward_between, backward_between = (layers * seconds for seconds in self._between())
+        logits = self._traffic_s(self.tokens / job.tp * self.shape.vocab * BETWEEN[job.kernels].logit)
+        cast = self._traffic_s(job.traffic.cast_bytes * self._stage_parameters * (3 + job.recompute.products))
+        again = self._again(products, attention, forward_between)
+        tp, cp, ep = (layers * seconds for seconds in (self._tp(), self._cp(), self._ep()))
+        count = job.micro_batches
+        forward = products.forward + attention.forward + forward_between
+        work = products.total + attention.total + forward_between + backward_between + again + tp + cp + ep
+        last = work + head.total + logits
+        parts = {
+            "products": count * (products.total + head.total),
+            "attention": count * attention.total,
+            "between": count * (forward_between + backward_between + logits + cast),
+            "recompute": count * again,
+            "tp": count * tp,
+            "bubble": self._bubble(work, products.weights) + self._transfers(),
+            "dp": self._dp(last, forward),
+            "cp": count * cp,
+            "ep": count * ep,
+            "update": self._update(),
+        }
+        parts["host"] = self._host(sum(parts.values()))
+        own = self.constants.own
+        return StepTime({name: own * part for name, part in parts.items()} | {"fixed": self.constants.step_s})
+
+    @property
+    def _stage_parameters(self) -> float:
+        """Elements of one rank's part of the model, before data parallelism divides it."""
+        shape, job = self.shape, self.job
+        experts = 0.0
+        if shape.experts is not None:
+            matrices = shape.hidden * (3 if shape.gated else 2)
+            experts = shape.expert_layers * matrices * shape.experts.count * shape.experts.ffn
+        return (shape.parameters - experts + experts / job.ep) / (job.tp * job.pp)
+
+    def _product(self, rows: float, columns: float, inner: float) -> float:
+        """Return the seconds of a product (rows, inner) x (inner, columns)."""
+        waves = ceil(rows / TILE_ROWS) * ceil(columns / TILE_COLUMNS) / self.hardware.units
+        fill = waves / ceil(waves)
+        rate = self.flops * self.constants.product_rate * fill * inner / (inner + self.constants.half_inner)
+        moved = 2 * (rows * inner + inner * columns + rows * columns)
+        return max(2 * rows * columns * inner / rate, moved / self.hardware.memory_bytes_per_s) + LAUNCH_S
+
+    def _passes(self, rows: float, columns: float, inner: float) -> Passes:
+        """Return the seconds of a weight (inner, columns) over `rows` tokens."""
+        return Passes(
+            self._product(rows, columns, inner),
+            self._product(rows, inner, columns),
+            self._product(inner, columns, rows),
+        )
+
+    def _layer_products(self) -> Passes:
+        shape, job, tokens = self.shape, self.job, self.tokens
+        query, key = shape.attention_width / job.tp, shape.kv_heads * shape.head_dim / job.tp
+        projections = [query + 2 * key] if shape.fused_projections else [query, key, key]
+        passes = [self._passes(tokens, columns, shape.hidden) for columns in projections]
+        passes.append(self._passes(tokens, shape.hidden, query))
+        share = shape.expert_layers / shape.layers
+        if share < 1:
+            passes += _scaled(self._feed_forward(tokens, shape.ffn / job.tp), 1 - share)
+        if (experts := shape.experts) is not None:
+            # Tokens of each expert fill whole tiles; ranks of ep hold other experts and as many tokens.
+            each = tokens * experts.top_k * job.ep / experts.count
+            filled = tokens * experts.top_k * ceil(each / TILE_ROWS) * TILE_ROWS / each
+            passes += _scaled(self._feed_forward(filled, experts.ffn / job.tp), share)
+            if experts.shared_ffn:
+                passes += _scaled(self._feed_forward(tokens, experts.shared_ffn / job.tp), share)
+        return _sum(passes)
+
+    def _feed_forward(self, tokens: float, inner: float) -> list[Passes]:
+        first = self._passes(tokens, inner, self.shape.hidden)
+        last = self._passes(tokens, self.shape.hidden, inner)
+        return [first, first, last] if self.shape.gated else [first, last]
+
+    def _head_products(self) -> Passes:
+        return self._passes(self.tokens, self.shape.vocab / self.job.tp, self.shape.hidden)
+
+    def _attention(self) -> Passes:
+        """Return the seconds of a layer's scores and weighted sums, which have no weights."""
+        shape, job = self.shape, self.job
+        operations = 2 * self.tokens * job.keys * shape.attention_width / job.tp  # the causal half of 4
+        short = job.seq / (job.seq + HALF_RATE_SEQ)
+        narrow = min(1.0, 1.25 * shape.head_dim / (shape.head_dim + 32))
+        rate = self.flops * self.constants.attention_rate * short * narrow
+        return Passes(
+            operations / (rate * self.hardware.attention_forward),
+            2.5 * operations / (rate * self.hardware.attention_backward),
+            0.0,
+        )
+
+    def _between(self) -> tuple[float, float]:
+        """Return the seconds of a layer's operations between products: forward, backward."""
+        shape, job, cost = self.shape, self.job, BETWEEN[self.job.kernels]
+        query, key = shape.attention_width, shape.kv_heads * shape.head_dim
+        inner = shape.active_inner
+        summed = (0 if shape.fused_projections else 2) + (1 if shape.gated else 0)
+        middle = cost.gate if shape.gated else cost.activation
+        moved = []
+        for way in (0, 1):
+            bytes_ = shape.hidden * (shape.norms * cost.norm[way] + 2 * cost.residual[way]) + inner * middle[way]
+            bytes_ += (query + key) * cost.rotation[way] if shape.rotary else 0
+            bytes_ += summed * cost.addition * shape.hidden if way else 0
+            moved.append(self._traffic_s(bytes_ * self.tokens / job.tp))
+        return moved[0], moved[1]
+
+    def _traffic_s(self, moved: float) -> float:
+        return self.constants.traffic * moved / self.hardware.memory_bytes_per_s
+
+    def _again(self, products: Passes, attention: Passes, between: float) -> float:
+        shape, job, share = self.shape, self.job, self.job.recompute
+        layers = shape.layers / job.pp
+        last = 0.0 if shape.experts else layers * self._product(self.tokens, shape.hidden, shape.ffn / job.tp)
+        communication = 3 / 8 * layers * self._tp()  # three of forward's four gathers and scatters
+        repeated = share.products * (products.forward - last + communication)
+        return repeated + share.attention * attention.forward + share.between * between
+
+    def _link(self, ranks_apart: int, ranks: int) -> float:
+        """Return the bytes per second of one rank in a ring over `ranks`, `ranks_apart` devices from each other."""
+        size = self.hardware.node_size
+        if ranks_apart * ranks <= size:
+            return self.hardware.link_bytes_per_s
+        in_node = max(1, size // ranks_apart)
+        return min(self.hardware.link_bytes_per_s, self.hardware.node_bytes_per_s / size * in_node)
+
+    def _tp(self) -> float:
+        """Return the exposed seconds of a layer's gathers and scatters: four in forward, four in backward."""
+        job = self.job
+        if job.tp == 1:
+            return 0.0
+        sent = 2 * self.tokens * self.shape.hidden * (job.tp - 1) / job.tp / self._link(1, job.tp)
+        exposed = self.constants.tp_exposed * (self.constants.tp_overlapped if job.tp_overlap else 1)
+        return 8 * (exposed * sent + (job.tp - 1) * SHORT_HOP_S)
+
+    def _cp(self) -> float:
+        """Return the seconds of a layer's exchange of positions, none of it hidden."""
+        shape, job = self.shape, self.job
+        if job.cp == 1:
+            return 0.0
+        key = shape.kv_heads * shape.head_dim / job.tp
+        link, share = self._link(job.tp, job.cp), (job.cp - 1) / job.cp
+        if job.cp_heads:  # queries, keys, values and results travel, forward and backward
+            moved = 4 * self.tokens * (shape.attention_width / job.tp + key) * 2 * share
+        else:  # keys and values are gathered, and their gradients are scattered; backward gathers again
+            moved = 3 * self.tokens * job.cp * 2 * key * 2 * share
+        return moved / link
+
+    def _ep(self) -> float:
+        """Return the seconds of a layer's exchange of tokens: there and back, forward and backward."""
+        shape, job = self.shape, self.job
+        if job.ep == 1 or shape.experts is None:
+            return 0.0
+        sent = 4 * self.tokens * shape.experts.top_k * shape.hidden * 2 * (job.ep - 1) / job.ep
+        link = self._link(job.tp * job.cp, job.ep)
+        return shape.expert_layers / shape.layers * sent / link
+
+    def _bubble(self, work: float, weights: float) -> float:
+        """Return the seconds that a pipeline rank waits for others at a step's beginning and end."""
+        job = self.job
+        waits = (job.pp - 1) / job.stages
+        if job.schedule == "interleaved_zero_bubble":  # gradients of weights fill a part
+            return waits * max(0.0, work - 2 * weights)
+        if job.schedule == "zbv_zero_bubble":
+            return waits * max(0.0, work - 3 * weights)
+        return waits * work
+
+    def _transfers(self) -> float:
+        """Return the exposed seconds of what pipeline ranks send each other."""
+        job = self.job
+        if job.pp == 1:
+            return 0.0
+        sent = 2 * job.stages * job.micro_batches * 2 * self.tokens * self.shape.hidden / job.tp
+        return self.constants.dp_exposed * sent / self._link(job.gpus // job.pp, job.pp)
+
+    def _dp(self, micro_batch: float, forward: float) -> float:
+        """Return the exposed seconds of gathers and reductions. They slow the computing that hides them."""
+        job, traffic = self.job, self.job.traffic
+        apart, ranks = job.tp, job.dp * job.cp
+        elements = self._stage_parameters
+        sent = elements * (traffic.gathers * traffic.gather_bytes + traffic.reductions * traffic.reduce_bytes)
+        seconds = sent * (ranks - 1) / ranks / self._link(apart, ranks)
+        hops = (traffic.gathers + traffic.reductions) * traffic.pieces * (ranks - 1)
+        hop = self.constants.hop_s if apart * ranks > self.hardware.node_size else SHORT_HOP_S
+        if job.replicas > 1:  # each rank's shard of the gradients is added up over the replicas
+            between = 2 * elements / ranks * traffic.reduce_bytes * (job.replicas - 1) / job.replicas
+            seconds += between / self._link(apart * ranks, job.replicas)
+            hops += 2 * traffic.pieces * (job.replicas - 1)
+            hop = self.constants.hop_s
+        window = micro_batch * traffic.hidden_by
+        return self.constants.dp_exposed * seconds + max(0.0, seconds - window) + hops * hop
+
+    def _update(self) -> float:
+        job, shape = self.job, self.shape
+        owned = shape.parameters / (job.tp * job.pp * job.dp * job.cp)
+        seconds = owned * job.traffic.update_bytes / self.hardware.memory_bytes_per_s
+        if job.muon:  # X X^T, its square and their product with X, on the rank that owns the matrix
+            width = shape.hidden
+            operations = NEWTON_SCHULZ_STEPS * (4 * width + 2 * width) * owned
+            seconds += operations / (self.flops * self.constants.product_rate)
+        return seconds
+
+    def _host(self, device: float) -> float:
+        """Return the seconds that the device waits for the host."""
+        job, tensors = self.job, self.shape.tensors / self.job.pp
+        seconds = tensors * (HOST_TENSOR_S + (job.micro_batches - 1) * HOST_AGAIN_S)
+        if job.traffic.gathers > 1:
+            seconds += job.traffic.gathers * job.traffic.pieces * HOST_GATHER_S
+        if not self.hardware.host_overlaps:  # a layer's launches are a part of its products' time there
+            return seconds
+        seconds += job.micro_batches * self.shape.layers / job.pp * HOST_LAYER_S
+        return max(0.0, seconds - device)
+
+
+def _scaled(passes: list[Passes], factor: float) -> list[Passes]:
+    return [Passes(*(factor * seconds for seconds in each)) for each in passes]
+
+
+def _sum(passes: list[Passes]) -> Passes:
+    return Passes(*map(sum, zip(*passes, strict=True)))

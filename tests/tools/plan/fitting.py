@@ -1,0 +1,132 @@
+"""The fit of the time model's constants to published rows: `python -m tests.tools.plan.fitting` prints it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from megamix.tools.plan.ridge import RidgeFit, Vector, ridge, solve
+from megamix.tools.plan.time_constants import FILE, TimeConstants
+from megamix.tools.plan.time_model import step_time
+from tests.tools.plan.published import PublishedRow, published_rows
+
+ROW_ERROR, UNPUBLISHED_ERROR = 0.035, 0.1
+STACK_SPREAD = 0.06  # of the factors of different programs
+KERNEL_SPREAD = 0.2  # of the attention kernel that only MosaicML's rows ran
+
+
+@dataclass(frozen=True)
+class PublishedFit:
+    """Constants that all rows share, a factor for each stack, and one for an attention kernel: 14 in all."""
+
+    rows: list[PublishedRow]
+    table: dict[str, dict[str, float]] = field(default_factory=lambda: tomllib.loads(FILE.read_text(encoding="utf-8")))
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._shared, "triton", *self._stacks]
+
+    @property
+    def _shared(self) -> list[str]:
+        return [name for name in self.table if name != "own"]
+
+    @property
+    def _stacks(self) -> list[str]:
+        return sorted({row.stack for row in published_rows()})
+
+    @property
+    def priors(self) -> Vector:
+        return np.log([*(self.table[name]["prior"] for name in self._shared), *([1.0] * (1 + len(self._stacks)))])
+
+    @property
+    def spreads(self) -> Vector:
+        shared = [self.table[name]["spread"] for name in self._shared]
+        return np.array([*shared, KERNEL_SPREAD, *([STACK_SPREAD] * len(self._stacks))])
+
+    @property
+    def measured(self) -> Vector:
+        return np.log([row.seconds for row in self.rows])
+
+    @property
+    def errors(self) -> Vector:
+        return np.array([UNPUBLISHED_ERROR if row.unpublished else ROW_ERROR for row in self.rows])
+
+    def predict(self, logs: Vector, rows: Iterable[PublishedRow] | None = None) -> Vector:
+        """Return the logarithms of the seconds of `rows`, by default the fit's own."""
+        values = dict(zip(self.names, np.exp(logs).tolist(), strict=True))
+        shared = {name: values[name] for name in self._shared}
+        kernel = {"mosaic": {"attention_rate": values["triton"]}}
+        constants = {
+            stack: TimeConstants(**shared | kernel.get(stack, {}), own=values[stack]) for stack in self._stacks
+        }
+        chosen = self.rows if rows is None else rows
+        return np.log([step_time(row.job, row.hardware, constants[row.stack]).seconds for row in chosen])
+
+    def without(self, fit: RidgeFit, kept: Vector) -> RidgeFit:
+        """Return the constants that the rows of `kept`, a mask, give alone: one step from `fit`, which is close."""
+        rest = self.measured - self.predict(fit.logs)
+        logs, covariance = solve(
+            fit.derivatives[kept], rest[kept], self.errors[kept], fit.logs, self.priors, self.spreads
+        )
+        return RidgeFit(logs, covariance, fit.derivatives)
+
+
+FITTED = PublishedFit([row for row in published_rows() if row.fitted])
+
+
+@cache
+def best() -> RidgeFit:
+    """Return the constants that explain the fitted rows best."""
+    return ridge(FITTED.predict, FITTED.measured, FITTED.errors, FITTED.priors, FITTED.spreads)
+
+
+def held_out(group: Callable[[PublishedRow], str]) -> tuple[Vector, Vector]:
+    """Return the logarithms of seconds of all published rows, each predicted without the rows of its group, and their
+    standard deviations.
+    """
+    rows, fit = published_rows(), FITTED
+    predicted, deviations = np.empty(len(rows)), np.empty(len(rows))
+    for name in {group(row) for row in rows}:
+        kept = np.array([group(row) != name for row in fit.rows])
+        alone = fit.without(best(), kept)
+        places = [place for place, row in enumerate(rows) if group(row) == name]
+        chosen = [rows[place] for place in places]
+        predicted[places] = fit.predict(alone.logs, chosen)
+        steps = 1e-4 * np.eye(len(alone.logs))
+        moves = np.stack([(fit.predict(alone.logs + step, chosen) - predicted[places]) / 1e-4 for step in steps], 1)
+        variance = np.einsum("ri,ij,rj->r", moves, alone.covariance, moves)
+        deviations[places] = np.sqrt(variance + ROW_ERROR**2)
+    return predicted, deviations
+
+
+def table() -> list[str]:
+    """Return the rows of docs/planning.md: settings, published and predicted tokens/s, and the error in percent."""
+    predicted = np.exp(FITTED.predict(best().logs, published_rows()))
+    lines = []
+    for row, seconds in zip(published_rows(), predicted, strict=True):
+        job = row.job
+        published, foreseen = (job.step_tokens / job.gpus / time for time in (row.seconds, seconds))
+        cells = [
+            row.stack,
+            row.model,
+            str(job.gpus),
+            str(job.seq),
+            "?" if row.unpublished else str(job.micro_batch),
+            row.note,
+            f"{published:.0f}",
+            f"{foreseen:.0f}",
+            f"{100 * (foreseen / published - 1):+.1f}",
+            "fitted" if row.fitted else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))
+    for name, log, error in zip(FITTED.names, best().logs, np.sqrt(np.diag(best().covariance)), strict=True):
+        print(f"{name}: value {np.exp(log):.4g}, error {error:.3f}")

@@ -1,0 +1,147 @@
+"""Published rows as jobs of the time model."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megamix.tools.plan.time_hardware import Hardware, load_hardware
+from megamix.tools.plan.time_work import ModelShape, Recompute, TimedJob, Traffic
+
+ROWS = Path(__file__).with_name("published_rows.toml")
+# Share of the dense peak, forward and backward, of kernels that the rows' programs ran.
+ATTENTION = {"flash2": (0.38, 0.31), "triton": (0.27, 0.18), "cudnn": (0.60, 0.48)}
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One published throughput."""
+
+    stack: str
+    model: str
+    job: TimedJob
+    hardware: Hardware
+    note: str  # settings that the other columns of a table do not show
+    seconds: float  # of a step
+    fitted: bool  # whether the constants of the time model were fitted to it
+    unpublished: bool  # whether settings that matter are unknown
+
+    @property
+    def memory_share(self) -> float:
+        """Return the share of a device's memory that a trainer with FP32 parameters needs, roughly.
+
+        States of 16 bytes a parameter, one gathered block and the table, 28 bytes of activations for each element of a
+        layer's width, and logits.
+        """
+        job, shape = self.job, self.job.shape
+        tokens, each = job.micro_batch * job.seq, 12 * shape.hidden + 4 * shape.ffn
+        kept = 2 * shape.hidden * shape.layers + each if job.recompute.products else each * shape.layers
+        sharded = job.traffic.gathers > job.micro_batches
+        states = shape.parameters * (16 / job.dp if sharded else 12 / job.dp + 4)
+        gathered = 12 * shape.layer_matrices + 4 * shape.vocab * shape.hidden
+        needed = states + gathered + tokens * (kept + 6 * shape.vocab)
+        return needed / (job.tp * job.pp) / self.hardware.memory_bytes
+
+
+@cache
+def published_rows() -> list[PublishedRow]:
+    data = tomllib.loads(ROWS.read_text(encoding="utf-8"))
+    return [
+        _row(stack | dict(zip(stack["columns"], values, strict=True)), data["models"], fitted=kind == "fitted_rows")
+        for stack in data["stacks"]
+        for kind in ("fitted_rows", "kept_rows")
+        for values in stack[kind]
+    ]
+
+
+def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> PublishedRow:
+    layers, hidden, heads, kv_heads, ffn, gated, vocab, tied = models[row["model"]]["shape"]
+    shape = ModelShape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        ffn=ffn,
+        gated=gated,
+        vocab=vocab,
+        tied=tied,
+        rotary=gated,
+        fused_projections=row.get("fused_projections", False),
+    )
+    tp, pp = row.get("tp", 1), row.get("pp", 1)
+    ranks = row["gpus"] // (tp * pp)
+    replicas = ranks // 8 if row["shard"] == "hybrid" else 1
+    count = row["global_batch"] // (row["micro_batch"] * ranks)
+    job = TimedJob(
+        shape=shape,
+        seq=row["seq"],
+        keys=row["seq"],
+        micro_batch=row["micro_batch"],
+        global_batch=row["global_batch"],
+        dp=ranks // replicas,
+        replicas=replicas,
+        tp=tp,
+        pp=pp,
+        tp_overlap=row.get("tp_overlap", False),
+        schedule="1f1b" if row.get("stages", 1) == 1 else "interleaved_1f1b",
+        stages=row.get("stages", 1),
+        kernels=row["kernels"],
+        recompute=_recompute(row["recompute"]),
+        traffic=_traffic(row, count, layers + 1),
+    )
+    kernel = row.get("attention", "triton" if row["name"] == "mosaic" else "flash2")
+    forward, backward = ATTENTION[kernel]
+    hardware = replace(load_hardware(row["hardware"]), attention_forward=forward, attention_backward=backward)
+    hardware = replace(hardware, node_bytes_per_s=row.get("node_bytes_per_s", hardware.node_bytes_per_s))
+    tokens_per_s = row["tflops"] * 1e12 / job.token_flops if "tflops" in row else row["tokens_per_s"]
+    return PublishedRow(
+        stack=row["name"],
+        model=row["model"],
+        job=job,
+        hardware=hardware,
+        note=_note(row, tp, pp),
+        seconds=job.step_tokens / tokens_per_s / row["gpus"],
+        fitted=fitted,
+        unpublished=row.get("unpublished", False),
+    )
+
+
+def _note(row: dict[str, Any], tp: int, pp: int) -> str:
+    recompute = {"none": "", "full": "recompute", "selective_op": "recompute half"}
+    parts = [row["shard"], recompute.get(row["recompute"], "recompute 0.87")]
+    parts += ["eager" if row["kernels"] == "eager" else ""]
+    parts += [
+        f"tp {tp}{' overlapped' if row.get('tp_overlap') else ''}" if tp > 1 else "",
+        f"pp {pp}" if pp > 1 else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _recompute(name: str) -> Recompute:
+    if name == "selective_op":  # every second product is kept, and attention's result
+        return Recompute(products=0.5, between=1.0)
+    share = {"none": 0.0, "full": 1.0}.get(name)
+    if share is None:
+        share = float(name.removeprefix("blocks_"))
+    return Recompute(products=share, attention=share, between=share)
+
+
+def _traffic(row: dict[str, Any], count: int, pieces: int) -> Traffic:
+    """Return what FSDP and Megatron-Core send: FSDP gathers and reduces in every micro-batch."""
+    gathers, reductions = {"full": (2 * count, count), "grad": (count, count)}.get(row["shard"], (1, 1))
+    if row["shard"] == "hybrid":
+        gathers, reductions = 2 * count, count
+    return Traffic(
+        gathers=gathers,
+        reductions=reductions,
+        pieces=pieces,
+        hidden_by=count if gathers > 1 else 1,
+        gather_bytes=row["gather_bytes"],
+        reduce_bytes=row["reduce_bytes"],
+        update_bytes=row["update_bytes"],
+        cast_bytes=row.get("cast_bytes", 0.0),
+    )

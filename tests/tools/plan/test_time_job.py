@@ -1,0 +1,57 @@
+"""A configured job as the time model's work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megamix.config import Config, ModelConfig, load_config
+from megamix.model.family import flops_per_token
+from megamix.tools.plan.time_constants import fitted_constants
+from megamix.tools.plan.time_hardware import load_hardware
+from megamix.tools.plan.time_job import timed_job
+from megamix.tools.plan.time_model import step_time
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def config(name: str, **parallelism: object) -> Config:
+    return load_config(CONFIGS / f"{name}.toml").with_keys(parallelism=parallelism)
+
+
+def part(job_config: Config, dp_size: int, name: str) -> float:
+    job, constants = timed_job(job_config, dp_size), fitted_constants().values
+    return step_time(job, load_hardware("h100-sxm"), constants).parts[name]
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama3.1-8b", "llama3.1-70b", "qwen3-30b-a3b", "gemma3-270m"])
+def test_operations_are_those_of_the_models_own_rule(name: str) -> None:
+    model = config(name).model
+    assert timed_job(config(name), 1).token_flops == pytest.approx(flops_per_token(model), rel=0.005)
+
+
+def test_each_axis_costs_what_it_sends() -> None:
+    alone = config("llama3.1-8b")
+    assert part(alone, 8, "tp") == part(alone, 8, "cp") == part(alone, 8, "bubble") == 0
+    assert part(config("llama3.1-8b", tp_size=2), 4, "tp") > 0
+    assert part(config("llama3.1-8b", cp_size=2), 4, "cp") > 0
+    assert part(alone, 1, "dp") == 0
+    assert part(config("llama3.1-8b", shard="parameters"), 8, "dp") > part(config("llama3.1-8b"), 8, "dp")
+    assert part(config("qwen3-30b-a3b", ep_size=8), 8, "ep") > 0
+
+
+def test_schedules_wait_less_in_their_order() -> None:
+    waits = [
+        part(config("llama3.1-8b", pp_size=4, pp_schedule=schedule), 2, "bubble")
+        for schedule in ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
+    ]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] > 2 * waits[2]
+
+
+def test_another_family_is_refused() -> None:
+    other = config("llama3.1-8b").with_keys(model={"family": "mine"})
+    with pytest.raises(ValueError, match='model.family: got "mine"; time is planned for "transformer" alone'):
+        timed_job(other, 1)
+    assert ModelConfig.model_fields["family"].default == "transformer"
