@@ -335,19 +335,23 @@ def test_quickstart_leaves_an_earlier_run_where_it_is_unless_it_is_in_the_way(
     assert [path.name for path in (sandbox.repo / "runs").iterdir()] == ["quickstart"]
 
 
-def test_checks_run_in_order_and_judge_coverage(sandbox: Sandbox) -> None:
+@pytest.mark.parametrize("counts", [False, True])
+def test_checks_run_in_order_and_judge_coverage_if_asked(sandbox: Sandbox, counts: bool) -> None:
     sandbox.program("python3")
-    done = sandbox.run("test.sh", "--full")
+    done = sandbox.run("test.sh", "--full", *(["--coverage"] if counts else []))
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("python -m ") for line in sandbox.lines() if line.startswith("python -m ")]
     lines.remove("mypy")  # at its own pace
-    assert lines == [
-        "ruff check .",
-        "ruff format --check .",
+    counted = [
         "coverage erase",
         "coverage run -m pytest -n 2 --dist worksteal",
         "coverage combine --quiet",
         "coverage report --fail-under=95",
+    ]
+    assert lines == [
+        "ruff check .",
+        "ruff format --check .",
+        *(counted if counts else ["pytest -n 2 --dist worksteal"]),
         *(["pytest -n 2 --dist worksteal -m also_wide"] if half_units() else []),  # and the files that have some
     ]
     assert set(sandbox.lines("full")) == {"FULL=1"}
@@ -356,9 +360,8 @@ def test_checks_run_in_order_and_judge_coverage(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("fails", ["ruff", "mypy", "pytest", "coverage"])
 def test_whichever_check_fails_fails_the_run_and_says_why(sandbox: Sandbox, fails: str) -> None:
     (sandbox.base / f"{fails}-fails").touch()
-    if fails == "pytest":
-        sandbox.hide("coverage")
-    done = sandbox.run("test.sh", MEGAMIX_PYTHON=str(sandbox.program("chosen")))
+    counts = [] if fails == "pytest" else ["--coverage"]
+    done = sandbox.run("test.sh", *counts, MEGAMIX_PYTHON=str(sandbox.program("chosen")))
     assert done.returncode == 1
     assert f"{fails}: planted" in done.stdout
     assert ("chosen -m coverage report --fail-under=95" in sandbox.lines()) == (fails == "mypy")  # told behind them
@@ -366,7 +369,7 @@ def test_whichever_check_fails_fails_the_run_and_says_why(sandbox: Sandbox, fail
 
 def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox: Sandbox) -> None:
     sandbox.program("python3")
-    sandbox.run("test.sh", "-k", "two words")
+    sandbox.run("test.sh", "--coverage", "-k", "two words")
     lines = sandbox.lines()
     assert "python -m coverage run -m pytest -n 2 --dist worksteal -k two words" in lines
     assert lines[-1] == "python -m coverage report"
@@ -376,7 +379,7 @@ def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox: Sandbox)
 def test_megamix_python_without_tools_says_what_is_left_out(sandbox: Sandbox) -> None:
     sandbox.hide("ruff", "mypy", "xdist", "coverage")
     chosen = sandbox.program("chosen")
-    done = sandbox.run("test.sh", MEGAMIX_PYTHON=str(chosen))
+    done = sandbox.run("test.sh", "--coverage", MEGAMIX_PYTHON=str(chosen))
     assert done.returncode == 0, done.stderr
     assert sandbox.lines() == ["chosen -m pytest", *(["chosen -m pytest -m also_wide"] if half_units() else [])]
     for name in ("ruff", "mypy", "xdist", "coverage"):
