@@ -18,5 +18,6 @@ time_hardware    rates of machines, from `hardware/*.toml`
 time_constants   constants of the time model
 time_model       time of a step from its parts
 time_band        how far a predicted time may be off
+calibrate        constants from runs of one's own
 ridge            least squares with priors, by which the constants were fitted
 """

@@ -23,29 +23,29 @@ class RidgeFit:
 
 
 def ridge(
-    predict: Callable[[Vector], Vector], measured: Vector, errors: Vector, priors: Vector, deviations: Vector
+    predict: Callable[[Vector], Vector], measured: Vector, errors: Vector, priors: Vector, precision: Vector
 ) -> RidgeFit:
     """Return the constants that explain the rows best.
 
     predict: logarithms of seconds (rows,) by logarithms of constants (n,). measured: logarithms of seconds. errors:
-    relative standard deviation of each row. priors, deviations: of the logarithms of constants.
+    relative standard deviation of each row. priors: logarithms of constants. precision: inverse covariance (n, n) of
+    the priors.
     """
     logs = priors.copy()
     for _ in range(ROUNDS):
         predicted = predict(logs)
         derivatives = differentiate(predict, logs, predicted)
-        logs, covariance = solve(derivatives, measured - predicted, errors, logs, priors, deviations)
+        logs, covariance = solve(derivatives, measured - predicted, errors, logs, priors, precision)
     return RidgeFit(logs, covariance, derivatives)
 
 
 def solve(
-    derivatives: Vector, rest: Vector, errors: Vector, logs: Vector, priors: Vector, deviations: Vector
+    derivatives: Vector, rest: Vector, errors: Vector, logs: Vector, priors: Vector, precision: Vector
 ) -> tuple[Vector, Vector]:
     """Return the constants after one step from `logs`, and their covariance. `rest`: what `logs` leaves unexplained."""
     weights = errors**-2
-    precision = (derivatives.T * weights) @ derivatives + np.diag(deviations**-2)
-    covariance = np.asarray(np.linalg.inv(precision), dtype=np.float64)
-    gradient = (derivatives.T * weights) @ rest + (priors - logs) * deviations**-2
+    covariance = inverse((derivatives.T * weights) @ derivatives + precision)
+    gradient = (derivatives.T * weights) @ rest + precision @ (priors - logs)
     return logs + covariance @ gradient, covariance
 
 
@@ -53,3 +53,7 @@ def differentiate(predict: Callable[[Vector], Vector], logs: Vector, predicted: 
     """Return the derivatives (rows, n) of `predict` at `logs`."""
     steps = STEP * np.eye(len(logs))
     return np.stack([(predict(logs + step) - predicted) / STEP for step in steps], axis=1)
+
+
+def inverse(matrix: Vector) -> Vector:
+    return np.asarray(np.linalg.inv(matrix), dtype=np.float64)

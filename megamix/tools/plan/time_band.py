@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-from megamix.tools.plan.time_constants import FittedConstants
+import numpy as np
+
+from megamix.tools.plan.ridge import Vector, differentiate
+from megamix.tools.plan.time_constants import FittedConstants, TimeConstants
 from megamix.tools.plan.time_hardware import Hardware
 from megamix.tools.plan.time_model import step_time
 from megamix.tools.plan.time_work import TimedJob
@@ -19,9 +21,11 @@ UNPROVEN_ERROR = 0.1  # of machines without measured rows
 def time_band(job: TimedJob, hardware: Hardware, constants: FittedConstants) -> float:
     """Return the relative half-width of the band that holds 90 % of the steps that a job like `job` will take."""
     time = step_time(job, hardware, constants.values)
-    variance = ROW_ERROR**2 + (0 if hardware.proven else UNPROVEN_ERROR**2)
-    variance += (UNSEEN_ERROR * (time.parts["cp"] + time.parts["ep"]) / time.seconds) ** 2
-    for name, error in constants.errors.items():
-        moved = replace(constants.values, **{name: getattr(constants.values, name) * (1 + error)})
-        variance += math.log(step_time(job, hardware, moved).seconds / time.seconds) ** 2
-    return NINETY * math.sqrt(variance)
+
+    def predict(logs: Vector) -> Vector:
+        return np.log([step_time(job, hardware, TimeConstants.of(logs)).seconds])
+
+    moves = differentiate(predict, constants.logs, predict(constants.logs))[0]
+    variance = ROW_ERROR**2 + (0 if hardware.proven else UNPROVEN_ERROR**2) + moves @ constants.covariance @ moves
+    unseen = UNSEEN_ERROR * (time.parts["cp"] + time.parts["ep"]) / time.seconds
+    return NINETY * math.sqrt(variance + unseen**2)

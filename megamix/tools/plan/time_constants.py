@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+
+import numpy as np
+
+from megamix.tools.plan.ridge import Vector
 
 FILE = Path(__file__).with_suffix(".toml")
 
@@ -22,19 +26,29 @@ class TimeConstants:
     tp_exposed: float
     tp_overlapped: float
     step_s: float
-    own: float = 1.0
+    own: float = 1.0  # factor of a program's whole step
+
+    @classmethod
+    def of(cls, logs: Vector) -> TimeConstants:
+        """Return the constants whose logarithms, in the order of the fields, are `logs`."""
+        return cls(**dict(zip((field.name for field in fields(cls)), np.exp(logs).tolist(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class FittedConstants:
-    """Constants, and the relative standard deviation of each."""
+    """Constants, and the covariance (n, n) of their logarithms, in the order of TimeConstants."""
 
     values: TimeConstants
-    errors: dict[str, float]
+    covariance: Vector
+
+    @property
+    def logs(self) -> Vector:
+        return np.log(astuple(self.values))
 
 
 def fitted_constants() -> FittedConstants:
     """Return the constants that were fitted to published rows."""
     table = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    errors = [table[field.name]["error"] for field in fields(TimeConstants)]
     values = TimeConstants(**{name: row["value"] for name, row in table.items()})
-    return FittedConstants(values, {name: row["error"] for name, row in table.items()})
+    return FittedConstants(values, np.diag(np.square(errors)))

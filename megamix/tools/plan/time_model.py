@@ -102,9 +102,7 @@ class _Step:
         again = self._again(products, attention, forward_between)
         tp, cp, ep = (layers * seconds for seconds in (self._tp(), self._cp(), self._ep()))
         count = job.micro_batches
-        forward = products.forward + attention.forward + forward_between
         work = products.total + attention.total + forward_between + backward_between + again + tp + cp + ep
-        last = work + head.total + logits
         parts = {
             "products": count * (products.total + head.total),
             "attention": count * attention.total,
@@ -112,7 +110,7 @@ class _Step:
             "recompute": count * again,
             "tp": count * tp,
             "bubble": self._bubble(work, products.weights) + self._transfers(),
-            "dp": self._dp(last, forward),
+            "dp": self._dp(work + head.total + logits),
             "cp": count * cp,
             "ep": count * ep,
             "update": self._update(),
@@ -188,18 +186,18 @@ class _Step:
 
     def _between(self) -> tuple[float, float]:
         """Return the seconds of a layer's operations between products: forward, backward."""
-        shape, job, cost = self.shape, self.job, BETWEEN[self.job.kernels]
-        query, key = shape.attention_width, shape.kv_heads * shape.head_dim
-        inner = shape.active_inner
+        shape, cost = self.shape, BETWEEN[self.job.kernels]
+        rotated = (shape.heads + shape.kv_heads) * shape.head_dim if shape.rotary else 0
         summed = (0 if shape.fused_projections else 2) + (1 if shape.gated else 0)
         middle = cost.gate if shape.gated else cost.activation
-        moved = []
-        for way in (0, 1):
-            bytes_ = shape.hidden * (shape.norms * cost.norm[way] + 2 * cost.residual[way]) + inner * middle[way]
-            bytes_ += (query + key) * cost.rotation[way] if shape.rotary else 0
-            bytes_ += summed * cost.addition * shape.hidden if way else 0
-            moved.append(self._traffic_s(bytes_ * self.tokens / job.tp))
-        return moved[0], moved[1]
+        forward, backward = (
+            shape.hidden * (shape.norms * cost.norm[way] + 2 * cost.residual[way] + way * summed * cost.addition)
+            + shape.active_inner * middle[way]
+            + rotated * cost.rotation[way]
+            for way in (0, 1)
+        )
+        tokens = self.tokens / self.job.tp
+        return self._traffic_s(forward * tokens), self._traffic_s(backward * tokens)
 
     def _traffic_s(self, moved: float) -> float:
         return self.constants.traffic * moved / self.hardware.memory_bytes_per_s
@@ -223,8 +221,6 @@ class _Step:
     def _tp(self) -> float:
         """Return the exposed seconds of a layer's gathers and scatters: four in forward, four in backward."""
         job = self.job
-        if job.tp == 1:
-            return 0.0
         sent = 2 * self.tokens * self.shape.hidden * (job.tp - 1) / job.tp / self._link(1, job.tp)
         exposed = self.constants.tp_exposed * (self.constants.tp_overlapped if job.tp_overlap else 1)
         return 8 * (exposed * sent + (job.tp - 1) * SHORT_HOP_S)
@@ -232,8 +228,6 @@ class _Step:
     def _cp(self) -> float:
         """Return the seconds of a layer's exchange of positions, none of it hidden."""
         shape, job = self.shape, self.job
-        if job.cp == 1:
-            return 0.0
         key = shape.kv_heads * shape.head_dim / job.tp
         link, share = self._link(job.tp, job.cp), (job.cp - 1) / job.cp
         if job.cp_heads:  # queries, keys, values and results travel, forward and backward
@@ -245,31 +239,25 @@ class _Step:
     def _ep(self) -> float:
         """Return the seconds of a layer's exchange of tokens: there and back, forward and backward."""
         shape, job = self.shape, self.job
-        if job.ep == 1 or shape.experts is None:
+        if shape.experts is None:
             return 0.0
         sent = 4 * self.tokens * shape.experts.top_k * shape.hidden * 2 * (job.ep - 1) / job.ep
-        link = self._link(job.tp * job.cp, job.ep)
-        return shape.expert_layers / shape.layers * sent / link
+        return shape.expert_layers / shape.layers * sent / self._link(job.tp * job.cp, job.ep)
 
     def _bubble(self, work: float, weights: float) -> float:
         """Return the seconds that a pipeline rank waits for others at a step's beginning and end."""
-        job = self.job
-        waits = (job.pp - 1) / job.stages
-        if job.schedule == "interleaved_zero_bubble":  # gradients of weights fill a part
-            return waits * max(0.0, work - 2 * weights)
-        if job.schedule == "zbv_zero_bubble":
-            return waits * max(0.0, work - 3 * weights)
-        return waits * work
+        filled = {"interleaved_zero_bubble": 2, "zbv_zero_bubble": 3}.get(
+            self.job.schedule, 0
+        )  # by gradients of weights
+        return (self.job.pp - 1) / self.job.stages * max(0.0, work - filled * weights)
 
     def _transfers(self) -> float:
         """Return the exposed seconds of what pipeline ranks send each other."""
         job = self.job
-        if job.pp == 1:
-            return 0.0
-        sent = 2 * job.stages * job.micro_batches * 2 * self.tokens * self.shape.hidden / job.tp
+        sent = min(1, job.pp - 1) * 2 * job.stages * job.micro_batches * 2 * self.tokens * self.shape.hidden / job.tp
         return self.constants.dp_exposed * sent / self._link(job.gpus // job.pp, job.pp)
 
-    def _dp(self, micro_batch: float, forward: float) -> float:
+    def _dp(self, micro_batch: float) -> float:
         """Return the exposed seconds of gathers and reductions. They slow the computing that hides them."""
         job, traffic = self.job, self.job.traffic
         apart, ranks = job.tp, job.dp * job.cp
@@ -287,11 +275,10 @@ class _Step:
         return self.constants.dp_exposed * seconds + max(0.0, seconds - window) + hops * hop
 
     def _update(self) -> float:
-        job, shape = self.job, self.shape
-        owned = shape.parameters / (job.tp * job.pp * job.dp * job.cp)
+        job, width = self.job, self.shape.hidden
+        owned = self.shape.parameters / (job.tp * job.pp * job.dp * job.cp)
         seconds = owned * job.traffic.update_bytes / self.hardware.memory_bytes_per_s
         if job.muon:  # X X^T, its square and their product with X, on the rank that owns the matrix
-            width = shape.hidden
             operations = NEWTON_SCHULZ_STEPS * (4 * width + 2 * width) * owned
             seconds += operations / (self.flops * self.constants.product_rate)
         return seconds

@@ -43,9 +43,9 @@ class PublishedFit:
         return np.log([*(self.table[name]["prior"] for name in self._shared), *([1.0] * (1 + len(self._stacks)))])
 
     @property
-    def spreads(self) -> Vector:
+    def precision(self) -> Vector:
         shared = [self.table[name]["spread"] for name in self._shared]
-        return np.array([*shared, KERNEL_SPREAD, *([STACK_SPREAD] * len(self._stacks))])
+        return np.diag(np.array([*shared, KERNEL_SPREAD, *([STACK_SPREAD] * len(self._stacks))]) ** -2)
 
     @property
     def measured(self) -> Vector:
@@ -70,7 +70,7 @@ class PublishedFit:
         """Return the constants that the rows of `kept`, a mask, give alone: one step from `fit`, which is close."""
         rest = self.measured - self.predict(fit.logs)
         logs, covariance = solve(
-            fit.derivatives[kept], rest[kept], self.errors[kept], fit.logs, self.priors, self.spreads
+            fit.derivatives[kept], rest[kept], self.errors[kept], fit.logs, self.priors, self.precision
         )
         return RidgeFit(logs, covariance, fit.derivatives)
 
@@ -81,7 +81,7 @@ FITTED = PublishedFit([row for row in published_rows() if row.fitted])
 @cache
 def best() -> RidgeFit:
     """Return the constants that explain the fitted rows best."""
-    return ridge(FITTED.predict, FITTED.measured, FITTED.errors, FITTED.priors, FITTED.spreads)
+    return ridge(FITTED.predict, FITTED.measured, FITTED.errors, FITTED.priors, FITTED.precision)
 
 
 def held_out(group: Callable[[PublishedRow], str]) -> tuple[Vector, Vector]:
