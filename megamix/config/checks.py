@@ -217,11 +217,36 @@ def _schedule_fits(config: Config) -> Iterator[str]:
 def _half_momentum_moves(config: Config) -> Iterator[str]:
     optimizer: Any = config.optimizer  # typed Any: its sections are those that plugins have registered, too
     nag = optimizer.nag
-    if nag.state_dtype == "bf16" and nag.momentum > 1 - 2**-6:
+    momentum = max(nag.momentum, *(group.momentum or 0.0 for group in optimizer.groups), 0.0)
+    if nag.state_dtype == "bf16" and momentum > 1 - 2**-6:
         yield (
-            f"optimizer.nag.state_dtype: got bf16 with momentum {nag.momentum}, at which BF16 rounds away what moves; "
+            f"optimizer.nag.state_dtype: got bf16 with momentum {momentum}, at which BF16 rounds away what moves; "
             'write state_dtype = "fp32", or momentum = 0.9'
         )
+
+
+def _dampening_is_classical(config: Config) -> Iterator[str]:
+    optimizer: Any = config.optimizer  # likewise
+    nag = optimizer.nag
+    if nag.dampening and (nag.nesterov or nag.momentum_form == "velocity"):
+        yield (
+            f"optimizer.nag.dampening: got {nag.dampening} with nesterov = {value_text(nag.nesterov)} and "
+            f'momentum_form = "{nag.momentum_form}"; write nesterov = false and momentum_form = "gradient", or '
+            "dampening = 0"
+        )
+
+
+def _groups_suit_the_optimizer(config: Config) -> Iterator[str]:
+    name = config.optimizer.name
+    known = type(getattr(config.optimizer, name)).model_fields
+    for number, group in enumerate(config.optimizer.groups):
+        for key in ("betas", "eps", "momentum"):
+            value = getattr(group, key)
+            if value is not None and key not in known:
+                yield (
+                    f"optimizer.groups[{number}].{key}: got {value_text(value)}, but the optimizer {name} has "
+                    f"no {key}; leave it out"
+                )
 
 
 def _fp16_is_scaled(config: Config) -> Iterator[str]:
@@ -343,6 +368,8 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _lr_falls,
     _schedule_fits,
     _half_momentum_moves,
+    _dampening_is_classical,
+    _groups_suit_the_optimizer,
     _fp16_is_scaled,
     _sums_suit_gradients,
     _scale_starts_in_range,

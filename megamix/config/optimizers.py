@@ -14,7 +14,7 @@ from megamix.settings.optimizers import AdamWSettings, GroupSettings, MuonSettin
 
 
 class OptimizerGroup(Section, GroupSettings):  # type: ignore[misc]  # as frozen as its settings, by pydantic
-    """Parameters whose names match a pattern, with a learning rate and weight decay of their own."""
+    """Parameters whose names match a pattern, with settings of their own."""
 
     pattern: Annotated[Text, Field(examples=["*.bias"])]
 
@@ -28,7 +28,7 @@ class AdamWConfig(Section, AdamWSettings):  # type: ignore[misc]  # likewise
 
 
 class NAGConfig(Section, NAGSettings):  # type: ignore[misc]  # likewise
-    """SGD with Nesterov momentum."""
+    """SGD with momentum, Nesterov's or the classical one."""
 
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format of the momentum. In BF16 the update moves 16 bytes a parameter for 20; momentum is at most 0.984 then."""

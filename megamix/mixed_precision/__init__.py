@@ -33,6 +33,7 @@ The stages, in the order in which the data flows:
 foreign_params  parameters that a loss reads and the module does not have
 grad_reduce    gradients into their buckets by hooks, and buckets to their owners while backward runs
 grad_stats     one agreement of all ranks: overflow, norm, loss; and the multiplier that follows from it
+group_scalars  each group's settings at this update, on the device: betas, momentum, weight decay
 fused_update   one write: unscale, clip, the optimizer's equation, cast to half
 unseen_writes  the search for writes past the engine, in a few steps and before weights are saved
 param_gather   all-gather of half parameters while the next forward runs

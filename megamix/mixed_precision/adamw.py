@@ -2,14 +2,25 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from megamix.mixed_precision.half_states import StateDtype, by_chance, needs_chance
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.update_slice import States, StepScalars, Tensors, UpdateScalars, UpdateSlice
-from megamix.settings.limits import NotNegative
+from megamix.mixed_precision.update_slice import (
+    GroupValues,
+    States,
+    StepScalars,
+    Tensors,
+    UpdateGroup,
+    UpdateScalars,
+    UpdateSlice,
+    table_of,
+)
+from megamix.settings.limits import NotNegativeByUpdate
 from megamix.settings.optimizers import AdamWSettings
 
 
@@ -17,47 +28,61 @@ from megamix.settings.optimizers import AdamWSettings
 class AdamW(AdamWSettings, Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2)."""
 
-    weight_decay: NotNegative = 0.1
+    weight_decay: NotNegativeByUpdate = 0.1
     state_dtype: StateDtype = torch.float32
+
+    group_settings: ClassVar[tuple[str, ...]] = ("betas", "eps")
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
         return {"exp_avg": self.state_dtype, "exp_avg_sq": self.state_dtype}
 
     @property
+    def _by_chance(self) -> tuple[bool, bool]:
+        """Return which moments are rounded by chance: those for which any beta of any group needs it."""
+        every = [self.betas, *(group.betas for group in self.groups if group.betas is not None)]
+        needed = (
+            any(map(needs_chance, chain.from_iterable(map(table_of, betas)))) for betas in zip(*every, strict=True)
+        )
+        first, second = (self.state_dtype == torch.bfloat16 and needs for needs in needed)
+        return first, second
+
+    @property
     def takes_chances(self) -> bool:
         """Return whether a moment is rounded by chance."""
-        return self.state_dtype == torch.bfloat16 and any(map(needs_chance, self.betas))
+        return any(self._by_chance)
 
-    def coefficients(self, update: Tensor) -> Tensors:
+    def coefficients(self, update: Tensor, values: GroupValues) -> Tensors:
         # The bias corrections are factors, 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t), each rounded once. As divisors
-        # they would cost the compiled loop a division per vector.
-        correction1, correction2 = (1 - beta**update for beta in self.betas)
-        corrections = correction1.reciprocal().float(), correction2.rsqrt().float()
-        return (*corrections, update.float()) if self.takes_chances else corrections
+        # they would cost the compiled loop a division per vector. 1 - beta is rounded once, too.
+        correction1, correction2 = (1 - decayed for decayed in values.decayed)
+        moved = (1 - beta for beta in values.betas)
+        scalars = (correction1.reciprocal(), correction2.rsqrt(), *moved, values.eps, update)
+        return tuple(scalar.float() for scalar in scalars)
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
-        debias1, debias2, *update = at.coefficients
-        exp_avg = torch.lerp(states["exp_avg"], grad, 1 - self.betas[0])
-        exp_avg_sq = torch.lerp(states["exp_avg_sq"], grad.square(), 1 - self.betas[1])
-        denom = exp_avg_sq.sqrt() * debias2 + self.eps
+        debias1, debias2, moved1, moved2, eps, update, *_ = at.coefficients
+        exp_avg = torch.lerp(states["exp_avg"], grad, moved1)
+        exp_avg_sq = torch.lerp(states["exp_avg_sq"], grad.square(), moved2)
+        denom = exp_avg_sq.sqrt() * debias2 + eps
         master = master - at.lr * at.weight_decay * master
         master = master - at.lr * debias1 * (exp_avg / denom)
         new = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        for name, beta in zip(new, self.betas, strict=True):
-            if self.takes_chances and needs_chance(beta):
-                new[name] = by_chance(new[name], master, *update)
+        for name, needs in zip(new, self._by_chance, strict=True):
+            if needs:
+                new[name] = by_chance(new[name], master, update)
         return master, new
 
     def has_torchs_equation(self, states: States) -> bool:
         """Return whether torch's fused AdamW computes the same from these states."""
         return type(self).equation is AdamW.equation and not self.takes_chances
 
-    def library_update_(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> bool:
+    def library_update_(self, part: UpdateSlice, group: UpdateGroup, at: UpdateScalars, step: StepScalars) -> bool:
         if not self.has_torchs_equation(part.states):
             return False
+        (beta1,), (beta2,) = group.betas
         torch._fused_adamw_(
             [part.master], [part.grad], [part.states["exp_avg"]], [part.states["exp_avg_sq"]], [], [step.update],
-            lr=at.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=float(at.weight_decay), eps=self.eps,
+            lr=at.lr, beta1=beta1, beta2=beta2, weight_decay=group.weight_decay[0], eps=group.eps,
             amsgrad=False, maximize=False, found_inf=step.found_inf.float(),
         )  # fmt: skip
         return True

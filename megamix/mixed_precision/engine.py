@@ -40,7 +40,7 @@ from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding
-from megamix.mixed_precision.step import Examination, StepProgress, StepResult, lr_of, put_lr_table
+from megamix.mixed_precision.step import Examination, StepProgress, StepResult, entry, put_table
 from megamix.mixed_precision.tallies import Tallies
 from megamix.mixed_precision.unit_gather import UnitGather
 from megamix.mixed_precision.unseen_writes import UnseenWrites
@@ -119,7 +119,7 @@ class ShardedEngine:
         self.loss_scale.to(self.device)
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=self.device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._lr_table = put_lr_table(self.optimizer.lr_table(), self.device)
+        self._lr_table = put_table(self.optimizer.lr_table(), self.device)
         # A program may fill this tensor with a positive number on any rank. From the next step() on, `stop_requested`
         # is positive on every rank.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -287,7 +287,7 @@ class ShardedEngine:
         learning rate: set it again after loading a state.
         """
         self.optimizer = replace(self.optimizer, lr=lr)  # refuses invalid values
-        self._lr_table = put_lr_table(self.optimizer.lr_table(), self.device)
+        self._lr_table = put_table(self.optimizer.lr_table(), self.device)
 
     def set_grad_accum_steps(self, grad_accum_steps: int) -> None:
         """Replace the number of `backward` calls of a step, from the next step on. Every rank must call it.
@@ -355,7 +355,7 @@ class ShardedEngine:
             with self._grads.freed_after(), self._examined() as examination:
                 with self.clock.span("update"):
                     number = self.applied_updates + 1
-                    scalars, grad_norm = decide(stats, scale_used, self.clip_grad, self.optimizer, number)
+                    scalars, grad_norm = decide(stats, scale_used, self.clip_grad, number)
                     tallied = self._tallies.take()
                 for bucket in self._update.in_turn(self._gather.order, scalars):
                     self._gather.updated(bucket)
@@ -417,7 +417,7 @@ class ShardedEngine:
         with self.clock.span("update"):
             rows = [bucket.row_stats(self._row_stats) for bucket in self.buckets]
             by_piece = stats_by_piece(self.buckets, rows, self.topology.saves_shard)
-            lr = lr_of(self._lr_table, self.applied_updates + 1)
+            lr = entry(self._lr_table, self.applied_updates + 1)
             found = self._unseen_writes.found
             with self.clock.span("exposed_agreement"):
                 stats = agree(by_piece, self.progress, self.stop_request, lr, found, self.world)

@@ -23,6 +23,7 @@ from megamix import tuned
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import ROW
+from megamix.mixed_precision.group_scalars import GroupScalars
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_at_once, sum_in_chunks
 from megamix.mixed_precision.update_slice import (
@@ -48,23 +49,14 @@ class CompiledUpdate:
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup], device: torch.device):
-        self._lr_factors = [torch.tensor(group.lr_factor, device=device) for group in groups]
-        self._weight_decays = [torch.tensor(group.weight_decay, device=device) for group in groups]
+        self.scalars = GroupScalars(optimizer, groups, device)
         by_states = {group.states: _compile(gated_update(optimizer)) for group in groups}
         self._updates_ = [by_states[group.states] for group in groups]
-        self._step: StepScalars | None = None
-        self._told: list[UpdateScalars] = []  # scalars of each optimizer group in this step
 
     def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
-        if step is not self._step:
-            self._step = step
-            self._told = [
-                UpdateScalars(step.lr * lr_factor, weight_decay, step.coefficients)
-                for lr_factor, weight_decay in zip(self._lr_factors, self._weight_decays, strict=True)
-            ]
         rows = part.rows
         update_ = self._updates_[part.group]
-        at = self._told[part.group]
+        at = self.scalars.of(step)[part.group]
         update_(rows.grad, rows.master, rows.states, rows.half, step.multiplier, step.found_inf, at)
 
 
@@ -102,12 +94,13 @@ class LibraryUpdate:
     The gradient is multiplied in FP32 first. The fused kernels' `grad_scale` would divide, which rounds differently.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup]):
+    def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup], device: torch.device):
         self._optimizer, self._groups = optimizer, groups
+        self._scalars = GroupScalars(optimizer, groups, device)
 
     def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
-        shared = self._groups[part.group]
-        at = UpdateScalars(step.lr * shared.lr_factor, shared.weight_decay, step.coefficients)
+        group = self._groups[part.group]
+        at = self._scalars.of(step)[part.group]
         size = tuned.chunk(tuned.UPDATE_CHUNK, part.grad.numel(), on_gpu=not part.grad.is_cpu)
         buffer = torch.empty(size, dtype=torch.float32, device=part.grad.device)
         chunks = zip(*(torch.split(one, size) for one in (part.grad, part.master, *part.states.values())), strict=True)
@@ -116,7 +109,8 @@ class LibraryUpdate:
             unscaled = buffer[: len(grad)].copy_(grad).mul_(step.multiplier)
             wide = [state.float() for state in states]  # an FP32 state is not copied
             chunk = UpdateSlice(part.group, unscaled, master, dict(zip(part.states, wide, strict=True)), half=None)
-            if not self._optimizer.library_update_(chunk, at, step):
+            # These kernels take a group's settings as the host's numbers, which nobody knows under a schedule.
+            if group.is_scheduled or not self._optimizer.library_update_(chunk, group, at, step):
                 self._by_operations(chunk, at, step)
             for state, new in zip(states, wide, strict=True):
                 if new is not state:
@@ -169,10 +163,10 @@ def choose_kernels(
     """
     groups = optimizer.kernel_groups(groups)
     stats = RowStats(chunked_row_stats, partial(sum_in_chunks, chunked_row_stats))
-    library = Kernels(LibraryUpdate(optimizer, groups), stats, "library")
+    device = buckets[0].master.device
+    library = Kernels(LibraryUpdate(optimizer, groups, device), stats, "library")
     if not try_compiler:
         return library
-    device = buckets[0].master.device
     compiled = Kernels(CompiledUpdate(optimizer, groups, device), _compiled_stats(device), "compiled")
     alike = {(one.grads.dtype, one.grad_sum.dtype, one.owners.axis.size): one for one in buckets}
     compiles = True
@@ -222,7 +216,7 @@ def _try_out(kernels: Kernels, optimizer: Optimizer, groups: Sequence[UpdateGrou
     device = bucket.master.device
     grad = torch.zeros(tuned.TRIAL, dtype=bucket.grad_sum.dtype, device=device)
     one = torch.ones((), device=device)
-    step = StepScalars(one, one.bool(), one, one, optimizer.coefficients(one.double()))
+    step = StepScalars(one, one.bool(), one, one)
     kernels.row_stats.of_shard(grad)
     for number in {group.states: number for number, group in enumerate(groups)}.values():
         states = groups[number].new_states(grad.numel(), grad.device)

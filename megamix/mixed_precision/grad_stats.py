@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megamix.comm.collectives import Collectives, noting
 from megamix.mixed_precision.bucket import Bucket
-from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.step import Recorded, StepProgress
 from megamix.mixed_precision.update_slice import StepScalars
 
@@ -109,9 +108,7 @@ def agree(
     )  # fmt: skip
 
 
-def decide(
-    stats: GradStats, scale_used: Tensor, clip_grad: float, optimizer: Optimizer, number: Tensor
-) -> tuple[StepScalars, Tensor]:
+def decide(stats: GradStats, scale_used: Tensor, clip_grad: float, number: Tensor) -> tuple[StepScalars, Tensor]:
     """Return the update's scalars, and the norm of the averaged, unscaled gradient (FP64 ()).
 
     `number` INT64 (): the number of the update, 1 for the first. `scale_used` FP32 (): the loss scale of the step's
@@ -120,8 +117,7 @@ def decide(
     divisor = scale_used.double() * stats.weight_sum
     grad_norm = stats.sum_of_squares.sqrt() / divisor
     multiplier = (clip_coefficient(grad_norm, clip_grad) / divisor).float()
-    coefficients = optimizer.coefficients(number.double())
-    return StepScalars(multiplier, stats.found_inf, stats.lr, number.float(), coefficients), grad_norm
+    return StepScalars(multiplier, stats.found_inf, stats.lr, number.float()), grad_norm
 
 
 def clip_coefficient(grad_norm: Tensor, clip_grad: float) -> Tensor:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, groupby
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,16 @@ from megamix.mixed_precision.half_states import StateDtype
 from megamix.mixed_precision.matrix_layout import BucketMatrices, Matrix, MatrixPiece, Place
 from megamix.mixed_precision.observer import DIRECTION, SOURCE, StepObserver
 from megamix.mixed_precision.optimizers import BucketUpdate
-from megamix.mixed_precision.update_slice import Kernel, States, StepScalars, UpdateGroup, UpdateScalars, UpdateSlice
+from megamix.mixed_precision.update_slice import (
+    GroupValues,
+    Kernel,
+    States,
+    StepScalars,
+    Tensors,
+    UpdateGroup,
+    UpdateScalars,
+    UpdateSlice,
+)
 from megamix.names import by_plain_name
 from megamix.settings.optimizers import MuonSettings
 
@@ -57,6 +66,8 @@ class Muon(MuonSettings, AdamW):
     `fused`: for parameters whose names match a pattern, the numbers of rows of the matrices that lie one below the
     other in them, such as queries, keys and values. Each of these matrices is orthogonalised by itself.
     """
+
+    group_settings: ClassVar[tuple[str, ...]] = ("betas", "eps", "momentum")
 
     ns_dtype: StateDtype = torch.bfloat16
     tables: Sequence[str] = TABLES
@@ -151,6 +162,10 @@ class Muon(MuonSettings, AdamW):
     ) -> BucketUpdate:  # fmt: skip
         return MuonUpdate(kernel, buckets, topology, clock, observers, self)
 
+    def coefficients(self, update: Tensor, values: GroupValues) -> Tensors:
+        of_adamw = super(Muon, self).coefficients(update, values)
+        return (*of_adamw, values.momentum.float(), (1 - values.momentum).float())
+
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
         """Return the result of AdamW's equation for parameters of AdamW. Matrices have two equations. With the momentum
         as state, the result in place of the master is the matrix to be made orthogonal. Without states, the master
@@ -160,8 +175,9 @@ class Muon(MuonSettings, AdamW):
             return master - at.lr * at.weight_decay * master - at.lr * grad, {}
         if MOMENTUM not in states:
             return super(Muon, self).equation(grad, master, states, at)
-        momentum = torch.lerp(states[MOMENTUM], grad, 1 - self.momentum)
-        return torch.lerp(grad, momentum, self.momentum) if self.nesterov else momentum, {MOMENTUM: momentum}
+        *_, ahead, moved = at.coefficients
+        momentum = torch.lerp(states[MOMENTUM], grad, moved)
+        return torch.lerp(grad, momentum, ahead) if self.nesterov else momentum, {MOMENTUM: momentum}
 
     def has_torchs_equation(self, states: States) -> bool:
         return "exp_avg" in states and type(self).equation is Muon.equation and not self.takes_chances

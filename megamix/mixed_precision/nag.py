@@ -1,61 +1,99 @@
-"""Stochastic gradient descent with Nesterov's momentum."""
+"""Stochastic gradient descent with momentum, Nesterov's or the classical one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from megamix.mixed_precision.half_states import StateDtype, needs_chance
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.update_slice import States, StepScalars, UpdateScalars, UpdateSlice
+from megamix.mixed_precision.update_slice import (
+    GroupValues,
+    States,
+    StepScalars,
+    Tensors,
+    UpdateGroup,
+    UpdateScalars,
+    UpdateSlice,
+    table_of,
+)
 from megamix.settings.optimizers import NAGSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NAG(NAGSettings, Optimizer):
-    """SGD with Nesterov's momentum. With momentum 0 it is plain SGD, without a state.
+    """SGD with Nesterov's momentum, or with the classical one. With momentum 0 it is plain SGD, without a state.
 
     `momentum_form`: the terms that the momentum adds up. "gradient": gradients; their sum is multiplied by the learning
-    rate of the present update, as in torch.optim.SGD(nesterov=True). "velocity": steps, each with the learning rate of
-    its own update, as in MXNet's mp_nag_mom_update (src/operator/optimizer_op-inl.h). While lr is constant the two
-    forms are the same, apart from rounding.
+    rate of the present update, as in torch.optim.SGD. "velocity": steps, each with the learning rate of its own update,
+    as in MXNet's mp_nag_mom_update (src/operator/optimizer_op-inl.h). While lr is constant the two forms are the same,
+    apart from rounding.
+    `nesterov`: False: a step is the momentum alone, as in torch.optim.SGD(nesterov=False).
+    `dampening`: as in torch's SGD. All but the first update multiply the gradient by 1 - dampening.
     `decoupled_weight_decay`: True: the decay shrinks the master, as in AdamW. False: the decay is added to the
     gradient, as in torch and MXNet.
     """
 
     state_dtype: StateDtype = torch.float32
 
+    group_settings: ClassVar[tuple[str, ...]] = ("momentum",)
+
     def __post_init__(self) -> None:
         super(NAG, self).__post_init__()
-        if self.state_dtype == torch.bfloat16 and needs_chance(self.momentum):
-            raise ValueError(f"momentum {self.momentum} is lost in a BF16 state; take state_dtype=torch.float32")
+        own = (group.momentum for group in self.groups if group.momentum is not None)
+        largest = max(chain.from_iterable(map(table_of, (self.momentum, *own))))
+        if self.state_dtype == torch.bfloat16 and needs_chance(largest):
+            raise ValueError(f"momentum {largest} is lost in a BF16 state; take state_dtype=torch.float32")
+        if self.dampening and (self.nesterov or self.momentum_form == "velocity"):
+            raise ValueError(
+                f"dampening is {self.dampening}, which neither Nesterov's momentum nor the form 'velocity' has; write "
+                "nesterov=False and momentum_form='gradient', or dampening=0"
+            )
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
-        if not self.momentum:
+        if not any(table_of(self.setting_of(name, "momentum"))):
             return {}
         return {"velocity" if self.momentum_form == "velocity" else "momentum_buffer": self.state_dtype}
+
+    def coefficients(self, update: Tensor, values: GroupValues) -> Tensors:
+        # The first momentum is the whole gradient: torch's SGD has none before, which dampening could keep.
+        taken = torch.where(update > 1, 1 - self.dampening, 1.0)
+        return values.momentum.float(), taken.float()
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
         if self.decoupled_weight_decay:
             master = master - at.lr * at.weight_decay * master
         else:
             grad = grad + at.weight_decay * master
-        if not self.momentum:
+        if not states:
             return master - at.lr * grad, {}
+        momentum, taken = at.coefficients
         if self.momentum_form == "velocity":
-            velocity = self.momentum * states["velocity"] - at.lr * grad
-            return master + self.momentum * velocity - at.lr * grad, {"velocity": velocity}
-        momentum_buffer = self.momentum * states["momentum_buffer"] + grad
-        return master - at.lr * (grad + self.momentum * momentum_buffer), {"momentum_buffer": momentum_buffer}
+            velocity = momentum * states["velocity"] - at.lr * grad
+            moved = master + momentum * velocity - at.lr * grad if self.nesterov else master + velocity
+            return moved, {"velocity": velocity}
+        momentum_buffer = momentum * states["momentum_buffer"] + (taken * grad if self.dampening else grad)
+        direction = grad + momentum * momentum_buffer if self.nesterov else momentum_buffer
+        return master - at.lr * direction, {"momentum_buffer": momentum_buffer}
 
-    def library_update_(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> bool:
+    def library_update_(self, part: UpdateSlice, group: UpdateGroup, at: UpdateScalars, step: StepScalars) -> bool:
         own_equation = type(self).equation is not NAG.equation
         if self.decoupled_weight_decay or self.momentum_form == "velocity" or own_equation:
             return False
-        torch._fused_sgd_(
-            [part.master], [part.grad], [*part.states.values()],
-            weight_decay=float(at.weight_decay), momentum=self.momentum, lr=at.lr, dampening=0.0,
-            nesterov=self.momentum > 0, maximize=False, is_first_step=False, found_inf=step.found_inf.float(),
-        )  # fmt: skip
+        (momentum,) = group.momentum
+        gates = {False: step.found_inf}
+        if self.dampening:
+            # The host does not know whether this is the first update, so the gate lets one of two calls through.
+            first = step.update == 1
+            gates = {True: step.found_inf | ~first, False: step.found_inf | first}
+        for is_first_step, gate in gates.items():
+            torch._fused_sgd_(
+                [part.master], [part.grad], [*part.states.values()],
+                weight_decay=group.weight_decay[0], momentum=momentum, lr=at.lr, dampening=self.dampening,
+                nesterov=self.nesterov and momentum > 0, maximize=False, is_first_step=is_first_step,
+                found_inf=gate.float(),
+            )  # fmt: skip
         return True

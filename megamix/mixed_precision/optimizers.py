@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from megamix.mixed_precision.observer import GRADIENT, StepObserver
 from megamix.mixed_precision.update_slice import (
     AVERAGE,
     MASTER,
+    GroupValues,
     Kernel,
     States,
     StepScalars,
@@ -34,8 +35,9 @@ from megamix.mixed_precision.update_slice import (
     UpdateGroup,
     UpdateScalars,
     UpdateSlice,
+    table_of,
 )
-from megamix.settings.limits import NotNegative, check
+from megamix.settings.limits import NotNegativeByUpdate, check
 from megamix.settings.optimizers import GroupSettings
 
 log = logging.getLogger("megamix")
@@ -48,8 +50,8 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup(GroupSettings):
-    """Gives parameters whose names match a shell pattern, such as `*.bias`, their own learning-rate factor and weight
-    decay. Weight decay None: the optimizer's own.
+    """Gives parameters whose names match a shell pattern, such as `*.bias`, settings of their own. None: the
+    optimizer's.
     """
 
     def __new__(cls, *args: object, **settings: object) -> Self:
@@ -76,12 +78,16 @@ class Optimizer:
 
     `lr`: a number, or a sequence with a number for each update; later updates use the last number. `groups`: a
     parameter belongs to the first group whose pattern matches its name. Weight decay is 0 for parameters of fewer than
-    two dims (norms, biases) unless their group sets one.
+    two dims (norms, biases) unless their group sets one. Weight decay, betas and momentum, of the optimizer and of a
+    group, may each be such a sequence, too.
     """
 
     lr: float | Sequence[float]
-    weight_decay: NotNegative = 0.0
+    weight_decay: NotNegativeByUpdate = 0.0
     groups: tuple[ParamGroup, ...] = ()
+
+    # Settings that a group may have for itself, beside weight decay: the equation reads them from its scalars.
+    group_settings: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *params: object, **settings: object) -> Self:
         if params or "params" in settings:
@@ -98,6 +104,12 @@ class Optimizer:
                     f"groups takes ParamGroup, got {type(group).__name__} {group!r}; write "
                     "ParamGroup(pattern='*.bias', lr_factor=..., weight_decay=...): a group is chosen by its names"
                 )
+            for setting in ("betas", "eps", "momentum"):
+                if getattr(group, setting) is not None and setting not in self.group_settings:
+                    raise ValueError(
+                        f"{setting} of group {group.pattern!r} is {getattr(group, setting)}, but {type(self).__name__} "
+                        f"takes no {setting} by group; leave it out"
+                    )
         table = self.lr_table()
         if not table or not all(math.isfinite(lr) and lr >= 0 for lr in table):
             raise ValueError(f"lr must be a finite number of at least 0, or a sequence of such, got {self.lr!r}")
@@ -132,6 +144,14 @@ class Optimizer:
         except (OverflowError, TypeError, ValueError):
             return []
 
+    def setting_of(self, name: str, setting: str) -> Any:
+        """Return a setting of a parameter: its group's, or the optimizer's."""
+        own = getattr(self._group(name), setting, None)
+        return getattr(self, setting) if own is None else own
+
+    def _group(self, name: str) -> ParamGroup | None:
+        return next((group for group in self.groups if fnmatch.fnmatchcase(name, group.pattern)), None)
+
     def group_of(self, name: str, shape: tuple[int, ...]) -> UpdateGroup:
         """Return the values that one parameter shares with its group. `shape`: as in `states`.
 
@@ -144,12 +164,17 @@ class Optimizer:
                     f"{type(self).__name__}.states of {name} has {state!r}: {dtype}; a state has a Python name other "
                     f"than {', '.join(TAKEN_NAMES)} and is torch.float32, torch.bfloat16 or torch.float16"
                 )
-        default_decay = self.weight_decay if len(shape) > 1 else 0.0
-        for group in self.groups:
-            if fnmatch.fnmatchcase(name, group.pattern):
-                decay = default_decay if group.weight_decay is None else group.weight_decay
-                return UpdateGroup(group.lr_factor, decay, states)
-        return UpdateGroup(1.0, default_decay, states)
+        group = self._group(name)
+        decay = self.weight_decay if len(shape) > 1 else 0.0
+        own = {setting: self.setting_of(name, setting) for setting in self.group_settings}
+        return UpdateGroup(
+            1.0 if group is None else group.lr_factor,
+            table_of(decay if group is None or group.weight_decay is None else group.weight_decay),
+            states,
+            betas=tuple(map(table_of, own.get("betas", ()))),
+            eps=own.get("eps", 0.0),
+            momentum=table_of(own.get("momentum", 0.0)),
+        )
 
     def for_model(self, model: nn.Module) -> Self:
         """Return this optimizer with settings that follow from the types of the model's modules, as Muon's tables."""
@@ -168,10 +193,10 @@ class Optimizer:
         for line in self.doubts(model, shapes):
             log.warning("%s", line)
 
-    def coefficients(self, update: Tensor) -> Tensors:
-        """Return the values that the equation needs and that depend on the update's number, as FP32 device scalars.
+    def coefficients(self, update: Tensor, values: GroupValues) -> Tensors:
+        """Return what the equation needs of a group's settings and of the update's number, as FP32 device scalars.
 
-        `update` FP64 (): the number, 1 for the first update.
+        `update` FP64 (): the number, 1 for the first update. `values`: the settings at this update.
         """
         return ()
 
@@ -206,10 +231,10 @@ class Optimizer:
             raise TypeError(f"{type(self).__name__} has matrices, but only Muon updates matrices; derive it from Muon")
         return BucketUpdate(kernel, clock, observers)
 
-    def library_update_(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> bool:
+    def library_update_(self, part: UpdateSlice, group: UpdateGroup, at: UpdateScalars, step: StepScalars) -> bool:
         """Update in place by one of torch's fused kernels, for machines without a compiler. Return False, and change
         nothing, if no kernel has this very equation. `part`: its gradient is unscaled, its states are FP32, and it has
-        no half parameters.
+        no half parameters. `group`: its tables have one number each.
         """
         return False
 

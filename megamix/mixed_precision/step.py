@@ -14,23 +14,23 @@ from torch import Tensor
 from megamix.beside.records import Listener, Reduce
 
 
-def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
-    """Return the table on the device, FP32 (updates,), without waiting for it."""
+def put_table(table: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers by update on the device, (updates,), without waiting for them."""
     if len(table) == 1:
-        return torch.full((1,), table[0], dtype=torch.float32, device=device)  # a kernel; a copy would wait
-    host = torch.tensor(table, dtype=torch.float32)
+        return torch.full((1,), table[0], dtype=dtype, device=device)  # a kernel; a copy would wait
+    host = torch.tensor(table, dtype=dtype)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
 
 
-def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
-    """Return the learning rate of an update; updates past the table's end get its last entry.
+def entry(table: Tensor, update: Tensor) -> Tensor:
+    """Return the number of an update; updates past the table's end get its last one.
 
-    Shapes: lr_table FP32 (updates,), update INT64 (), 1 for the first -> FP32 ().
+    Shapes: table (updates,), update (), a whole number, 1 for the first -> ().
     """
-    place = (update - 1).clamp(max=lr_table.numel() - 1)
-    return lr_table.index_select(0, place.view(1)).view(())
+    place = (update - 1).clamp(max=table.numel() - 1).long()
+    return table.index_select(0, place.view(1)).view(())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,15 +16,34 @@ MASTER = "master"  # key of the master weights among a parameter's states
 AVERAGE = "average"  # likewise of their average, if one is kept
 
 Tensors = tuple[Tensor, ...]
+Table = tuple[float, ...]  # one number for each update, or a single one for all; later updates use the last
 States = dict[str, Tensor]  # by name of the state
+
+
+def table_of(numbers: float | Sequence[float]) -> Table:
+    """Return a number, or the numbers of a sequence, as a table."""
+    return tuple(numbers) if isinstance(numbers, Sequence) else (numbers,)
+
+
+def number_at(table: Table, update: int) -> float:
+    """Return the number of an update, 1 for the first."""
+    return table[min(update, len(table)) - 1]
 
 
 class UpdateGroup(NamedTuple):
     """Holds the values that the parameters of one group share."""
 
     lr_factor: float
-    weight_decay: float
+    weight_decay: Table
     states: tuple[tuple[str, torch.dtype], ...]
+    betas: tuple[Table, ...] = ()  # of optimizers that have them
+    eps: float = 0.0
+    momentum: Table = (0.0,)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Return whether anything but the learning rate follows a schedule."""
+        return max(map(len, (self.weight_decay, *self.betas, self.momentum))) > 1
 
     def new_states(self, numel: int, device: torch.device) -> States:
         return {name: torch.zeros(numel, dtype=dtype, device=device) for name, dtype in self.states}
@@ -35,12 +54,23 @@ class UpdateGroup(NamedTuple):
         return sum(dtype.itemsize for _, dtype in self.states)
 
 
+class GroupValues(NamedTuple):
+    """Holds a group's settings at one update: FP64 () on the device. Those that an optimizer lacks are left out, or
+    0.
+    """
+
+    betas: Tensors
+    decayed: Tensors  # the product of each beta over all updates until this one: beta**update where it is constant
+    eps: Tensor
+    momentum: Tensor
+
+
 class UpdateScalars(NamedTuple):
     """Holds the scalars of the equation: FP32 () on the device, so that no value is baked into compiled code."""
 
     lr: Tensor  # group's factor included
     weight_decay: Tensor | float  # a number only in uncompiled code
-    coefficients: Tensors  # coefficients of the optimizer
+    coefficients: Tensors  # what the optimizer's `coefficients` returned
 
 
 class StepScalars(NamedTuple):
@@ -50,7 +80,6 @@ class StepScalars(NamedTuple):
     found_inf: Tensor  # bool (): True: nothing may change
     lr: Tensor  # FP32 (): learning rate before a group's factor
     update: Tensor  # FP32 (): the number of this update, 1 for the first
-    coefficients: Tensors  # FP32 (): coefficients of the optimizer, e.g. bias corrections
 
 
 @dataclass(eq=False)

@@ -5,8 +5,9 @@ them.
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, fields
+from functools import partial
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -56,9 +57,30 @@ class Limits:
         return {"type": "function-after", "function": {"type": "no-info", "function": self.require}, "schema": schema}
 
 
+class ByUpdate(Limits):
+    """Annotates a number that a program may also give as a sequence, one number for each update; later updates use the
+    last. A job takes a number.
+    """
+
+    def numbers(self, value: object) -> object:
+        """Return the number, or all of them as a tuple. Raises: TypeError or ValueError saying what they must be."""
+        own = partial(_own, Annotated[float, Limits(power_of_two=False, **self._bounds)])
+        # A set or mapping has no order, and an iterator can be read only once.
+        if not isinstance(value, Iterable) or isinstance(value, str | bytes | Iterator | Set | Mapping):
+            return own(value)
+        if numbers := tuple(map(own, value)):
+            return numbers
+        raise ValueError("must have at least one number")
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> object:
+        return {"type": "float", **self._bounds}
+
+
 Finite = Annotated[float, Limits()]
 NotNegative = Annotated[float, Limits(ge=0)]
 Share = Annotated[float, Limits(ge=0, lt=1)]
+NotNegativeByUpdate = Annotated[float | Sequence[float], ByUpdate(ge=0)]
+ShareByUpdate = Annotated[float | Sequence[float], ByUpdate(ge=0, lt=1)]
 Count = Annotated[int, Limits(ge=1, le=10**9)]  # counters on the device are INT32, and torch wraps what is beyond
 PowerOfTwo = Annotated[float, Limits(gt=0, power_of_two=True)]
 
@@ -89,6 +111,8 @@ def _own(kind: Any, value: Any) -> Any:
     bare, *notes = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     limits = [note for note in notes if isinstance(note, Limits)]
     parts, origin = get_args(bare), get_origin(bare)
+    if by_update := [limit for limit in limits if isinstance(limit, ByUpdate)]:
+        return by_update[0].numbers(value)
     expected, words = _KINDS.get(getattr(bare, "__name__", bare), (object, ""))
     if origin in (Union, UnionType):
         kinds = [part for part in parts if part is not NoneType]
@@ -96,9 +120,12 @@ def _own(kind: Any, value: Any) -> Any:
     if origin is Literal and value not in parts:
         raise ValueError(f"must be {' or '.join(map(repr, parts))}")
     if origin is tuple and limits:
-        if not isinstance(value, Sequence) or [isinstance(one, Real) for one in value] != [True] * len(parts):
-            raise ValueError(f"must be {len(parts)} numbers")
-        return tuple(_own(part, one) for part, one in zip(parts, value, strict=True))
+        try:
+            if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == len(parts):
+                return tuple(map(_own, parts, value))
+        except TypeError:
+            pass
+        raise ValueError(f"must be {len(parts)} numbers")
     if not isinstance(value, expected) or (isinstance(value, bool) and expected in (Integral, Real)):
         raise TypeError(f"must be {words}")
     if expected in (Integral, Real) and type(value) not in (int, float):

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megamix.settings.limits import Finite, Limits, NotNegative, Share
+from megamix.settings.limits import Finite, Limits, NotNegative, NotNegativeByUpdate, Share, ShareByUpdate
+
+Betas = Annotated[tuple[ShareByUpdate, ShareByUpdate], Limits()]
+Eps = Annotated[float, Limits(ge=2.0**-126)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,17 +17,23 @@ class GroupSettings:
     """Shell-style pattern (fnmatch) on the parameter's full name; the first group that matches wins."""
     lr_factor: NotNegative = 1.0
     """Multiplies the scheduled learning rate."""
-    weight_decay: NotNegative | None = None
+    weight_decay: NotNegativeByUpdate | None = None
     """Weight decay of the group. Not set: the optimizer's, and 0 for one-dimensional parameters."""
+    betas: Betas | None = None
+    """Decay rates of the group's moments, for optimizers that have them. Not set: the optimizer's."""
+    eps: Eps | None = None
+    """The group's eps, for optimizers that have it. Not set: the optimizer's."""
+    momentum: ShareByUpdate | None = None
+    """Momentum of the group, for optimizers that have it. Not set: the optimizer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings:
     """Declares the settings of AdamW."""
 
-    betas: Annotated[tuple[Share, Share], Limits()] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     """Decay rates of the first and second moment, each in [0, 1)."""
-    eps: Annotated[float, Limits(ge=2.0**-126)] = 1e-8
+    eps: Eps = 1e-8
     """Added to the root of the second moment. At least FP32's smallest normal number, 2**-126: where all gradients were
     zero, as padding's are, the step would be 0 / 0."""
 
@@ -33,8 +42,13 @@ class AdamWSettings:
 class NAGSettings:
     """Declares the settings of NAG."""
 
-    momentum: Share = 0.9
+    momentum: ShareByUpdate = 0.9
     """Factor of the momentum at each update, in [0, 1). 0: plain SGD, without a state."""
+    nesterov: bool = True
+    """Whether a step is taken from one update ahead of the momentum."""
+    dampening: Share = 0.0
+    """Share of a gradient that does not enter the momentum, except that of the first update, as in torch. Needs
+    nesterov = false, and momentum_form = "gradient"."""
     momentum_form: Literal["gradient", "velocity"] = "gradient"
     """Terms of the momentum. gradient: gradients, as torch's SGD adds up. velocity: steps, as MXNet's. They differ when
     the learning rate changes."""
@@ -46,7 +60,7 @@ class NAGSettings:
 class MuonSettings(AdamWSettings):
     """Declares the settings of Muon."""
 
-    momentum: Share = 0.95
+    momentum: ShareByUpdate = 0.95
     """Factor of the matrices' momentum at each update, in [0, 1)."""
     nesterov: bool = True
     """Whether a direction is taken from one step ahead of the momentum."""

@@ -92,9 +92,9 @@ def train_reference(
 def _torch_optimizer(optimizer: Optimizer, params: dict[str, nn.Parameter], masters: dict[str, Tensor]) -> Any:
     groups = []
     for name, param in params.items():
-        lr_factor, weight_decay, _ = optimizer.group_of(name, tuple(param.shape))
-        lr = torch.tensor(optimizer.lr_table()[0]) * lr_factor
-        groups.append({"params": [masters[name]], "lr": lr, "weight_decay": weight_decay})
+        group = optimizer.group_of(name, tuple(param.shape))
+        lr = torch.tensor(optimizer.lr_table()[0]) * group.lr_factor
+        groups.append({"params": [masters[name]], "lr": lr, "weight_decay": group.weight_decay[0]})
     if isinstance(optimizer, Muon):
         return PlainMuon(optimizer, params, masters, groups)
     if isinstance(optimizer, NAG):

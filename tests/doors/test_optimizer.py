@@ -33,7 +33,7 @@ from megamix.config import Config, ParallelismConfig, config_to_toml
 from megamix.mixed_precision import fused_update
 from megamix.mixed_precision.bucket import OwnedRange
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.update_slice import States, UpdateScalars
+from megamix.mixed_precision.update_slice import GroupValues, States, UpdateScalars
 from megamix.parallel.build import build_model, drawn
 from megamix.plugins import OPTIMIZERS
 from megamix.tools.plan import memory_plan
@@ -61,7 +61,7 @@ class ByKind(Optimizer):
             return {"momentum": torch.bfloat16}
         return {"mean": torch.float32, "square": torch.float32}
 
-    def coefficients(self, update: Tensor) -> tuple[Tensor, ...]:
+    def coefficients(self, update: Tensor, values: GroupValues) -> tuple[Tensor, ...]:
         return ((1 - 0.5**update).rsqrt().float(),)
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:

@@ -24,7 +24,6 @@ from megamix import NAG, AdamW, tuned
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.fused_update import CompiledUpdate, choose_kernels
-from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.row_stats import RowStats
 from megamix.mixed_precision.update_slice import StepScalars, UpdateGroup, UpdateSlice
 from megamix.model.cross_entropy import compiled_slopes
@@ -50,7 +49,7 @@ def _updates(h100: H100) -> Iterator[dict[str, Any]]:
     """Update and statistics of each optimizer in each dtype, as an engine chooses them."""
     for (name, optimizer), half_name in itertools.product(OPTIMIZERS.items(), ("BF16", "FP16")):
         half_dtype, sums = DTYPES[half_name], {half_name: DTYPES[half_name], "FP32": torch.float32}
-        group = UpdateGroup(1.0, WEIGHT_DECAY, tuple(optimizer.states("weight", (64, 64)).items()))
+        group = optimizer.group_of("weight", (64, 64))._replace(weight_decay=(WEIGHT_DECAY,))
         buckets: list[Any] = [
             SimpleNamespace(
                 params=_zeros(64 * OWNERS, half_dtype), grads=_zeros(64 * OWNERS, half_dtype), master=_zeros(64),
@@ -62,7 +61,7 @@ def _updates(h100: H100) -> Iterator[dict[str, Any]]:
         update, stats = kernels.update, kernels.row_stats
         assert isinstance(update, CompiledUpdate)
         for sum_name, sum_dtype in sums.items():
-            once = partial(_update, update, optimizer, group, half_dtype, sum_dtype)
+            once = partial(_update, update, group, half_dtype, sum_dtype)
             yield _called(h100, f"update, {name}, {half_name}, sums in {sum_name}", once)
             if name == "AdamW" and (sum_name == half_name or half_name == "BF16"):
                 yield _called(h100, f"statistics, sums in {sum_name}", partial(_stats, stats, sum_dtype))
@@ -72,15 +71,15 @@ def _updates(h100: H100) -> Iterator[dict[str, Any]]:
 
 
 def _update(
-    update: CompiledUpdate, optimizer: Optimizer, group: UpdateGroup, half: torch.dtype, sums: torch.dtype, numel: int
+    update: CompiledUpdate, group: UpdateGroup, half: torch.dtype, sums: torch.dtype, numel: int
 ) -> dict[str, Tensor]:
-    coefficients = optimizer.coefficients(_zeros((), torch.float64))
-    step = StepScalars(_zeros(()), _zeros((), torch.bool), _zeros(()), _zeros(()), coefficients)
+    step = StepScalars(_zeros(()), _zeros((), torch.bool), _zeros(()), _zeros(()))
     tensors = {"grad": _zeros(numel, sums), "half": _zeros(numel, half), "master": _zeros(numel)}
     states = group.new_states(numel, step.lr.device)
     update(UpdateSlice(0, tensors["grad"], tensors["master"], states, tensors["half"]), step)
-    tensors |= {"multiplier": step.multiplier, "found_inf": step.found_inf, "weight_decay": update._weight_decays[0]}
-    return tensors | states | {f"coefficient{number}": one for number, one in enumerate(coefficients)}
+    (at,) = update.scalars.of(step)
+    tensors |= {"multiplier": step.multiplier, "found_inf": step.found_inf, "weight_decay": at.weight_decay}
+    return tensors | states | {f"coefficient{number}": one for number, one in enumerate(at.coefficients)}
 
 
 def _stats(stats: RowStats, sums: torch.dtype, numel: int) -> dict[str, Tensor]:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megamix.comm.collectives import sum_in_rank_order
 from megamix.mixed_precision.fused_update import gated_update
+from megamix.mixed_precision.group_scalars import GroupScalars
 from megamix.mixed_precision.row_stats import row_stats
-from megamix.mixed_precision.update_slice import UpdateScalars
+from megamix.mixed_precision.update_slice import StepScalars, UpdateScalars
 from tests.gpu import h100, kernels
 from tests.mixed_precision.test_compiled_update import EPS, assert_within_rounding
 
@@ -137,7 +138,9 @@ def _tensors(name: str, half: str, sums: str, gated: bool) -> dict[str, Tensor]:
     generator, grad, half_dtype = torch.Generator().manual_seed(1), _random(sums), kernels.DTYPES[half]
     master = torch.randn(len(grad), generator=generator)
     states = {state: torch.rand(len(grad), generator=generator) for state in STATES[name]}
-    coefficients = kernels.OPTIMIZERS[name].coefficients(torch.tensor(5.0, dtype=torch.float64))
+    optimizer, one = kernels.OPTIMIZERS[name], torch.ones(())
+    scalars = GroupScalars(optimizer, [optimizer.group_of("weight", (64, 64))], torch.device("cpu"))
+    (at,) = scalars.of(StepScalars(one, one.bool(), one, torch.tensor(5.0)))
     if gated:
         grad[::7], grad[3::11] = float("inf"), float("nan")
         master = master.to(half_dtype).float()  # where the interpreter's cast to BF16 has nothing to cut off
@@ -145,7 +148,7 @@ def _tensors(name: str, half: str, sums: str, gated: bool) -> dict[str, Tensor]:
         "grad": grad, "master": master, **states, "half": master.to(half_dtype),
         "multiplier": torch.tensor(float("nan") if gated else 2.0**-7 / 3), "found_inf": torch.tensor(gated),
         "lr": torch.tensor(0.01), "weight_decay": torch.tensor(kernels.WEIGHT_DECAY),
-        **{f"coefficient{k}": coefficient for k, coefficient in enumerate(coefficients)},
+        **{f"coefficient{k}": coefficient for k, coefficient in enumerate(at.coefficients)},
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ ALONE = Collectives(Axis())
 
 
 def one_bucket(
-    precision: Precision, groups: Sequence[UpdateGroup] = (UpdateGroup(1.0, 0.0, ()),), numel: int = 64,
+    precision: Precision, groups: Sequence[UpdateGroup] = (UpdateGroup(1.0, (0.0,), ()),), numel: int = 64,
     owners: Collectives = ALONE,
 ) -> Bucket:  # fmt: skip
     """Return a bucket of one parameter, `numel` zeros, with gradients and sums but without a module."""

@@ -99,7 +99,7 @@ def test_masters_and_sums_of_micro_batches_are_fp32_whatever_torchs_default_is()
 
 
 def test_bytes_by_hand() -> None:
-    groups = [UpdateGroup(1.0, 0.0, (("m", torch.float32), ("v", torch.bfloat16)))]
+    groups = [UpdateGroup(1.0, (0.0,), (("m", torch.float32), ("v", torch.bfloat16)))]
     (plan,) = build_layout([ParamSpec.whole(name="w", shape=(100, 100), group=0)], [2]).buckets
     padded = 10_112  # 10,000 rounded up to a multiple of 128
     for shard, rank_sum in (("states", 0), ("gradients", 4 * padded // 2)):
@@ -114,11 +114,11 @@ def test_states_that_not_all_groups_have_take_only_their_own_bytes() -> None:
     (plan,) = build_layout(specs, [2]).buckets
     assert plan.padded_numel == 512  # the first shard has 256 elements of w, the second the other 128 and b
     one, two = (("m", torch.bfloat16),), (("m", torch.float32), ("v", torch.float32))
-    groups = [UpdateGroup(1.0, 0.0, one), UpdateGroup(1.0, 0.0, two)]
+    groups = [UpdateGroup(1.0, (0.0,), one), UpdateGroup(1.0, (0.0,), two)]
 
     def states(shard: int | None, groups: list[UpdateGroup]) -> int:
         return BucketBytes.count(plan, Precision(), Sharding(), groups, owner_adds=False, shard=shard).states
 
     assert [states(shard, groups) for shard in (0, 1)] == [2 * 256, 2 * 128 + 8 * 128]
     assert states(None, groups) == 2 * 128 + 8 * 128
-    assert states(None, [UpdateGroup(1.0, 0.0, ())] * 2) == 0
+    assert states(None, [UpdateGroup(1.0, (0.0,), ())] * 2) == 0

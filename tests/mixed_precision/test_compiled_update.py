@@ -30,13 +30,15 @@ from megamix.mixed_precision.fused_update import (
     choose_kernels,
     gated_update,
 )
+from megamix.mixed_precision.group_scalars import GroupScalars
 from megamix.mixed_precision.row_stats import chunked_row_stats, row_stats
 from megamix.mixed_precision.settings import Placement
-from megamix.mixed_precision.update_slice import StepScalars, UpdateGroup, UpdateScalars, UpdateSlice
+from megamix.mixed_precision.update_slice import StepScalars, UpdateGroup, UpdateSlice
 from tests.conftest import FULL
 from tests.mixed_precision.one_bucket import ALONE, one_bucket
 
 EPS = 2.0**-23
+CPU = torch.device("cpu")
 KINDS = {
     "adamw-fp16": (AdamW(lr=0.01), torch.float16),
     "nag-bf16": (NAG(lr=0.1), torch.bfloat16),
@@ -46,8 +48,8 @@ ROWS = 8192 + 3  # rows of 64 elements: more than one piece of the path without 
 
 
 def _groups(optimizer) -> list[UpdateGroup]:
-    states = tuple(optimizer.states("weight", (64, 64)).items())
-    return [UpdateGroup(1.0, 0.1, states), UpdateGroup(0.5, 0.0, states)]
+    group = optimizer.group_of("weight", (64, 64))
+    return [group._replace(weight_decay=(0.1,)), group._replace(lr_factor=0.5, weight_decay=(0.0,))]
 
 
 @pytest.fixture(scope="module", params=[*KINDS][: None if FULL else 2])
@@ -102,10 +104,9 @@ def _slice(group: int, grad: Tensor, master: Tensor, states: dict[str, Tensor], 
     return UpdateSlice(group, grad, master, states, half)
 
 
-def _step(optimizer, found_inf: bool = False, multiplier: float = 2.0**-7 / 3) -> StepScalars:
+def _step(found_inf: bool = False, multiplier: float = 2.0**-7 / 3) -> StepScalars:
     update = torch.tensor(5.0)
-    coefficients = optimizer.coefficients(update.double())
-    return StepScalars(torch.tensor(multiplier), torch.tensor(found_inf), torch.tensor(0.01), update, coefficients)
+    return StepScalars(torch.tensor(multiplier), torch.tensor(found_inf), torch.tensor(0.01), update)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -127,12 +128,12 @@ def test_the_first_rank_says_that_it_compiles(rank: int, monkeypatch) -> None:
 @pytest.mark.uncounted
 def test_compiled_equals_the_library_kernels_within_rounding(kind) -> None:
     optimizer, dtype, update, _ = kind
-    step = _step(optimizer)
+    step = _step()
     for group in (0, 1):
         grad, *ours = _tensors(optimizer, dtype)
         _, *theirs = _tensors(optimizer, dtype)
         update(_slice(group, grad, *ours), step)
-        LibraryUpdate(optimizer, _groups(optimizer))(_slice(group, grad, *theirs), step)
+        LibraryUpdate(optimizer, _groups(optimizer), CPU)(_slice(group, grad, *theirs), step)
         _, *before = _tensors(optimizer, dtype)
         assert_within_rounding(optimizer, grad.float().abs() * step.multiplier, before, ours, theirs)
         assert torch.equal(ours[2], ours[0].to(dtype))
@@ -141,7 +142,7 @@ def test_compiled_equals_the_library_kernels_within_rounding(kind) -> None:
 @pytest.mark.uncounted
 def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind) -> None:
     optimizer, dtype, update, _ = kind
-    step = _step(optimizer)
+    step = _step()
     grad, master, states, half = _tensors(optimizer, dtype)
     update(_slice(0, grad, master, states, half), step)
     graphs = counters["stats"]["unique_graphs"]
@@ -165,7 +166,7 @@ def test_compiled_gate_leaves_every_bit(kind) -> None:
     grad, *after = _tensors(optimizer, dtype)
     _, *before = _tensors(optimizer, dtype)
     grad[::7], grad[3::11] = float("inf"), float("nan")
-    update(_slice(0, grad, *after), _step(optimizer, found_inf=True, multiplier=float("nan")))
+    update(_slice(0, grad, *after), _step(found_inf=True, multiplier=float("nan")))
     assert torch.equal(before[0], after[0])
     assert all(map(torch.equal, before[1].values(), after[1].values()))
     assert torch.equal(before[2], after[2])
@@ -220,12 +221,12 @@ def test_statistics_see_one_bad_element_anywhere(kind, value: float) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_equation_run_eagerly_equals_the_library_kernels(name: str) -> None:
     optimizer, dtype = KINDS[name]
-    step = _step(optimizer)
+    step = _step()
     grad, *ours = _tensors(optimizer, dtype)
     _, *theirs = _tensors(optimizer, dtype)
-    at = UpdateScalars(step.lr, torch.tensor(0.1), step.coefficients)
+    at = GroupScalars(optimizer, _groups(optimizer), CPU).of(step)[0]
     gated_update(optimizer)(grad, *ours, step.multiplier, step.found_inf, at)
-    LibraryUpdate(optimizer, _groups(optimizer))(_slice(0, grad, *theirs), step)
+    LibraryUpdate(optimizer, _groups(optimizer), CPU)(_slice(0, grad, *theirs), step)
     assert torch.allclose(ours[0], theirs[0], rtol=4 * EPS, atol=8 * EPS)
     assert all(
         torch.allclose(a, b, rtol=8 * EPS, atol=8 * EPS)

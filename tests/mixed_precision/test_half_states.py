@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megamix import NAG, AdamW, Precision, Sharding, tuned
 from megamix.mixed_precision.fused_update import gated_update_
+from megamix.mixed_precision.group_scalars import GroupScalars
 from megamix.mixed_precision.half_states import by_chance, needs_chance
-from megamix.mixed_precision.update_slice import UpdateScalars
+from megamix.mixed_precision.update_slice import StepScalars
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.engines import make_engine
 
@@ -54,9 +55,10 @@ def _decayed(beta2: float, steps: int) -> Tensor:
     optimizer = AdamW(lr=0.0, betas=(0.9, beta2), state_dtype=BF16)
     master = torch.randn(4096, generator=torch.Generator().manual_seed(3))
     states = {"exp_avg": torch.zeros(4096, dtype=BF16), "exp_avg_sq": torch.ones(4096, dtype=BF16)}
+    scalars = GroupScalars(optimizer, [optimizer.group_of("weight", (64, 64))], torch.device("cpu"))
     for update in range(1, steps + 1):
-        coefficients = optimizer.coefficients(torch.tensor(float(update), dtype=torch.float64))
-        at = UpdateScalars(torch.zeros(()), 0.0, coefficients)
+        step = StepScalars(torch.ones(()), torch.tensor(False), torch.zeros(()), torch.tensor(float(update)))
+        (at,) = scalars.of(step)
         gated_update_(optimizer.equation, torch.zeros(4096), master, states, at, torch.tensor(False))
     return states["exp_avg_sq"].double()
 

@@ -19,6 +19,7 @@ from megamix.mixed_precision.update_slice import StepScalars, UpdateScalars, Upd
 
 pytestmark = pytest.mark.uncounted
 
+CPU = torch.device("cpu")
 U = 2.0**-24  # half a unit in the last place of FP32, relative
 
 
@@ -174,7 +175,7 @@ def test_the_gradient_rule_is_torch_sgds(momentum: float) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_every_bit(form: str) -> None:
     optimizer = FORMS[form][0]
-    update_ = LibraryUpdate(optimizer, [optimizer.group_of("weight", (48, 64))._replace(weight_decay=0.1)])
+    update_ = LibraryUpdate(optimizer, [optimizer.group_of("weight", (48, 64))._replace(weight_decay=(0.1,))], CPU)
     numel = (1 << 20) + 3 * 64  # more than one piece
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(numel, generator=generator).half()
@@ -183,7 +184,7 @@ def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_ever
 
     def run(borders: list[int], found_inf: bool) -> Tensor:
         """Return master and states after one update in parts."""
-        step = StepScalars(torch.tensor(1 / 3), torch.tensor(found_inf), torch.tensor(0.01), torch.tensor(1.0), ())
+        step = StepScalars(torch.tensor(1 / 3), torch.tensor(found_inf), torch.tensor(0.01), torch.tensor(1.0))
         after, half = start.clone(), start[0].half()
         for first, last in zip(borders, borders[1:], strict=False):
             master, *states = after[:, first:last]
@@ -222,7 +223,8 @@ def _descend(form: str, schedule: str, updates: int) -> Tensor:
     for update in range(updates):
         over = (update + schedule.startswith("warm-up")) / updates  # a warm-up starts with its first step, not with 0
         lr = torch.tensor(0.01 * SCHEDULES[schedule](over), dtype=torch.float64)
-        weights, states = optimizer.equation(CURVATURES * weights, weights, states, UpdateScalars(lr, 0.0, ()))
+        at = UpdateScalars(lr, 0.0, (torch.tensor(0.9, dtype=torch.float64), torch.ones(())))
+        weights, states = optimizer.equation(CURVATURES * weights, weights, states, at)
     return weights
 
 

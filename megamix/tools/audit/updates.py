@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
-from megamix.mixed_precision.update_slice import MASTER
+from megamix.mixed_precision.update_slice import MASTER, number_at
 from megamix.tools.audit.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
 from megamix.tools.audit.finite import first_not_finite
 from megamix.tools.audit.watch import Watch
@@ -154,12 +154,14 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
     """
     applied, skipped = int(engine.applied_updates), int(engine.skipped_steps)
     watch.loss_scale = float(engine.loss_scale.loss_scale)
-    table, betas = engine.optimizer.lr_table(), getattr(engine.optimizer, "betas", ())
+    table = tuple(engine.optimizer.lr_table())
     updates: list[Update] = []
     for owned in engine.owned_ranges():
         group = engine.optimizer.group_of(owned.spec.name, owned.spec.full_shape)
-        lr, states = table[min(applied, len(table) - 1)] * group.lr_factor, {**owned.tensors}
-        one, master, decays = facts[owned.spec.name], states.pop(MASTER), bool(group.weight_decay)
+        lr, states = number_at(table, applied + 1) * group.lr_factor, {**owned.tensors}
+        betas = [number_at(beta, applied + 1) for beta in group.betas]
+        one, master = facts[owned.spec.name], states.pop(MASTER)
+        decays = number_at(group.weight_decay, applied + 1) > 0
         one.count(by_chance=getattr(engine.optimizer, "takes_chances", False))
         updates.append(Update(one, master, states, applied, lr, betas, decays))
     for bucket in engine.buckets:

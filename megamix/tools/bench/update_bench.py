@@ -88,8 +88,7 @@ class UpdateRank:
             bucket.make_grads()
             bucket.grads.copy_(draw(bucket.plan.padded_numel) * 1e-2)
         count = torch.tensor(10.0)
-        coefficients = self._optimizer.coefficients(count.double())
-        self._scalars = StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), count, coefficients)
+        self._scalars = StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), count)
 
         choose = partial(choose_kernels, self._optimizer, self._groups, self._buckets, alone)
         self.variants: dict[str, Callable[[], object]] = {}
@@ -126,14 +125,14 @@ class UpdateRank:
         It neither unscales nor clips.
         """
         grads32 = [bucket.grads.float() for bucket in self._buckets]
-        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": group.weight_decay} for group in self._groups]
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": group.weight_decay[0]} for group in self._groups]
         for bucket, grad32 in zip(self._buckets, grads32, strict=True):
             for span in bucket.spans:
                 param = bucket.master[span.start : span.end]
                 param.grad = grad32[span.start : span.end]
                 groups[span.group]["params"].append(param)
-        ours = self._optimizer
-        optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=ours.betas, eps=ours.eps, fused=True)
+        ours, ((beta1,), (beta2,)) = self._optimizer, self._groups[0].betas
+        optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(beta1, beta2), eps=ours.eps, fused=True)
 
         def casts() -> None:
             for bucket, grad32 in zip(self._buckets, grads32, strict=True):

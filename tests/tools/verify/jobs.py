@@ -233,7 +233,7 @@ def _groups(change: Callable[[UpdateGroup], UpdateGroup]) -> object:
 
 
 def decay_on_all() -> object:
-    return _groups(lambda group: group._replace(weight_decay=0.1))
+    return _groups(lambda group: group._replace(weight_decay=(0.1,)))
 
 
 def frozen_moves() -> object:
@@ -383,12 +383,12 @@ BUGS: dict[str, Callable[[], object]] = {
 @contextmanager
 def schedule_one_update_late() -> Iterator[None]:
     """Every update has the lr of the one before it."""
-    right = engine_module.lr_of
+    right = engine_module.entry
 
     def late(lr_table: Tensor, update: Tensor) -> Tensor:
         return right(lr_table, (update - 1).clamp(min=1))
 
-    with mock.patch.object(engine_module, "lr_of", late):
+    with mock.patch.object(engine_module, "entry", late):
         yield
 
 

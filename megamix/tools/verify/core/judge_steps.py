@@ -22,7 +22,14 @@ from megamix.data.loader import Batch
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.update_slice import MASTER, UpdateScalars
+from megamix.mixed_precision.update_slice import (
+    MASTER,
+    GroupValues,
+    UpdateGroup,
+    UpdateScalars,
+    number_at,
+    table_of,
+)
 from megamix.tools.verify.core.bisect import RankTape, culprit
 from megamix.tools.verify.core.choices import Choices
 from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, nearest
@@ -38,7 +45,7 @@ from megamix.tools.verify.core.judge_routing import (
 from megamix.tools.verify.core.norm_kinds import explain_norm
 from megamix.tools.verify.core.observed_step import ObservedStep, Whole, assemble, assemble_choices
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite
-from megamix.tools.verify.core.update_kinds import RightUpdate
+from megamix.tools.verify.core.update_kinds import RightUpdate, Rule
 from megamix.tools.verify.core.verdict import (
     NOISE,
     NOISIEST,
@@ -311,6 +318,7 @@ class _Judged:
         lr = table[min(count, len(table)) - 1]
         told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
         verdict.note(self.number, "lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
+        groups = {self.optimizer.group_of(name, tuple(grad.shape)) for name, grad in self.grads.items()}
         for name, unclipped in self.grads.items():
             grad = unclipped * coefficient
             group = self.optimizer.group_of(name, tuple(grad.shape))
@@ -321,41 +329,79 @@ class _Judged:
                 verdict.note(self.number, "states", name, math.inf, 0.0, told)
                 continue
             before = {state: self.before.tensors[state, name] for state in dtypes}
-            rule = partial(exact_update, self.optimizer)
+            rule: Rule = partial(exact_update, self.optimizer, group)
+            rules: dict[str, Rule] = {}
+            for text, other, late in other_settings(group, groups, count):
+                rules[text] = partial(exact_update, self.optimizer, other, late=late)
             if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):
                 want = rule(name, grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
                 device = next(self.reference.native.parameters()).device
                 at = (self.number, self.optimizer, name, want, self.after, device, self.right.tp_size)
-                rule = partial(matrix_rule, self.optimizer, judge_matrices(verdict, *at))
+                direction = judge_matrices(verdict, *at)
+                rule = partial(matrix_rule, rule, direction)
+                rules = {text: partial(matrix_rule, wrong, direction) for text, wrong in rules.items()}
+            decay = number_at(group.weight_decay, count)
+            decays = {
+                f"the weight decay of update {at}": number_at(group.weight_decay, at)
+                for at in (count - 1, count + 1)
+                if at
+            }
+            decays |= {"another group's weight decay": number_at(table_of(self.optimizer.weight_decay), count)}
             others = {f"the lr of update {at + 1}": other for at, other in enumerate(table) if abs(at + 1 - count) == 1}
             after = {state: self.after.tensors[state, name] for state in dtypes}
             right = RightUpdate(
                 rule=rule, name=name, grad=grad, before=before,
                 lr=lr * group.lr_factor, lrs=others | {"the lr without its factor": lr},
-                weight_decay=group.weight_decay, decays={"another group's weight decay": self.optimizer.weight_decay},
+                weight_decay=decay, decays=decays, rules=rules,
                 update=count, attempts=self.number + 1, coefficient=coefficient, loss_scale=self.of["loss_scale"],
             )  # fmt: skip
             right.note(verdict, self.number, after, dtypes)
 
 
 def exact_update(
-    optimizer: Optimizer, name: str, grad: Tensor, before: Mapping[str, Tensor], *, lr: float, weight_decay: float,
-    update: int,
+    optimizer: Optimizer, group: UpdateGroup, name: str, grad: Tensor, before: Mapping[str, Tensor], *, lr: float,
+    weight_decay: float, update: int, late: int = 0,
 ) -> Tensors:  # fmt: skip
     """Return master and states after the optimizer's equation in FP64, by the names in `before`.
 
+    `group`: has the betas, eps and momentum. `late`: they are those of as many updates before this one.
     Shapes: grad FP64 and each of `before` like the parameter.
     """
-    coefficients = optimizer.coefficients(torch.tensor(float(update), dtype=torch.float64))
-    at = UpdateScalars(torch.tensor(lr, dtype=torch.float64), weight_decay, coefficients)
+    values = GroupValues(
+        betas=tuple(_wide(number_at(beta, update - late)) for beta in group.betas),
+        # the last number holds for all updates past the table
+        decayed=tuple(_wide(math.prod(beta[:update]) * beta[-1] ** max(0, update - len(beta))) for beta in group.betas),
+        eps=_wide(group.eps),
+        momentum=_wide(number_at(group.momentum, update - late)),
+    )
+    coefficients = tuple(one.double() for one in optimizer.coefficients(_wide(update), values))
+    at = UpdateScalars(_wide(lr), _wide(weight_decay), coefficients)
     states = {state: tensor.double() for state, tensor in before.items()}
     new_master, new_states = optimizer.equation(grad, states.pop(MASTER), states, at)
     return {MASTER: new_master, **new_states}
 
 
+def other_settings(
+    group: UpdateGroup, groups: Iterable[UpdateGroup], update: int
+) -> Iterator[tuple[str, UpdateGroup, int]]:
+    """Yield betas, eps and momentum that an update is easily made with instead: a text, their group, and how many
+    updates late they are.
+    """
+    for late in (1, -1):
+        for text, tables in (("betas", group.betas), ("momentum", (group.momentum,))):
+            if update > late and any(number_at(it, update) != number_at(it, update - late) for it in tables):
+                yield f"the {text} of update {update - late}, where this is update {update}", group, late
+    for other in groups:
+        if other.states == group.states and other[3:] != group[3:]:
+            yield "another group's betas, eps or momentum", other, 0
+
+
+def _wide(number: float) -> Tensor:
+    return torch.tensor(float(number), dtype=torch.float64)
+
+
 def matrix_rule(
-    optimizer: Optimizer, direction: Tensor, name: str, grad: Tensor, before: Mapping[str, Tensor], **at: Any
+    rule: Rule, direction: Tensor, name: str, grad: Tensor, before: Mapping[str, Tensor], **at: Any
 ) -> Tensors:
     """Return `exact_update` for matrices: states by the gradient, the master by the direction that the ranks found."""
-    master = {MASTER: before[MASTER]}
-    return exact_update(optimizer, name, grad, before, **at) | exact_update(optimizer, name, direction, master, **at)
+    return rule(name, grad, before, **at) | rule(name, direction, {MASTER: before[MASTER]}, **at)

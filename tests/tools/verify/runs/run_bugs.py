@@ -124,13 +124,13 @@ def loss_scale_begins_anew() -> Any:
 
 @contextmanager
 def schedule_begins_anew() -> Iterator[None]:
-    right, begun = engine_module.lr_of, list[torch.Tensor]()
+    right, begun = engine_module.entry, list[torch.Tensor]()
 
     def wrong(table, update):
         begun.append(update - 1)
         return right(table, update - begun[0])
 
-    with mock.patch.object(engine_module, "lr_of", wrong):
+    with mock.patch.object(engine_module, "entry", wrong):
         yield
 
 
