@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from megamix.tools.plan.ridge import RidgeFit, Vector, ridge, solve
 from megamix.tools.plan.time_constants import FILE, TimeConstants
 from megamix.tools.plan.time_model import step_time
-from tests.tools.plan.published import PublishedRow, published_rows
+from tests.tools.plan.published import PublishedRow, published_rows, settings_of
 
 ROW_ERROR, UNPUBLISHED_ERROR = 0.035, 0.1
 STACK_SPREAD = 0.06  # of the factors of different programs
@@ -103,6 +104,12 @@ def held_out(group: Callable[[PublishedRow], str]) -> tuple[Vector, Vector]:
     return predicted, deviations
 
 
+def span(row: PublishedRow) -> tuple[float, float]:
+    """Return the least and the most seconds that are predicted over a row's unknown settings."""
+    predicted = FITTED.predict(best().logs, [replace(row, job=job) for job in settings_of(row)])
+    return math.exp(min(predicted)), math.exp(max(predicted))
+
+
 def table() -> list[str]:
     """Return the rows of docs/planning.md: settings, published and predicted tokens/s, and the error in percent."""
     predicted = np.exp(FITTED.predict(best().logs, published_rows()))
@@ -110,6 +117,8 @@ def table() -> list[str]:
     for row, seconds in zip(published_rows(), predicted, strict=True):
         job = row.job
         published, foreseen = (job.step_tokens / job.gpus / time for time in (row.seconds, seconds))
+        least, most = span(row)
+        all_settings = f" ({job.step_tokens / job.gpus / most:.0f} to {job.step_tokens / job.gpus / least:.0f})"
         cells = [
             row.stack,
             row.model,
@@ -118,7 +127,7 @@ def table() -> list[str]:
             "?" if row.unpublished else str(job.micro_batch),
             row.note,
             f"{published:.0f}",
-            f"{foreseen:.0f}",
+            f"{foreseen:.0f}" + (all_settings if row.unpublished else ""),
             f"{100 * (foreseen / published - 1):+.1f}",
             "fitted" if row.fitted else "",
         ]

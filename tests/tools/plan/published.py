@@ -46,6 +46,18 @@ class PublishedRow:
         return needed / (job.tp * job.pp) / self.hardware.memory_bytes
 
 
+def settings_of(row: PublishedRow) -> list[TimedJob]:
+    """Return the jobs that a row may mean: its own, or, where settings are unknown, micro-batches of 1 to 4 sequences
+    and 1 to 16 stages on a rank.
+    """
+    if not row.unpublished:
+        return [row.job]
+    layers = row.job.shape.layers // row.job.pp
+    stages = [count for count in (1, 2, 4, 8, 16) if layers % count == 0 and (count == 1 or row.job.pp > 1)]
+    sizes = [size for size in (1, 2, 4) if row.job.global_batch % (size * row.job.dp) == 0]
+    return [replace(row.job, micro_batch=size, stages=count) for size in sizes for count in stages]
+
+
 @cache
 def published_rows() -> list[PublishedRow]:
     data = tomllib.loads(ROWS.read_text(encoding="utf-8"))
@@ -91,7 +103,7 @@ def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> Publis
         stages=row.get("stages", 1),
         kernels=row["kernels"],
         recompute=_recompute(row["recompute"]),
-        traffic=_traffic(row, count, layers + 1),
+        traffic=_traffic(row, count, layers // pp + 1),
     )
     kernel = row.get("attention", "triton" if row["name"] == "mosaic" else "flash2")
     forward, backward = ATTENTION[kernel]

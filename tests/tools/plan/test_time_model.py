@@ -14,7 +14,7 @@ from megamix.tools.plan.time_band import NINETY, time_band
 from megamix.tools.plan.time_constants import fitted_constants
 from megamix.tools.plan.time_hardware import FOLDER, load_hardware
 from megamix.tools.plan.time_model import step_time
-from tests.tools.plan.fitting import FITTED, best, held_out, table
+from tests.tools.plan.fitting import FITTED, best, held_out, span, table
 from tests.tools.plan.published import PublishedRow, published_rows
 
 MEMORY = 0.92  # share beyond which an allocator's own work slows a step
@@ -74,6 +74,14 @@ def test_the_band_of_an_unknown_program_holds_nine_of_ten_rows() -> None:
         seconds = step_time(row.job, row.hardware, constants.values).seconds
         inside.append(abs(row.seconds / seconds - 1) < time_band(row.job, row.hardware, constants))
     assert np.mean(inside) >= 0.9
+
+
+def test_rows_with_unknown_settings_lie_in_the_range_over_them() -> None:
+    unpublished = [row for row in published_rows() if row.unpublished]
+    assert len(unpublished) == 5
+    for row in unpublished:
+        least, most = span(row)
+        assert (1 - 0.07) * least < row.seconds < (1 + 0.07) * most
 
 
 def test_the_effect_of_one_setting_is_predicted() -> None:
