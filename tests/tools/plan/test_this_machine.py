@@ -1,0 +1,31 @@
+"""Rates that `megamix doctor --json` prints, as hardware of the time model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from megamix.tools.doctor.finding import as_json, not_here
+from megamix.tools.doctor.measured import judge_rates, judge_wire
+from megamix.tools.plan.this_machine import measured_hardware
+from megamix.tools.plan.time_hardware import load_hardware
+
+
+def test_a_cpus_rates_are_those_that_doctor_saw() -> None:
+    wire = judge_wire(
+        [{"reduce-scatter": 1e9, "all-gather": 3e9}, {"reduce-scatter": 2e9, "all-gather": 3e9}], on_gpus=False
+    )
+    rates = judge_rates([({"products": 1234.5e9, "copy": 36e9}, [])], "")
+    hardware = measured_hardware(as_json([wire, *rates]), load_hardware("cpu"))
+    assert hardware.dense_flops == pytest.approx(1234.5e9)
+    assert hardware.memory_bytes_per_s == pytest.approx(36e9)
+    assert hardware.link_bytes_per_s == pytest.approx(1.5e9)  # as long as the slowest rank's two together
+
+
+def test_a_gpu_keeps_its_peak_and_what_was_not_measured() -> None:
+    base = load_hardware("h100-sxm")
+    card = "NVIDIA H100 80GB HBM3"
+    rates = judge_rates([({"products": 700e12, "copy": 2.8e12, "pinned memory": 50e9}, [])], card)
+    hardware = measured_hardware(as_json([not_here("wire", "there is one rank"), *rates]), base)
+    assert asdict(hardware) == asdict(replace(base, memory_bytes_per_s=2.8e12))
