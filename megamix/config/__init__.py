@@ -38,6 +38,7 @@ from megamix.config.model_and_data import FAMILY as FAMILY
 from megamix.config.model_and_data import DataSource as DataSource
 from megamix.config.model_and_data import DecoderConfig as DecoderConfig
 from megamix.config.model_and_data import ExpertsConfig as ExpertsConfig
+from megamix.config.model_and_data import FirstLayers as FirstLayers
 from megamix.config.model_and_data import LatentSizes as LatentSizes
 from megamix.config.model_and_data import ModelConfig as ModelConfig
 from megamix.config.model_and_data import RopeScaling as RopeScaling

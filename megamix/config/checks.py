@@ -175,6 +175,13 @@ def _experts_go_together(config: Config) -> Iterator[str]:
         yield f"model.mlp_bias: got true, but experts have no biases; write mlp_bias = false or leave [{said}] out"
 
 
+def _recomputed_layers_are_there(config: Config) -> Iterator[str]:
+    recompute: Any = config.model.recompute  # typed Any: a word has no number, and is no table
+    full, num_layers = recompute.full, config.model.num_layers
+    if full > num_layers:
+        yield f"model.recompute.full: got {full}, num_layers is {num_layers}; write full = {num_layers}"
+
+
 def _positions_are_enough(config: Config) -> Iterator[str]:
     model: Any = config.model  # typed Any: the section of a model of transformers
     for key in ("max_position_embeddings", "max_seq_len") if model.family == "transformers" else ():
@@ -364,6 +371,7 @@ _MODEL_CHECKS = (
 )
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     *_MODEL_CHECKS,
+    _recomputed_layers_are_there,
     _positions_are_enough,
     _lr_falls,
     _schedule_fits,

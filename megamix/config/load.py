@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from megamix.config.checks import check_config, check_draft
 from megamix.config.choices import Tree, section_at
+from megamix.config.model_and_data import RECOMPUTE_TAGS
 from megamix.config.problems import (
     ConfigError,
     dropped_line,
@@ -177,7 +178,8 @@ def _errors(tree: Tree) -> list[ErrorDetails]:
 
 
 def _as_set(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return a place without the name of the validation set that has none."""
+    """Return a place without what nobody has written: the name of a set that has none, the form of a value."""
+    loc = tuple(part for part in loc if part not in RECOMPUTE_TAGS)
     return (*loc[:2], *loc[3:]) if loc[:3] == ("data", "valid", "") else loc
 
 

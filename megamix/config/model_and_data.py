@@ -15,12 +15,14 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
+    Tag,
     WrapSerializer,
 )
 from pydantic_core.core_schema import ValidationInfo
@@ -120,6 +122,25 @@ class ExpertsConfig(Section):
     """Factor of the mean of logsumexp(router logits)^2 in a training's gradient. 1e-3 is usual."""
 
 
+def _number_or_share(value: float) -> float:
+    if value > 1 and value != int(value):
+        raise ValueError("must be a whole number of layers, or a share below 1")
+    return value if value < 1 else int(value)
+
+
+class FirstLayers(Section):
+    """The first layers of the whole model, whose blocks backward computes again; the others keep everything."""
+
+    full: Annotated[PositiveFloat, AfterValidator(_number_or_share), Field(examples=[12])]
+    """Number of these layers, or their share of all layers."""
+
+
+# What stands behind `recompute` where it is no word: an error's place has a tag, which nobody has written.
+RECOMPUTE_TAGS = ("a word", "a table")
+WORD, TABLE = map(Tag, RECOMPUTE_TAGS)
+WORD_OR_TABLE = Discriminator(lambda value: RECOMPUTE_TAGS[isinstance(value, Mapping | FirstLayers)])
+
+
 class FamilyConfig(Section):
     """Holds the one key that every model has: its family."""
 
@@ -148,9 +169,11 @@ class DecoderConfig(FamilyConfig):
     z_loss: NonNegativeFloat = 0.0
     """Factor of logsumexp(logits)^2 in the loss of a training, which keeps logits small; validation has none. 1e-4 is
     usual."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Annotated[
+        Annotated[Literal["none", "selective", "full"], WORD] | Annotated[FirstLayers, TABLE], WORD_OR_TABLE
+    ] = "none"
     """Values that backward recomputes instead of keeping them: none, the outputs of norms and activation function, or
-    whole blocks. The gradients are the same."""
+    whole blocks, { full = 12 } those of the first 12 layers, { full = 0.5 } of half. The gradients are the same."""
     compile: bool = False
     """Whether each block runs through torch.compile."""
 

@@ -218,6 +218,7 @@ _NONE = {
     "epochs": "there are no epochs; write training.steps, the number of updates",
     "num_epochs": "there are no epochs; write training.steps, the number of updates",
     "gradient_accumulation_steps": "it follows from training.global_batch_size, training.micro_batch_size and ranks",
+    "recompute_num_layers": "write model.recompute = { full = N }, the first N layers",
     "rampup_batch_size": "write training.batch_ramp, pairs of a number of updates and the size from there on",
     "warmup_ratio": "write lr_schedule.warmup_steps, in updates",
     "lr_decay_iters": "write lr_schedule.decay_steps, which begins after the warm-up",

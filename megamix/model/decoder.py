@@ -17,6 +17,7 @@ from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
 from megamix.model.language_model import Cost, Costs, Draw, LanguageModel
 from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, TwoRotaryTables, param_rules
 from megamix.model.ops import Ops, has_values, takes_borders
+from megamix.model.sizes import is_repeated
 from megamix.model.span import Chunks, Span
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter if they are tied
@@ -56,6 +57,8 @@ class Decoder(LanguageModel):
         self.embedding = self.token_embedding()
         self.position_embedding, self.rotary = self.positions()
         self.blocks = nn.ModuleList(self.block(config, layer) for layer in like)
+        for block, layer in zip(self.blocks, like, strict=True):
+            block.is_repeated = is_repeated(config, layer)  # type: ignore[assignment]  # nn.Module takes any
         self.norm = self.last_norm()
         self.head = Head(config.hidden_size, config.vocab_size, False, self.ops, std=std, divides="columns")
         self.head.z_loss = config.z_loss
@@ -279,7 +282,7 @@ class Decoder(LanguageModel):
         return self.ops.dropout(x, self.config.dropout) if self.config.dropout and self.training else x
 
     def _run(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
-        if self.config.recompute != "full":
+        if not block.is_repeated:
             out: Tensor = block(x, *context)
             return out
         # With dropout the generator's state is kept, a few KB per block: backward must drop the same elements again.

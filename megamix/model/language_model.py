@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megamix.config import DecoderConfig
 from megamix.model.formats import Format
 from megamix.model.layers import ParamRule
+from megamix.model.sizes import is_repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,8 @@ class LanguageModel(nn.Module):
     def alike(cls, config: Any) -> list[int]:
         """Return for each layer the first layer with a block of the same kind."""
         first: dict[Hashable, int] = {}
-        return [first.setdefault(cls.kind(config, layer), layer) for layer in range(config.num_layers)]
+        kinds = ((cls.kind(config, layer), is_repeated(config, layer)) for layer in range(config.num_layers))
+        return [first.setdefault(kind, layer) for layer, kind in enumerate(kinds)]
 
     @classmethod
     def on_meta(cls, config: Any, like: Sequence[int] | None = None) -> Self:

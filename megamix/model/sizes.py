@@ -6,7 +6,14 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from megamix.config import ExpertsConfig, ModelConfig, default_ffn_hidden_size
+from megamix.config import (
+    DecoderConfig,
+    ExpertsConfig,
+    FirstLayers,
+    ModelConfig,
+    TransformersConfig,
+    default_ffn_hidden_size,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -131,3 +138,11 @@ def dense_peak(device_name: str, dtype: torch.dtype) -> float | None:
     if dtype not in (torch.float16, torch.bfloat16):
         return None
     return next((peak for pattern, peak in DENSE_PEAKS if re.fullmatch(pattern, device_name)), None)
+
+
+def is_repeated(config: DecoderConfig | TransformersConfig, layer: int) -> bool:
+    """Return whether backward computes the whole block of a layer again."""
+    if not isinstance(config.recompute, FirstLayers):
+        return config.recompute == "full"
+    full = config.recompute.full
+    return layer < (full if full >= 1 else full * config.num_layers)

@@ -23,6 +23,7 @@ from megamix.model.cross_entropy import Slopes, compiled_slopes, linear_cross_en
 from megamix.model.language_model import Cache, Cost, Costs, Draw, LanguageModel
 from megamix.model.layers import ParamRule
 from megamix.model.ops import Ops, has_values
+from megamix.model.sizes import is_repeated
 
 _PREFIX = "hf."
 # Logits may differ by these shares of the largest: in forwards of one shape, where only experts sum in another order,
@@ -86,10 +87,12 @@ class TransformersModel(LanguageModel):
             self.config = config.with_layers(like)
             _take_blocks(self.hf, like, self.config.theirs)
         self.head = _put_loss_head(self.hf, config.compile) if _ends_with_head(config.config_json) else None
-        if config.recompute == "full":
+        if config.recompute != "none":
             theirs = self.hf  # the second name is that of transformers before 5.23
             enable = getattr(theirs, "activation_checkpointing_enable", None) or theirs.gradient_checkpointing_enable
             enable({"use_reentrant": False})
+            for block, layer in zip(self.blocks, like, strict=True):
+                block.gradient_checkpointing = is_repeated(config, layer)  # type: ignore[assignment]  # nn.Module takes any
         for block in self.blocks if config.compile else ():
             block.compile(dynamic=False)
         self.rules = dict.fromkeys((name for name, _ in self.named_parameters(remove_duplicate=False)), _WHOLE)

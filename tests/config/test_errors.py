@@ -470,6 +470,14 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
         "got 10, must be a multiple of micro_batch_size 4; write batch_ramp[1][1] = 8 or 12",
         {"training": {"batch_ramp": [[0, 8], [5, 12], [9, 16]]}},
     ),
+    ({"model": {"recompute": {"full": 2}}}, "model.recompute.full", "num_layers is 1; write full = 1", {}),
+    (
+        {"model": {"recompute": {"full": 1.5}}},
+        "model.recompute.full",
+        "got 1.5, must be a whole number of layers, or a share below 1; write full = 2",
+        {"model": {"recompute": {"full": 0.5}}},
+    ),
+    ({"model": {"recompute": "fully"}}, "model.recompute", "must be 'none', 'selective' or 'full'; write", {}),
     (
         {"training": {"batch_ramp": [[0, 8]]}},
         "training.global_batch_size",

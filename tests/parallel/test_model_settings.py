@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "norms of outputs": {"norm_place": "after"},
     "latents": {"num_kv_heads": None, "latent_attention": LATENT, "recompute": "selective"},
     "norms of both": {"norm_place": "both", "recompute": "selective"},
+    "first layers again": {"recompute": {"full": 0.5}},
     "factors": {"attention_scale": 0.3, "embedding_scale": 2.5, "residual_scale": 0.6, "logit_divisor": 3.0},
     "latents of keys": {
         "num_kv_heads": None,

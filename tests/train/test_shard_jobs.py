@@ -29,7 +29,7 @@ pytestmark = pytest.mark.uncounted
 SHARDS = get_args(Shard)
 BAD_ATTEMPTS, BAD_SAMPLE = frozenset((2, 5)), frozenset((9,))
 AXES: dict[tuple[str, str], list[Any]] = {
-    ("model", "recompute"): ["none", "selective", "full"],
+    ("model", "recompute"): ["none", "selective", "full", {"full": 1}],
     ("model", "tie_embeddings"): [True, False],
     ("model", "dropout"): [0.0, 0.1],
     ("model", "position"): ["rotary", "learned"],

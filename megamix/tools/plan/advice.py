@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from megamix.config import Config, axis_sizes, check_world_size
+from megamix.config import Config, FirstLayers, axis_sizes, check_world_size
 from megamix.config.checks import check_config
 from megamix.mixed_precision.settings import Shard
+from megamix.model.sizes import is_repeated
 from megamix.tools.plan.limits import MOST_RANKS
 from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
 
@@ -39,7 +41,7 @@ def advise(config: Config, plan: MemoryPlan, memory: int) -> list[Advice]:
     """
     config = config.with_keys(parallelism={"dp_size": plan.axes["dp"]})
     shards = _least(_shards(config), plan, memory)
-    others = [one for changes in _kinds(config, plan) for one in _least(changes, plan, memory)]
+    others = [one for changes in _kinds(config, plan, memory) for one in _least(changes, plan, memory)]
     return [*shards, *sorted(others, key=lambda one: -one.peak)]
 
 
@@ -64,10 +66,10 @@ def _peak(config: Config, plan: MemoryPlan) -> int:
     return plan_memory(config, config.parallelism.dp_size or 1, plan.machine).peak
 
 
-def _kinds(config: Config, plan: MemoryPlan) -> Iterator[Changes]:
+def _kinds(config: Config, plan: MemoryPlan, memory: int) -> Iterator[Changes]:
     if plan.grad_accum_steps > 1 and config.parallelism.accumulate == "local":
         yield _shards(config.with_keys(parallelism={"accumulate": "owner"}), ' and accumulate = "owner"')
-    yield _recompute(config)
+    yield _recompute(config, plan, memory)
     yield _micro_batches(config)
     yield _ranks(config)
     yield _expert_ranks(config)
@@ -102,10 +104,20 @@ def _shards(config: Config, beside: str = "") -> Changes:
             yield f'parallelism.shard = "{shard}"{beside}', config.with_keys(parallelism={"shard": shard})
 
 
-def _recompute(config: Config) -> Changes:
-    policies = ("none", "selective", "full")
-    for policy in policies[policies.index(config.model.recompute) + 1 :]:
-        yield f'model.recompute = "{policy}"', config.with_keys(model={"recompute": policy})
+def _recompute(config: Config, plan: MemoryPlan, memory: int) -> Changes:
+    """Yield what costs little, then the fewest first layers that fit, then all."""
+    repeated = sum(is_repeated(config.model, layer) for layer in range(config.model.num_layers))
+    if config.model.recompute == "none":
+        yield 'model.recompute = "selective"', config.with_keys(model={"recompute": "selective"})
+
+    def first(full: int) -> Config:
+        return config.with_keys(model={"recompute": FirstLayers(full=full)})
+
+    more = range(repeated + 1, config.model.num_layers)
+    if fewest := more[bisect_left(more, True, key=lambda full: _peak(first(full), plan) <= memory) :]:
+        yield f"model.recompute = {{ full = {fewest[0]} }}", first(fewest[0])
+    if repeated < config.model.num_layers:
+        yield 'model.recompute = "full"', config.with_keys(model={"recompute": "full"})
 
 
 def _micro_batches(config: Config) -> Changes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megamix.config import Config, ModelConfig, stages_per_rank
+from megamix.config import Config, FirstLayers, ModelConfig, stages_per_rank
 from megamix.model import sizes
 from megamix.tools.plan.time_work import ExpertShape, ModelShape, Recompute, TimedJob, Traffic
 
@@ -39,10 +39,17 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         stages=stages_per_rank(ranks),
         cp_heads=ranks.cp_method == "heads",
         kernels="compiled" if model.compile else "fused",
-        recompute=RECOMPUTE[model.recompute],
+        recompute=_recompute(model),
         traffic=_traffic(config, dp_size),
         muon=config.optimizer.name == "muon",
     )
+
+
+def _recompute(model: ModelConfig) -> Recompute:
+    if not isinstance(model.recompute, FirstLayers):
+        return RECOMPUTE[model.recompute]
+    share = sum(sizes.is_repeated(model, layer) for layer in range(model.num_layers)) / model.num_layers
+    return Recompute(share, share, share)
 
 
 def _shape(model: ModelConfig) -> ModelShape:

@@ -18,6 +18,8 @@ VARIANTS = {
     "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "bias": True, "dropout": 0.1},
     "selective recompute": {"recompute": "selective", "num_kv_heads": 2},
     "full recompute": {"recompute": "full", "tie_embeddings": False},
+    "full recompute of the first layers": {"recompute": {"full": 3}},
+    "full recompute of a share": {"recompute": {"full": 0.25}, "dropout": 0.1},
     "wide vocabulary": {"vocab_size": 9000, "hidden_size": 16, "num_heads": 2},
 }
 

@@ -13,10 +13,11 @@ import pytest
 
 from megamix.arguments import Failed
 from megamix.cli import main
-from megamix.config import ConfigError, load_config
+from megamix.config import ConfigError, FirstLayers, load_config
 from megamix.tools.plan import command
+from megamix.tools.plan.advice import Advice, advise
 from megamix.tools.plan.command import plan_lines
-from megamix.tools.plan.memory_plan import _plan_part, amount
+from megamix.tools.plan.memory_plan import _plan_part, amount, plan_memory
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 PARAMETERS_8B = 8_030_261_248
@@ -77,6 +78,16 @@ def test_what_does_not_fit_is_said_with_changes_that_make_it_fit() -> None:
     assert any(change.startswith('model.recompute = "full" and') and ", fits, " in advice[change] for change in advice)
     changed = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4", smaller.replace(" ", "")])
     assert [*plan_lines(changed, 8, "1.5GiB", "gpu", False)][-1].startswith("fits: ")
+
+
+def test_the_fewest_layers_that_fit_are_proposed_for_recompute() -> None:
+    config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4", "model.recompute=none"])
+    plan = plan_memory(config, 8, "gpu")
+    peaks = [
+        plan_memory(config.with_keys(model={"recompute": FirstLayers(full=full)}), 8, "gpu").peak for full in (1, 2, 3)
+    ]
+    assert plan.peak > peaks[0] > peaks[1] > peaks[2]
+    assert Advice("model.recompute = { full = 2 }", peaks[1]) in advise(config, plan, peaks[1])
 
 
 @pytest.mark.uncounted

@@ -164,6 +164,7 @@ LATENT = {"kv_rank": 24, "query_rank": 40, "unrotated_dim": 16, "rotary_dim": 8,
 MORE = {
     "llama fp16, one rank": ("dp1", {}),
     "llama, full recompute, divided": ("tp2", {"model": {"recompute": "full"}}),
+    "first layers again, two stages": ("pp2", {"model": {"num_layers": 4, "recompute": {"full": 1}}}),
     "latent attention, divided": ("tp2", {"model": {"latent_attention": LATENT, "recompute": "selective"}}),
     "gpt fp16, two stages": ("pp2", {"model": GPT | {"num_layers": 5}}),
     "interleaved": ("pp2", {"model": {"num_layers": 5}, "parallelism": _pipeline("interleaved_1f1b")}),
