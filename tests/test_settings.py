@@ -233,6 +233,7 @@ VALUES: tuple[object, ...] = (
     -1.0, 0.0, 1e-50, 2.0**-127, 2.0**-126, 0.3, 0.5, 0.999, 1.0, 1.5, 2.0, 4.0, 2.0**126, 2.0**127, math.inf, math.nan,
     (0.9,), (0.9, 0.95), (0.9, 1.0), (0.9, -0.1), (0.9, "0.95"), (0.9, True), "ab", [0.0, 0.5], (1, 0.5),
     (1.0, 2.0, 3.0), (1.0, 2.0, math.nan), (1, 2, 3), (1.0, 2.0, 3.0, 4.0), 10**9, 10**9 + 1, 2**31, 10**400,
+    ((1.0, 2.0, 3.0), (1, 2, 3)), ((1.0, 2.0),), ((1.0, 2.0, math.inf),),
 )  # fmt: skip
 # Settings that a program gives beside one: what it must give, and a range for any first scale.
 OTHERS: dict[str, Keys] = {
@@ -275,7 +276,13 @@ def test_a_program_and_a_job_take_the_same_values(setting: str) -> None:
     assert 0 < len(taken) < len(VALUES)
 
 
-CHOSEN_OR_SEVERAL = ("betas", "ns_coefficients", "momentum_form", "adjust_lr")  # the others are a number, or a truth
+CHOSEN_OR_SEVERAL = (
+    "betas",
+    "ns_coefficients",
+    "ns_table",
+    "momentum_form",
+    "adjust_lr",
+)  # the others are a number, or a truth
 
 
 @pytest.mark.parametrize("setting", ONCE)

@@ -57,13 +57,14 @@ class _Planner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         manifest, reader = self._checkpoint.manifest, BoxReader(self._checkpoint)
         step = torch.tensor(float(manifest.applied_updates))
+        shapes = {(name, state): shape for name, state, shape, _ in manifest.tensors()}
         for param in manifest.params:
             for state in manifest.states[param.state_set]:
                 for stored in self._checkpoint.stored[param.name, state]:
                     for sub_box in sub_boxes(stored.box):
                         for path in _paths(param, state):
                             read = partial(reader.read, stored, sub_box)
-                            self._add(path, param.shape, DTYPES[stored.dtype], sub_box, read)
+                            self._add(path, shapes[param.name, state], DTYPES[stored.dtype], sub_box, read)
             if MASTER in manifest.states[param.state_set]:
                 self._add(("optimizer", "state", param.name, "step"), (), step.dtype, Box.whole(()), lambda: step)
         self.plan = SavePlan(self._items, planner_data=self._nesting)

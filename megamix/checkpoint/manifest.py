@@ -87,7 +87,9 @@ _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
 _Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # a Python name of a state or of a loss scale's rule
 Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # safetensors' names
-StateSet = dict[_Name, Dtype]  # dtypes by name of the state
+# A state of FP32 numbers with a shape of its own: one dim, of this length.
+_OwnLength = Annotated[str, Field(pattern=r"^F32\[[1-9]\d{0,14}\]$")]
+StateSet = dict[_Name, Dtype | _OwnLength]  # dtypes by name of the state
 
 # The state name of the weights. It equals update_slice.MASTER, whose module would import torch. The optimizer names the
 # other states.
@@ -185,7 +187,8 @@ class Manifest(Record):
         """Yield every tensor that the files hold: name of the parameter or buffer, state, shape, dtype."""
         for param in self.params:
             for state, dtype in self.states[param.state_set].items():
-                yield param.name, state, param.shape, dtype
+                dtype, _, length = dtype.rstrip("]").partition("[")
+                yield param.name, state, (int(length),) if length else param.shape, dtype
 
 
 def manifest_text(manifest: Manifest) -> bytes:

@@ -56,7 +56,9 @@ class Part(StateBox):
 def state_set(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> StateSet:
     """Return the states that the optimizer keeps for a parameter, the master first."""
     states = optimizer.states(name, shape).items()
-    return {MASTER: "F32", **{state: DTYPE_NAMES[str(dtype)] for state, dtype in states}}
+    lengths = optimizer.state_lengths(name, shape).items()
+    own = {state: f"F32[{length}]" for state, length in lengths}
+    return {MASTER: "F32", **{state: DTYPE_NAMES[str(dtype)] for state, dtype in states}, **own}
 
 
 def state_sets(engine: ShardedEngine) -> list[tuple[Entry, StateSet]]:
@@ -85,7 +87,7 @@ def owned_parts(engine: ShardedEngine) -> list[Part]:
     Raises: RuntimeError in the middle of a step.
     """
     parts: list[Part] = []
-    for owned in engine.owned_ranges():
+    for owned in (*engine.owned_ranges(), *engine.held_states()):
         spec = owned.spec
         for state, flat in owned.tensors.items():
             parts += parts_of_range(spec.name, state, Box(spec.offset, spec.shape), owned.start, flat)

@@ -256,6 +256,13 @@ def _groups_suit_the_optimizer(config: Config) -> Iterator[str]:
                 )
 
 
+def _table_has_turns(config: Config) -> Iterator[str]:
+    optimizer: Any = config.optimizer  # likewise
+    turns, table = optimizer.muon.ns_steps, optimizer.muon.ns_table
+    if len(table) > turns:
+        yield f"optimizer.muon.ns_steps: got {turns}, ns_table has {len(table)} turns; write ns_steps = {len(table)}"
+
+
 def _fp16_is_scaled(config: Config) -> Iterator[str]:
     if config.precision.dtype == "fp16" and config.precision.loss_scale.rule == "off":
         yield (
@@ -378,6 +385,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _half_momentum_moves,
     _dampening_is_classical,
     _groups_suit_the_optimizer,
+    _table_has_turns,
     _fp16_is_scaled,
     _sums_suit_gradients,
     _scale_starts_in_range,

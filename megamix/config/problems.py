@@ -205,6 +205,8 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
 def _items(field: FieldInfo, text: str) -> str:
     """Count the items of a list of fixed length, and say by the field's text, if it has one, what they are."""
     kind = next(kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is tuple)
+    if get_args(kind)[-1] is Ellipsis:  # a list of any length, of lists of fixed length
+        kind, *_ = get_args(get_args(kind)[0])
     named = f" ({text.partition('. ')[0].rstrip('.')})" if text else ""
     return f"{len(get_args(kind))} items{named}"
 

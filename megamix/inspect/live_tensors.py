@@ -91,6 +91,8 @@ def _named(engine: ShardedEngine | None, error: BaseException) -> Iterator[tuple
         for bucket in engine.buckets:
             states = [("optimizer's " + name, state) for span in bucket.states for name, state in span.items()]
             yield from ((f"{name} of {bucket.plan.name}", value) for name, value in [*vars(bucket).items(), *states])
+        for held in engine.held_states():
+            yield from ((f"optimizer's {name} of {held.spec.name}", state) for name, state in held.tensors.items())
         yield from engine.module.named_parameters()
         yield from engine.module.named_buffers()
     one: BaseException | None = error

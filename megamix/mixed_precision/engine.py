@@ -148,7 +148,8 @@ class ShardedEngine:
             sharding.accumulate,
         )
         links.require_equal_order(layout.buckets)
-        states = [group.states for group in census.groups]
+        lengths = {spec.name: self.optimizer.state_lengths(spec.name, spec.full_shape) for spec in census.specs}
+        states = [*(group.states for group in census.groups), *([name, own] for name, own in lengths.items() if own)]
         fingerprint = refusals.fingerprint(layout, states, precision.dtype, self.loss_scale.rule)
         shards = [plan.shard_pieces(links.owners[plan.axis].axis.rank) for plan in layout.buckets]
         return EnginePlan(precision, sharding, layout, entries, [*chain.from_iterable(shards)], fingerprint)
@@ -537,7 +538,8 @@ class ShardedEngine:
         self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _states(self) -> list[Tensor]:
-        return [state for bucket in self.buckets for states in bucket.states for state in states.values()]
+        of_elements = [state for bucket in self.buckets for states in bucket.states for state in states.values()]
+        return [*of_elements, *(state for held in self.held_states() for state in held.tensors.values())]
 
     def _averages(self) -> list[Tensor]:
         return [bucket.average for bucket in self.buckets if bucket.average is not None]
@@ -548,6 +550,12 @@ class ShardedEngine:
         """
         self._require_between_steps("owned_ranges()")
         return [owned for bucket in self.buckets for owned in bucket.owned_ranges()]
+
+    def held_states(self) -> list[OwnedRange]:
+        """Return views of the states of `Optimizer.matrix_states` that this rank holds. In each `spec`, the shapes are
+        those of the state.
+        """
+        return [*self._update.held_states()]
 
     def publish_masters(self) -> None:
         """Cast all masters, which the caller has written, to half parameters on every rank. Every rank must call it."""

@@ -113,6 +113,10 @@ class BucketMatrices:
     parts: list[list[MatrixPiece]]  # by rank
     homes: list[int]
 
+    def of(self, rank: int) -> list[Matrix]:
+        """Return the matrices that a rank computes with."""
+        return [matrix for matrix, home in zip(self.matrices, self.homes, strict=True) if home == rank]
+
     @property
     def sent(self) -> list[MatrixPiece]:
         """Return the parts that travel, because another rank than their owner computes with the matrix."""

@@ -1,6 +1,8 @@
 """Muon: a matrix moves along its momentum made orthogonal, and AdamW moves all other parameters (Jordan et al. 2024,
 "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is scalable for LLM training", for the
-width rule).
+width rule). Its relatives are settings: the coefficients of Polar Express (Amsel et al. 2025, arXiv 2505.16932), equal
+rows (MuonEq, arXiv 2603.28254), an exact norm (Muon+, arXiv 2602.21545), moments of rows (NorMuon, Li et al. 2025,
+arXiv 2510.05491), and cautious weight decay (Chen et al. 2025, arXiv 2510.12402).
 
 Each rank computes the momentum in its shards and sends each matrix to one rank. This rank computes the direction and
 sends it back to the owners. The result does not depend on which ranks own the elements of a matrix.
@@ -13,7 +15,7 @@ import re
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, groupby, repeat
 from typing import ClassVar, Self
 
 import torch
@@ -25,7 +27,7 @@ from megamix.comm.topology import Topology
 from megamix.machine import native_halves
 from megamix.mixed_precision import matrix_layout
 from megamix.mixed_precision.adamw import AdamW
-from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.bucket import Bucket, OwnedRange
 from megamix.mixed_precision.flat_layout import FlatLayout, GroupSpan
 from megamix.mixed_precision.half_states import StateDtype
 from megamix.mixed_precision.matrix_layout import BucketMatrices, Matrix, MatrixPiece, Place
@@ -42,9 +44,10 @@ from megamix.mixed_precision.update_slice import (
     UpdateSlice,
 )
 from megamix.names import by_plain_name
-from megamix.settings.optimizers import MuonSettings
+from megamix.settings.optimizers import MuonSettings, Triple
 
 MOMENTUM = "momentum_buffer"
+DIRECTION_SQ = "direction_sq"  # mean squares of a direction's rows, or of its columns
 # Usual names of tables, which have a row for each token or position.
 TABLES = (
     "*embed*", "emb.*", "*_emb", "*_emb.*", "*wte.*", "*wpe.*", "shared.weight",
@@ -83,6 +86,9 @@ class Muon(MuonSettings, AdamW):
         if not isinstance(self.fused, Mapping) or not all(_is_sequence(rows, int) for rows in self.fused.values()):
             example = {"*.qkv.weight": (512, 128, 128)}
             raise TypeError(f"fused takes each matrix's rows by pattern, got {self.fused!r}; write fused={example}")
+        if len(self.ns_table) > self.ns_steps:
+            said = f"ns_table has coefficients for {len(self.ns_table)} turns, but ns_steps is {self.ns_steps}"
+            raise ValueError(f"{said}; write ns_steps={len(self.ns_table)}")
 
     def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         by_adamw = _matches(name, self.adamw) or (_matches(name, self.tables) and not _matches(name, self.matrix))
@@ -100,6 +106,9 @@ class Muon(MuonSettings, AdamW):
         if self.matrices(name, shape):
             return {MOMENTUM: torch.float32}
         return super(Muon, self).states(name, shape)
+
+    def matrix_states(self, rows: int, columns: int) -> Mapping[str, int]:
+        return {} if self.row_beta2 is None else {DIRECTION_SQ: max(rows, columns)}
 
     def group_of(self, name: str, shape: tuple[int, ...]) -> UpdateGroup:
         group = super(Muon, self).group_of(name, shape)
@@ -150,7 +159,27 @@ class Muon(MuonSettings, AdamW):
         """Return the factor of a matrix's direction."""
         if self.adjust_lr == "original":
             return math.sqrt(max(1.0, rows / columns))
+        if self.adjust_lr == "spectral_norm":
+            return math.sqrt(rows / columns)
         return 0.2 * math.sqrt(max(rows, columns))
+
+    @property
+    def turns(self) -> list[Triple]:
+        """Return the coefficients of each turn of the iteration."""
+        table = self.ns_table or (self.ns_coefficients,)
+        return [*table, *repeat(table[-1], self.ns_steps - len(table))]
+
+    def direction(self, matrix: Tensor, states: States) -> tuple[Tensor, States]:
+        """Return the direction of a matrix, or of several of one shape, and the new states of `matrix_states`. A
+        skipped step keeps the old ones.
+
+        Shapes: matrix BF16 or FP32 (..., rows, columns), contiguous -> the same; each state FP32 (..., length).
+        """
+        direction = orthogonalised(matrix, self)
+        if self.row_beta2 is None:
+            return direction, {}
+        direction, moment = with_equal_moments(direction, states[DIRECTION_SQ], self.row_beta2)
+        return direction, {DIRECTION_SQ: moment}
 
     def kernel_groups(self, groups: Sequence[UpdateGroup]) -> list[UpdateGroup]:
         """Return the groups, followed by a copy of each without states, for masters that move along directions."""
@@ -172,7 +201,10 @@ class Muon(MuonSettings, AdamW):
         moves along `grad`, which is the direction times its factor.
         """
         if not states:
-            return master - at.lr * at.weight_decay * master - at.lr * grad, {}
+            decay = at.lr * at.weight_decay * master
+            if self.cautious_weight_decay:
+                decay = torch.where(grad * master >= 0, decay, 0.0)
+            return master - decay - at.lr * grad, {}
         if MOMENTUM not in states:
             return super(Muon, self).equation(grad, master, states, at)
         *_, ahead, moved = at.coefficients
@@ -216,6 +248,17 @@ class _Home:
 
     matrix: Matrix
     blocks: list[_Block]
+    states: States  # those of `Muon.matrix_states`
+
+    def held(self, muon: Muon) -> Iterator[OwnedRange]:
+        """Yield each state, as a range of the states of all matrices of the parameter, one behind the other."""
+        spec = self.matrix.spec
+        lengths = [muon.matrix_states(rows, self.matrix.columns) for rows in spec.matrices]
+        number = [*accumulate(spec.matrices, initial=0)].index(self.matrix.first)
+        for name, state in self.states.items():
+            first, full = (sum(one[name] for one in some) for some in (lengths[:number], lengths))
+            own = replace(spec, shape=(len(state),), full_shape=(full,), offset=(first,), matrices=())
+            yield OwnedRange(own, 0, {name: state})
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +294,11 @@ class MuonUpdate(BucketUpdate):
         self._matrix_groups = {spec.group for spec in specs if spec.matrices}
         self._exchanges = _plan(muon, buckets, topology)
 
+    def held_states(self) -> Iterator[OwnedRange]:
+        for exchange in self._exchanges.values():
+            for home in exchange.homes:
+                yield from home.held(self._muon)
+
     def in_turn(self, buckets: Iterable[Bucket], step: StepScalars) -> Iterator[Bucket]:
         under_way: deque[_UnderWay] = deque()
 
@@ -281,7 +329,7 @@ class MuonUpdate(BucketUpdate):
         values = yield from self._sent(exchange, bucket, values, exchange.to, exchange.of)
         with self._clock.span("update"):
             for homes in self._together(exchange.homes):
-                self._turn(values, homes)
+                self._turn(values, homes, step.found_inf)
         values = yield from self._sent(exchange, bucket, values, exchange.of, exchange.to)
         with self._clock.span("update"):
             values = self._direction(exchange, bucket, values)
@@ -339,15 +387,22 @@ class MuonUpdate(BucketUpdate):
             by_shape.setdefault((home.matrix.rows, home.matrix.columns), []).append(home)
         return [*by_shape.values()]
 
-    def _turn(self, arrived: Tensor, homes: Sequence[_Home]) -> None:
-        """Replace matrices of one shape, which lie in `arrived`, by their directions."""
+    def _turn(self, arrived: Tensor, homes: Sequence[_Home], found_inf: Tensor) -> None:
+        """Replace matrices of one shape, which lie in `arrived`, by their directions, and update their states."""
         whole = arrived.new_empty(len(homes), homes[0].matrix.rows, homes[0].matrix.columns)
         for out, home in zip(whole, homes, strict=True):
             for block in home.blocks:
                 values = out[block.rows, block.columns]
                 values.copy_(torch.cat([arrived[place] for place in block.places]).view(values.shape))
-        directions = orthogonalised(whole if len(homes) > 1 else whole[0], self._muon).view(whole.shape)
-        for direction, home in zip(directions, homes, strict=True):
+        matrices = whole if len(homes) > 1 else whole[0]
+        before = {name: torch.stack([home.states[name] for home in homes]) for name in homes[0].states}
+        states = {name: state.view(*matrices.shape[:-2], -1) for name, state in before.items()}
+        directions, after = self._muon.direction(matrices, states)
+        for name, old in before.items():
+            kept = torch.where(found_inf, old, after[name].view(old.shape))
+            for home, state in zip(homes, kept, strict=True):
+                home.states[name].copy_(state)
+        for direction, home in zip(directions.view(whole.shape), homes, strict=True):
             for block in home.blocks:
                 values = direction[block.rows, block.columns].reshape(-1)
                 parts = values.split([place.stop - place.start for place in block.places])
@@ -378,11 +433,11 @@ def _plan(muon: Muon, buckets: Sequence[Bucket], topology: Topology) -> dict[Buc
             among = make_collectives(topology.owners_of(None), device)
             places = [Place(*place) for place in among.table(row).tolist()]
         both = zip(holders, matrix_layout.find_homes(layout, numbers, places), strict=True)
-        exchanges |= {bucket: _exchange(muon, among, matrices) for bucket, matrices in both}
+        exchanges |= {bucket: _exchange(muon, among, matrices, bucket.master.device) for bucket, matrices in both}
     return exchanges
 
 
-def _exchange(muon: Muon, among: Collectives, found: BucketMatrices) -> _Exchange:
+def _exchange(muon: Muon, among: Collectives, found: BucketMatrices, device: torch.device) -> _Exchange:
     rank = among.axis.rank
     matrices = found.matrices
 
@@ -391,6 +446,10 @@ def _exchange(muon: Muon, among: Collectives, found: BucketMatrices) -> _Exchang
 
     def block(part: MatrixPiece) -> tuple[int, int, int]:
         return part.matrix, part.rows.start, part.columns.start
+
+    def states(matrix: Matrix) -> States:
+        lengths = muon.matrix_states(matrix.rows, matrix.columns)
+        return {name: torch.zeros(length, device=device) for name, length in lengths.items()}
 
     mine = sorted(found.parts[rank], key=home)  # stable: pieces with one home stay in the order of their matrices
     coming = [part for own in found.parts for part in own if home(part) == rank]
@@ -408,7 +467,7 @@ def _exchange(muon: Muon, among: Collectives, found: BucketMatrices) -> _Exchang
         scales=[muon.lr_scale(matrices[part.matrix].rows, matrices[part.matrix].columns) for part in mine],
         to=[sum(part.numel for part in mine if home(part) == other) for other in range(among.axis.size)],
         of=[sum(part.numel for part in own if home(part) == rank) for own in found.parts],
-        homes=[_Home(matrices[number], of_matrix) for number, of_matrix in blocks.items()],
+        homes=[_Home(matrices[number], parts, states(matrices[number])) for number, parts in blocks.items()],
         travels=bool(found.sent),
     )
 
@@ -429,15 +488,31 @@ def orthogonalised(momentum: Tensor, muon: Muon) -> Tensor:
     norm's sum is FP32 along a row, and FP64 over the rows.
     Shapes: BF16 or FP32 (..., rows, columns), contiguous -> the same.
     """
-    norm = momentum.float().square().sum(-1).double().sum(-1).sqrt().clamp(min=1e-7)
-    return iterated((momentum * norm.reciprocal().float()[..., None, None]).to(momentum.dtype), muon)
+    rows, columns = momentum.shape[-2:]
+    if muon.equal_rows:
+        each = momentum.float().square().sum(-1).sqrt().clamp(min=1e-6)
+        momentum = _times(momentum, (_norm(momentum) / math.sqrt(rows))[..., None] / each)
+    norm = (_norm(momentum) + muon.ns_eps).clamp(min=1e-7)
+    x = iterated(_times(momentum, norm.reciprocal()[..., None]), muon)
+    if muon.exact_norm:
+        x = _times(x, (math.sqrt(min(rows, columns)) / _norm(x).clamp(min=1e-6))[..., None])
+    return x
+
+
+def _norm(matrix: Tensor) -> Tensor:
+    """Return the Frobenius norms. Shapes: (..., rows, columns) -> FP64 (...)."""
+    return matrix.float().square().sum(-1).double().sum(-1).sqrt()
+
+
+def _times(matrix: Tensor, factors: Tensor) -> Tensor:
+    """Multiply each row by its factor, and round once. Shapes: (..., rows, columns), factors (..., rows or 1)."""
+    return (matrix * factors.float()[..., None]).to(matrix.dtype)
 
 
 def iterated(x: Tensor, muon: Muon) -> Tensor:
     """Bring all singular values to about 1 by Newton and Schulz's iteration, which consists of matrix products. Shapes:
     (..., rows, columns) -> the same.
     """
-    a, b, c = muon.ns_coefficients
     if is_tall := x.shape[-2] > x.shape[-1]:
         x = x.mT.contiguous()
     multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
@@ -445,9 +520,25 @@ def iterated(x: Tensor, muon: Muon) -> Tensor:
     # arithmetic. With AVX-512 this is as fast as torch's BF16 products, with AVX2 it is 40 times as fast.
     widens = x.is_cpu and x.dtype == torch.bfloat16 and x.dtype not in native_halves()
     dtype = torch.float32 if widens else x.dtype
-    for _ in range(muon.ns_steps):
+    for a, b, c in muon.turns:
         wide = x.to(dtype)
         gram = (wide @ wide.mT).to(x.dtype).to(dtype)
         turned = multiply_add(gram, gram, gram, beta=b, alpha=c).to(x.dtype)
         x = multiply_add(wide, turned.to(dtype), wide, beta=a).to(x.dtype)
     return x.mT.contiguous() if is_tall else x
+
+
+def with_equal_moments(direction: Tensor, moment: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
+    """Divide each row of a direction by the root of its mean square, averaged over the updates, and put the Frobenius
+    norm back. A matrix with more columns than rows has its columns divided. Return the new average, too.
+
+    Shapes: direction (..., rows, columns), moment FP32 (..., the longer side) -> the same.
+    """
+    dim = -1 if direction.shape[-2] >= direction.shape[-1] else -2
+    wide = direction.to(torch.promote_types(direction.dtype, torch.float32))
+    mean_sq = wide.square().mean(dim)
+    moment = torch.lerp(moment, mean_sq, 1 - beta2)
+    factor = moment.clamp(min=1e-10).rsqrt()
+    norm, scaled = mean_sq.sum(-1).sqrt(), (mean_sq * factor.square()).sum(-1).sqrt()
+    factor = factor * (norm / scaled.clamp(min=1e-10))[..., None]
+    return (wide * factor.unsqueeze(dim)).to(direction.dtype), moment

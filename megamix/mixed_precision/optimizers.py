@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from megamix.clock import Clock
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.bucket import Bucket, OwnedRange
 from megamix.mixed_precision.flat_layout import GroupSpan
 from megamix.mixed_precision.observer import GRADIENT, StepObserver
 from megamix.mixed_precision.update_slice import (
@@ -131,6 +132,19 @@ class Optimizer:
         """
         return ()
 
+    def matrix_states(self, rows: int, columns: int) -> Mapping[str, int]:
+        """Return the lengths, by name, of the states that a matrix has beside those of its elements, such as a number
+        for each row. They are FP32 and begin as zeros. The rank that computes with the matrix holds them.
+        """
+        return {}
+
+    def state_lengths(self, name: str, shape: tuple[int, ...]) -> Mapping[str, int]:
+        """Return the lengths of one parameter's `matrix_states`, summed over its matrices. `shape`: as in `states`."""
+        lengths = Counter[str]()
+        for rows in self.matrices(name, shape):
+            lengths.update(self.matrix_states(rows, shape[-1]))
+        return lengths
+
     def lr_table(self) -> list[float]:
         """Return the learning rates: one for each update, or a single one for all. Empty: `lr` is neither a number nor
         a sequence of numbers.
@@ -158,7 +172,7 @@ class Optimizer:
         Raises: ValueError naming a state whose name or dtype is not allowed.
         """
         states = tuple(self.states(name, shape).items())
-        for state, dtype in states:
+        for state, dtype in (*states, *((state, torch.float32) for state in self.state_lengths(name, shape))):
             if not re.fullmatch(r"\w{1,100}", state) or state in TAKEN_NAMES or dtype not in STATE_DTYPES:
                 raise ValueError(
                     f"{type(self).__name__}.states of {name} has {state!r}: {dtype}; a state has a Python name other "
@@ -246,6 +260,12 @@ class BucketUpdate:
         self._kernel = kernel
         self._clock = clock
         self._observers = observers
+
+    def held_states(self) -> Iterator[OwnedRange]:
+        """Yield views of the states of `Optimizer.matrix_states` that this rank holds. The shapes in each `spec` are
+        those of the state.
+        """
+        yield from ()
 
     def in_turn(self, buckets: Iterable[Bucket], step: StepScalars) -> Iterator[Bucket]:
         """Update this rank's part of the buckets; yield each one, in this order, when it is done."""

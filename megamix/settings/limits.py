@@ -119,6 +119,10 @@ def _own(kind: Any, value: Any) -> Any:
         return _own(kinds[0], value) if len(kinds) == 1 and value is not None else value
     if origin is Literal and value not in parts:
         raise ValueError(f"must be {' or '.join(map(repr, parts))}")
+    if origin is tuple and limits and parts[-1] is Ellipsis:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError("must be a list")
+        return tuple(_own(parts[0], one) for one in value)
     if origin is tuple and limits:
         try:
             if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == len(parts):

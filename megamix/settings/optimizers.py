@@ -56,6 +56,9 @@ class NAGSettings:
     """Whether weight decay shrinks the weights, as in AdamW, instead of entering the gradient."""
 
 
+Triple = Annotated[tuple[Finite, Finite, Finite], Limits()]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MuonSettings(AdamWSettings):
     """Declares the settings of Muon."""
@@ -66,12 +69,26 @@ class MuonSettings(AdamWSettings):
     """Whether a direction is taken from one step ahead of the momentum."""
     ns_steps: Annotated[int, Limits(ge=1, le=100)] = 5
     """Turns of Newton and Schulz's iteration, which makes the momentum orthogonal."""
-    ns_coefficients: Annotated[tuple[Finite, Finite, Finite], Limits()] = (3.4445, -4.7750, 2.0315)
+    ns_coefficients: Triple = (3.4445, -4.7750, 2.0315)
     """Coefficients of its polynomial a x + b x^3 + c x^5."""  # Jordan's: they take singular values to about [0.7, 1.2]
-    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    ns_table: Annotated[tuple[Triple, ...], Limits()] = ()
+    """Such coefficients for each turn, in place of ns_coefficients; the last for the turns that are left, too."""
+    ns_eps: NotNegative = 0.0
+    """Added to the Frobenius norm by which a matrix is divided before the iteration."""
+    equal_rows: bool = False
+    """Whether the rows of a matrix get one norm before the iteration, as in MuonEq."""
+    exact_norm: bool = False
+    """Whether a direction gets the Frobenius norm of an orthogonal matrix after the iteration, as in Muon+."""
+    row_beta2: Share | None = None
+    """Decay rate of the second moments of a direction's rows, or of its columns if there are more, by which it is
+    divided, as in NorMuon. Not set: no moments."""
+    adjust_lr: Literal["match_rms_adamw", "original", "spectral_norm"] = "match_rms_adamw"
     """Factor of a matrix's direction, so that one lr fits every width. match_rms_adamw: 0.2 times the root of the
-    longer side, for which AdamW's lr fits. original: the root of rows / columns, at least 1."""
-    # The names are torch.optim.Muon's, the rules Liu's and Jordan's.
+    longer side, for which AdamW's lr fits. original: the root of rows / columns, at least 1. spectral_norm: the root of
+    rows / columns."""
+    # The names are torch.optim.Muon's and Dion's, the rules Liu's, Jordan's, and Bernstein and Newhouse's.
+    cautious_weight_decay: bool = False
+    """Whether a matrix decays only in the elements that its step brings nearer to zero."""
     adamw_lr_factor: NotNegative = 1.0
     """Multiplies the learning rate of what AdamW moves."""
     batched: bool = False

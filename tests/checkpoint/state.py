@@ -59,7 +59,7 @@ def fill(engine: ShardedEngine, step: int) -> None:
     """Give the engine the state of a step."""
     shapes = _shapes(engine)
     for part in owned_parts(engine):
-        value = full_value(part.param, part.state, shapes[part.param], step)
+        value = full_value(part.param, part.state, shapes[part.param, part.state], step)
         part.tensor.copy_(value[part.box.slices_in(part.box.whole(value.shape))].reshape(-1))
     engine.publish_masters()
     engine.applied_updates.fill_(step)
@@ -73,12 +73,12 @@ def differences(engine: ShardedEngine, step: int) -> list[str]:
     shapes = _shapes(engine)
     wrong = []
     for part in owned_parts(engine):
-        value = full_value(part.param, part.state, shapes[part.param], step)
+        value = full_value(part.param, part.state, shapes[part.param, part.state], step)
         if not torch.equal(part.tensor, value[part.box.slices_in(part.box.whole(value.shape))].reshape(-1)):
             wrong.append(f"{part.state} of {part.param} at {part.box}")
     with engine.whole_parameters():
         for name, param in engine.module.named_parameters():
-            if not torch.equal(param.data, full_value(name, "master", shapes[name], step).to(param.dtype)):
+            if not torch.equal(param.data, full_value(name, "master", shapes[name, "master"], step).to(param.dtype)):
                 wrong.append(f"half {name}")
     scale = engine.loss_scale
     counts = [engine.applied_updates, engine.skipped_steps, scale.loss_scale, scale.clean_steps]
@@ -87,15 +87,22 @@ def differences(engine: ShardedEngine, step: int) -> list[str]:
     return wrong
 
 
-def _shapes(engine: ShardedEngine) -> dict[str, tuple[int, ...]]:
-    return {slot.spec.name: slot.spec.shape for bucket in engine.plan.layout.buckets for slot in bucket.slots}
+def _shapes(engine: ShardedEngine) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Return the full shapes, by parameter and state."""
+    shapes, optimizer = dict[tuple[str, str], tuple[int, ...]](), engine.optimizer
+    for entry in engine.plan.entries.params:
+        name, shape = entry.name, entry.full_shape
+        shapes |= {(name, state): shape for state in ("master", *optimizer.states(name, shape))}
+        shapes |= {(name, state): (length,) for state, length in optimizer.state_lengths(name, shape).items()}
+    return shapes
 
 
 def save_steps(
-    folder: Path, steps: Sequence[int], bucket_size: int | None = 1111, keep: int = 2, shard: Shard = "states"
-) -> list[str]:
+    folder: Path, steps: Sequence[int], bucket_size: int | None = 1111, keep: int = 2, shard: Shard = "states",
+    optimizer: Optimizer | None = None,
+) -> list[str]:  # fmt: skip
     """Save the state of each step, on every rank. Return the names."""
-    engine = fp16_engine(bucket_size, shard=shard)
+    engine = fp16_engine(bucket_size, optimizer, shard=shard)
     names = []
     for step in steps:
         fill(engine, step)
@@ -115,10 +122,11 @@ def resume(folder: Path, bucket_size: int | None = 1111) -> tuple[int | None, li
 
 
 def resume_each(
-    folders: Sequence[Path], bucket_size: int | None = 1111, shard: Shard = "states"
-) -> list[tuple[int | None, list[str]]]:
+    folders: Sequence[Path], bucket_size: int | None = 1111, shard: Shard = "states",
+    optimizer: Optimizer | None = None,
+) -> list[tuple[int | None, list[str]]]:  # fmt: skip
     """Do the same for several folders, one after the other into one engine."""
-    engine = fp16_engine(bucket_size, shard=shard)
+    engine = fp16_engine(bucket_size, optimizer, shard=shard)
     all_or_none = all_or_none_of(engine)
     answers: list[tuple[int | None, list[str]]] = []
     for folder in folders:

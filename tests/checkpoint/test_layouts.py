@@ -83,6 +83,35 @@ def test_every_setting_of_shard_loads_what_every_other_saved(run_ranks, tmp_path
         assert run_ranks(resume_each, size, folders, 1111, shard) == [[(3, [])] * len(folders)] * size
 
 
+NORMUON = Muon(lr=0.02, row_beta2=0.9, fused={"*.up.weight": (13, 20, 7)})
+
+
+@pytest.mark.uncounted
+def test_states_of_matrices_come_to_the_ranks_that_compute_with_them(run_ranks, tmp_path: Path) -> None:
+    """Let matrices lie whole in shards, with large buckets, and be cut, with small ones: each has other homes."""
+    every = [(1, None, "states"), (2, 1111, "gradients"), (4, None, "states"), (3, 1, "parameters")]
+    folders = [tmp_path / f"{size}" for size, *_ in every]
+    for folder, (size, bucket_size, shard) in zip(folders, every, strict=True):
+        run_ranks(save_steps, size, folder, [3], bucket_size, 2, shard, NORMUON)
+    for size, bucket_size, shard in every:
+        assert run_ranks(resume_each, size, folders, bucket_size, shard, NORMUON) == [[(3, [])] * len(folders)] * size
+    manifest = read_checkpoint(folders[0] / "step_00000003").manifest
+    kept = {(name, state): shape for name, state, shape, _ in manifest.tensors()}
+    assert kept["blocks.0.down.weight", "direction_sq"] == (40,)
+    assert kept["blocks.0.up.weight", "direction_sq"] == (3 * 24,)  # each of three matrices has 24 columns, fewer rows
+
+
+def test_moments_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    save_steps(tmp_path, [3], optimizer=Muon(lr=0.02))
+    engine = fp16_engine(optimizer=Muon(lr=0.02, row_beta2=0.9))
+    checkpoint = newest_checkpoint(tmp_path, all_or_none_of(engine))
+    assert checkpoint is not None
+    with pytest.raises(
+        ValueError, match=r"it holds master, momentum_buffer, the optimizer needs .* direction_sq \(F32"
+    ):
+        load(checkpoint, engine, all_or_none_of(engine))
+
+
 GROUPED = AdamW(lr=0.01, groups=(ParamGroup(pattern="blocks.1.*", lr_factor=0.5),))
 
 

@@ -123,6 +123,9 @@ SINGLE: list[tuple[str, str, Any, str]] = [
         "must have 2 items (Decay rates of the first and second moment, each in [0, 1)); write for example",
     ),
     ("optimizer.adamw", "betas", [], "got [], must have 2 items (Decay rates of the first and second moment, each"),
+    ("optimizer.muon", "ns_table", [[1.0, 2.0]], "ns_table[0]: got [1.0, 2.0], must have 3 items"),
+    ("optimizer.muon", "ns_table", 1.0, "got 1.0, must be a list; write for example ns_table = []"),
+    ("optimizer.muon", "ns_steps", 1, "got 1, ns_table has 2 turns; write ns_steps = 2"),
     ("optimizer.nag", "momentum_form", "nesterov", "must be 'gradient' or 'velocity'"),
     ("optimizer.nag", "momentum", 1.0, "got 1.0, must be less than 1; write for example momentum = 0.9"),
     ("optimizer", "weight_decay", -1, "got -1, must be at least 0; write for example weight_decay = 0.1"),
@@ -158,6 +161,8 @@ SINGLE: list[tuple[str, str, Any, str]] = [
 # What lets these keys be read.
 BESIDE: Tree = {
     "optimizer.nag": {"optimizer": {"name": "nag"}},
+    "optimizer.muon": {"optimizer": {"name": "muon"}},
+    "ns_steps": {"optimizer": {"name": "muon", "muon": {"ns_table": [[1.0, 2.0, 3.0]] * 2}}},
     "precision.loss_scale": {"precision": {"loss_scale": {"rule": "dynamic"}}},
     "margin": {"precision": {"loss_scale": {"rule": "headroom"}}},
     "rule": {},

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megamix.mixed_precision.muon import MOMENTUM, Muon, orthogonalised
+from megamix.mixed_precision.muon import MOMENTUM, Muon
 from megamix.mixed_precision.nag import NAG
 from megamix.mixed_precision.optimizers import Optimizer
 
@@ -84,7 +84,8 @@ def train_reference(
         result.losses.append(losses)
         result.grad_norms.append(float(grad_norm.float()))
     for name, master in masters.items():
-        states = optimizer.states(name, tuple(params[name].shape))
+        shape = tuple(params[name].shape)
+        states = [*optimizer.states(name, shape), *optimizer.state_lengths(name, shape)]
         result.states[name] = tuple(torch_optimizer.state[master][state] for state in states)
     return result
 
@@ -123,8 +124,8 @@ class VelocityNag(torch.optim.Optimizer):
 
 
 class PlainMuon:
-    """Muon on each matrix by itself, in full, and torch's AdamW on the rest. It shares the iteration with the engine,
-    and nothing else.
+    """Muon on each matrix by itself, in full, and torch's AdamW on the rest. It shares with the engine what makes a
+    direction of a matrix, and nothing else.
     """
 
     def __init__(
@@ -138,22 +139,36 @@ class PlainMuon:
                 rest.append(group)
         self.rest = torch.optim.AdamW(rest, lr=torch.tensor(0.0), betas=optimizer.betas, eps=optimizer.eps, fused=True)
         self.state = self.rest.state
-        for group, *_ in self.matrices:
-            self.state[group["params"][0]] = {MOMENTUM: torch.zeros_like(group["params"][0])}
+        for group, all_rows, columns in self.matrices:
+            state = self.state[group["params"][0]] = {MOMENTUM: torch.zeros_like(group["params"][0])}
+            lengths = [optimizer.matrix_states(rows, columns) for rows in all_rows]
+            state |= {name: torch.zeros(sum(one[name] for one in lengths)) for name in lengths[0]}
 
     @torch.no_grad()
     def step(self) -> None:
         self.rest.step()
         for group, all_rows, columns in self.matrices:
-            (master,), lr, momentum = group["params"], group["lr"], self.optimizer.momentum
+            (master,), lr, optimizer = group["params"], group["lr"], self.optimizer
+            momentum = optimizer.momentum
             buffer = self.state[master][MOMENTUM]
             buffer.copy_(torch.lerp(buffer, master.grad, 1 - momentum))
-            ahead = torch.lerp(master.grad, buffer, momentum) if self.optimizer.nesterov else buffer
+            ahead = torch.lerp(master.grad, buffer, momentum) if optimizer.nesterov else buffer
             direction, start = torch.zeros_like(master), 0
+            ends = dict.fromkeys(optimizer.matrix_states(1, 1), 0)
             for rows in all_rows:
                 end = start + rows * columns
-                matrix = ahead[start:end].to(self.optimizer.ns_dtype).view(rows, columns)
-                scale = self.optimizer.lr_scale(rows, columns)
-                direction[start:end] = orthogonalised(matrix, self.optimizer).flatten().float() * scale
+                matrix = ahead[start:end].to(optimizer.ns_dtype).view(rows, columns)
+                scale = optimizer.lr_scale(rows, columns)
+                own = {}
+                for name, length in optimizer.matrix_states(rows, columns).items():
+                    own[name] = self.state[master][name][ends[name] : ends[name] + length]
+                    ends[name] += length
+                made, new = optimizer.direction(matrix, own)
+                for name, state in own.items():
+                    state.copy_(new[name])
+                direction[start:end] = made.flatten().float() * scale
                 start = end
-            master.copy_(master - lr * group["weight_decay"] * master - lr * direction)
+            decay = lr * group["weight_decay"] * master
+            if optimizer.cautious_weight_decay:
+                decay = torch.where(direction * master >= 0, decay, torch.zeros(()))
+            master.copy_(master - decay - lr * direction)

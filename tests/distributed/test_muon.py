@@ -36,11 +36,22 @@ pytestmark = pytest.mark.uncounted
 COUNTS = {1: 20, 2: 50, 3: 25, 4: 40, 8: 15, 16: 3} if FULL else {1: 3, 2: 5, 3: 2, 4: 4, 8: 1}
 
 
+RELATIVES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "normuon": {"row_beta2": 0.9},
+    "all": {
+        "row_beta2": 0.95, "equal_rows": True, "exact_norm": True, "cautious_weight_decay": True,
+        "ns_table": ((8.0, -22.0, 15.5), (4.0, -2.8, 0.5), (2.3, -1.7, 0.4)),
+    },
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case(plain.Case):
     ns_dtype: torch.dtype = torch.bfloat16
     nesterov: bool = True
     adjust_lr: str = "match_rms_adamw"
+    relative: str = "plain"
     fused: bool = False  # `up` holds three matrices
     uncut: bool = True
     overflow: bool = False  # True: the attempt after the first step overflows
@@ -49,7 +60,7 @@ class Case(plain.Case):
     def muon(self) -> Muon:
         return Muon(
             lr=0.02, groups=GROUPS, ns_dtype=self.ns_dtype, nesterov=self.nesterov, adjust_lr=self.adjust_lr,
-            adamw_lr_factor=0.5, fused={"*.up.weight": (13, 20, 7)} if self.fused else {},
+            adamw_lr_factor=0.5, fused={"*.up.weight": (13, 20, 7)} if self.fused else {}, **RELATIVES[self.relative],
         )  # fmt: skip
 
 
@@ -57,7 +68,8 @@ AXES = {
     "dtypes": plain.AXES["dtypes"],
     "ns_dtype": [torch.bfloat16, torch.float32],
     "nesterov": [True, False],
-    "adjust_lr": ["match_rms_adamw", "original"],
+    "adjust_lr": ["match_rms_adamw", "original", "spectral_norm"],
+    "relative": [*RELATIVES, "all"],
     "fused": [False, True],
     "uncut": [True, False],
     "overflow": [False, True],
@@ -124,11 +136,16 @@ def _differences(case: Case, engine: ShardedEngine, norms: list[float], referenc
     wrong = [] if norms == reference.grad_norms else [f"norms {norms} instead of {reference.grad_norms}"]
     for owned in engine.owned_ranges():
         name = owned.spec.name
-        states = dict(zip(case.muon.states(name, owned.spec.full_shape), reference.states[name], strict=True))
+        states = dict(zip(case.muon.states(name, owned.spec.full_shape), reference.states[name], strict=False))
         for state, want in (states | {MASTER: reference.masters[name]}).items():
             got = owned.tensors[state]
             if not torch.equal(got, want[owned.start : owned.start + got.numel()]):
                 wrong.append(f"{state} of {name}")
+    for held in engine.held_states():
+        (want,) = reference.states[held.spec.name][1:]
+        (got,) = held.tensors.values()
+        if not torch.equal(got, want[held.spec.block]):
+            wrong.append(f"{[*held.tensors]} of {held.spec.name}")
     return [f"{case}: {what}" for what in wrong]
 
 

@@ -13,7 +13,7 @@ from megamix.config import Config
 from megamix.train.job import run_job
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
-OPTIMIZERS = {"adamw": {}, "muon": {"name": "muon", "muon": {"ns_dtype": "fp32"}}}
+OPTIMIZERS = {"adamw": {}, "muon": {"name": "muon", "muon": {"ns_dtype": "fp32", "row_beta2": 0.9}}}
 
 
 def _job(folder: Path, run: str, tp_size: int, steps: int = 8, optimizer: str = "adamw") -> Config:

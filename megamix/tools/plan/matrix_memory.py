@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 
 import torch
 
 from megamix import tuned
-from megamix.comm.topology import Topology
+from megamix.comm.topology import Axis, Topology
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_layout
 from megamix.mixed_precision.matrix_layout import BucketMatrices, Place, buckets_with_matrices, find_homes
-from megamix.mixed_precision.muon import Muon, orthogonalised
+from megamix.mixed_precision.muon import Muon
 from megamix.tools.plan.engine_memory import FP32, EngineMemory
 from megamix.tools.plan.stand_ins import without_memory
 
@@ -27,6 +28,7 @@ class MatrixPlan:
     """Ways by which matrices reach the ranks that compute with them, and the largest update of any rank in bytes."""
 
     update: int
+    states: int  # bytes of the states of the matrices that a rank computes with
     count: int  # matrices of this stage
     travelling: int  # matrices that are sent, whole or in part
     sent: float  # bytes per element of a matrix sent to other ranks in a step, there and back
@@ -45,31 +47,45 @@ class MatrixPlan:
 
 
 def plan_matrices(
-    layout: FlatLayout, specs: Sequence[ParamSpec], axis_sizes: Sequence[int], optimizer: Muon, topology: Topology,
-    engine: EngineMemory,
+    layout: FlatLayout, specs: Sequence[ParamSpec], axes: Sequence[Axis], optimizer: Muon, topology: Topology,
+    engine: EngineMemory, own_states: bool,
 ) -> MatrixPlan:  # fmt: skip
-    """Return the plan of this stage's matrices. `specs` and `axis_sizes`: those that the layout was built for."""
-    found = list[BucketMatrices]()
+    """Return the plan of this stage's matrices. `specs` and `axes`: those that the layout was built for.
+    `own_states`: the states of matrices are this rank's, not those of the rank with the most.
+    """
+    found, states = list[BucketMatrices](), 0
     for axis, numbers in buckets_with_matrices(layout).items():
         shards = range(layout.buckets[numbers[0]].num_shards)
         blocks = range(topology.along(axis).size) if isinstance(axis, str) else (None,)
-        found += find_homes(layout, numbers, [Place(shard, block) for shard in shards for block in blocks])
+        places = [Place(shard, block) for shard in shards for block in blocks]
+        homes_of_axis = find_homes(layout, numbers, places)
+        by_rank = [_states(homes_of_axis, rank, optimizer) for rank in range(len(places))]
+        own = topology.owners_of(None) if isinstance(axis, str) else axes[axis]
+        states += by_rank[own.rank] if own_states else max(by_rank)
+        found += homes_of_axis
     numels = [matrix.numel for homes in found for matrix in homes.matrices]
     size = 2 * optimizer.ns_dtype.itemsize  # there and back
     moved = [size * sum(part.numel for part in homes.sent) for homes in found]
     of_each = sum(sent // len(homes.parts) for sent, homes in zip(moved, found, strict=True))
     numel = sum(spec.numel for spec in specs)
+    turn = cache(partial(_turn, optimizer, on_gpu=engine.on_gpu))
     by_number = {homes.number: homes for homes in found}
     of_buckets = [(bucket, by_number.get(number)) for number, bucket in enumerate(engine.passing)]
     most = engine.update() + max(bucket.params for bucket in engine.passing)
     for rank in range(max((len(homes.parts) for homes in found), default=0)):
-        updates = [_update_of(bucket, homes, rank, optimizer, engine) for bucket, homes in of_buckets]
+        updates = [_update_of(bucket, homes, rank, optimizer, engine, turn) for bucket, homes in of_buckets]
         most = max(most, _most_under_way(updates[::-1]))  # about the order in which forward needs the buckets
     travelling = sum(len({part.matrix for part in homes.sent}) for homes in found)
     return MatrixPlan(
-        most, len(numels), travelling, sum(moved) / max(sum(numels), 1), of_each,
-        layout.padded_numel / numel - 1, _whole_from(specs, axis_sizes) if of_each else None,
+        most, states, len(numels), travelling, sum(moved) / max(sum(numels), 1), of_each,
+        layout.padded_numel / numel - 1, _whole_from(specs, [axis.size for axis in axes]) if of_each else None,
     )  # fmt: skip
+
+
+def _states(found: Sequence[BucketMatrices], rank: int, optimizer: Muon) -> int:
+    """Return the bytes of the states of the matrices that a rank computes with."""
+    own = chain.from_iterable(homes.of(rank) for homes in found)
+    return FP32 * sum(sum(optimizer.matrix_states(matrix.rows, matrix.columns).values()) for matrix in own)
 
 
 def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | None:
@@ -92,8 +108,9 @@ class _Update:
 
 
 def _update_of(
-    bucket: BucketBytes, homes: BucketMatrices | None, rank: int, optimizer: Muon, engine: EngineMemory
-) -> _Update:
+    bucket: BucketBytes, homes: BucketMatrices | None, rank: int, optimizer: Muon, engine: EngineMemory,
+    turn_of: Callable[[int, int, int], int],
+) -> _Update:  # fmt: skip
     if homes is None or rank >= len(homes.parts):
         return _Update(deque([0]))
     on_gpu, ns_dtype, shard = engine.on_gpu, optimizer.ns_dtype, bucket.plan.shard_numel
@@ -101,10 +118,10 @@ def _update_of(
     if not engine.compiled:
         of_span += _OF_EQUATION * FP32 * tuned.chunk(tuned.EQUATION_CHUNK, engine.largest_shard, on_gpu=on_gpu)
     pieces = [part.numel for part in homes.parts[rank]]
-    own = [matrix for matrix, home in zip(homes.matrices, homes.homes, strict=True) if home == rank]
+    own = homes.of(rank)
     shapes = Counter((matrix.rows, matrix.columns) for matrix in own)
     counts = shapes if optimizer.batched else dict.fromkeys(shapes, 1)
-    turn = max((_turn(count, *shape, ns_dtype, on_gpu) for shape, count in counts.items()), default=0)
+    turn = max((turn_of(count, *shape) for shape, count in counts.items()), default=0)
     size = ns_dtype.itemsize
     sent, arrived = size * sum(pieces), size * sum(matrix.numel for matrix in own)
     momentum = (FP32 + size) * shard + max(sent, of_span)
@@ -116,12 +133,13 @@ def _update_of(
     return _Update(stages, both)
 
 
-@cache
-def _turn(count: int, rows: int, columns: int, dtype: torch.dtype, on_gpu: bool) -> int:
+def _turn(optimizer: Muon, count: int, rows: int, columns: int, *, on_gpu: bool) -> int:
     """Return the peak bytes while matrices of one shape are made orthogonal."""
     with without_memory(on_gpu=on_gpu) as device, LiveStorage(counts_meta=True) as tracker:
-        matrices = torch.empty(count, rows, columns, dtype=dtype, device=device)
-        orthogonalised(matrices if count > 1 else matrices[0], Muon(lr=0.0, ns_dtype=dtype))
+        stack = (count,) if count > 1 else ()
+        lengths = optimizer.matrix_states(rows, columns)
+        states = {name: torch.empty(*stack, length, device=device) for name, length in lengths.items()}
+        optimizer.direction(torch.empty(*stack, rows, columns, dtype=optimizer.ns_dtype, device=device), states)
         most: int = tracker.peak_bytes
         return most
 

@@ -175,9 +175,11 @@ def _plan_part(
     )
     matrices = None
     if isinstance(optimizer, Muon):
-        matrices = plan_matrices(layout, specs, sizes, optimizer, topology, engine)
+        matrices = plan_matrices(layout, specs, census.axes, optimizer, topology, engine, own_states)
     buffers = sum(buffer.nbytes for buffer in module.buffers())
-    held = engine.held() | {"model buffers": buffers, "tables": engine.tables()}
+    held = engine.held()
+    held["optimizer states"] += matrices.states if matrices else 0
+    held |= {"model buffers": buffers, "tables": engine.tables()}
     work = TracedWork(
         model=config.model,
         batch=(training.micro_batch_size, config.model.seq_len),

@@ -116,7 +116,8 @@ MUON = {
     "muon, whole": ("dp2", {"optimizer": {"name": "muon"}, "model": {"hidden_size": 256, "num_layers": 4}}),
     "muon in fp32, divided": (
         "dp2tp2",
-        {"optimizer": {"name": "muon", "muon": {"ns_dtype": "fp32"}}, "model": {"hidden_size": 256},
+        {"optimizer": {"name": "muon", "muon": {"ns_dtype": "fp32", "row_beta2": 0.9}},
+         "model": {"hidden_size": 256},
          "parallelism": {"bucket_size": 100_000}},
     ),
 }  # fmt: skip
@@ -191,7 +192,7 @@ def held_by(engine: ShardedEngine) -> dict[str, int]:
         "half gradients": [*(bucket.grads for bucket in buckets), *([] if owner_adds else sums)],
         "FP32 sums of micro-batches": sums if owner_adds else [],
         "FP32 masters": [bucket.master for bucket in buckets],
-        "optimizer states": [state for bucket in buckets for span in bucket.states for state in span.values()],
+        "optimizer states": engine._states(),
     }
     return {name: storage_bytes(tensors) for name, tensors in held.items()}
 

@@ -21,13 +21,13 @@ def matrices_by_parts() -> Iterator[None]:
     """Each rank makes its own part orthogonal: rows of its shard, or its block of a tensor-parallel division."""
     right = MuonUpdate._turn
 
-    def turn(self, arrived, homes):
+    def turn(self, arrived, homes, found_inf):
         by_parts = []
         for home in homes:
             widths = [(block, block.columns.stop - block.columns.start) for block in home.blocks]
             parts = [(place, width) for block, width in widths for place in block.places]
             if any((place.stop - place.start) % width for place, width in parts):
-                right(self, arrived, [home])  # a row is in two shards
+                right(self, arrived, [home], found_inf)  # a row is in two shards
             else:
                 by_parts += parts
         for place, width in by_parts:
@@ -42,9 +42,9 @@ def tall_not_orthogonalised() -> Iterator[None]:
     """A path of its own, for tall matrices, lacks the iteration: theirs is SGD with momentum."""
     right = MuonUpdate._turn
 
-    def turn(self, arrived, homes):
+    def turn(self, arrived, homes, found_inf):
         if homes[0].matrix.rows <= homes[0].matrix.columns:
-            right(self, arrived, homes)
+            right(self, arrived, homes, found_inf)
 
     with mock.patch.object(MuonUpdate, "_turn", turn):
         yield
@@ -80,6 +80,18 @@ def momentum_moves_on_skipped() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def moments_move_on_skipped() -> Iterator[None]:
+    """The rank that computes a direction updates the moments of its rows before it is known whether the step counts."""
+    right = MuonUpdate._turn
+
+    def turn(self, arrived, homes, found_inf):
+        right(self, arrived, homes, torch.zeros_like(found_inf))
+
+    with mock.patch.object(MuonUpdate, "_turn", turn):
+        yield
+
+
 def heads_not_split() -> object:
     """The rows that the family names are forgotten."""
     family = importlib.import_module(FAMILY).PerHead
@@ -107,6 +119,7 @@ MUON_BUGS: dict[str, Callable[[], object]] = {
         tall_not_orthogonalised,
         muon_per_micro_batch,
         momentum_moves_on_skipped,
+        moments_move_on_skipped,
         heads_not_split,
         matrices_decay_twice,
     )

@@ -7,6 +7,7 @@ derived bound of the same iteration in FP64.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,18 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamix.mixed_precision.muon import Muon, orthogonalised
+from megamix.mixed_precision.muon import DIRECTION_SQ, Muon, with_equal_moments
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
 from megamix.tools.verify.core.hypotheses import factor_of, nearest
 from megamix.tools.verify.core.observed_step import Whole
-from megamix.tools.verify.core.verdict import U32, UNIT, Verdict
+from megamix.tools.verify.core.verdict import U32, UNIT, Tensors, Verdict
 
 
 def judge_matrices(
-    verdict: Verdict, attempt: int, optimizer: Muon, name: str, want: Tensor, after: Whole, device: torch.device,
-    tp_size: int,
+    verdict: Verdict, attempt: int, optimizer: Muon, name: str, want: Tensor, before: Whole, after: Whole,
+    device: torch.device, tp_size: int,
 ) -> Tensor:  # fmt: skip
-    """Check the matrices of a parameter that ranks have made orthogonal, and their directions.
+    """Check the matrices of a parameter that ranks have made orthogonal, their directions, and the states of matrices.
 
     Return the directions, FP64.
     `want`: the matrix by the equation in FP64, before it is made orthogonal. `device`: the device of the ranks.
@@ -42,9 +43,13 @@ def judge_matrices(
     verdict.note(attempt, SOURCE, name, float(error.clamp(min=0.0).max()), 64 * U32 * float(want.abs().max()))
     all_rows = (source.to(optimizer.ns_dtype), moves, owners)
     source, found, owners = (one.view(-1, want.shape[-1]) for one in all_rows)
+    done = Counter[str]()
     for first, last in pairwise(accumulate(rows, initial=0)):
-        own = slice(first, last)
-        judged = _JudgedMatrix(optimizer, source[own], source, own, found[own], owners[own], device, tp_size)
+        own, lengths = slice(first, last), optimizer.matrix_states(last - first, want.shape[-1])
+        ends = {state: (done[state], done[state] + length) for state, length in lengths.items()}
+        done.update(lengths)
+        was, now = ({of: whole.tensors[of, name][slice(*ends[of])] for of in ends} for whole in (before, after))
+        judged = _JudgedMatrix(optimizer, source[own], source, own, found[own], owners[own], was, now, device, tp_size)
         if judged.matrix.isfinite().all():  # otherwise the input has been reported
             judged.note(verdict, attempt, name if len(rows) == 1 else f"{name}, rows {first} to {last - 1}")
     return moves.double()
@@ -58,6 +63,8 @@ class _JudgedMatrix:
     rows: slice  # rows of this matrix among them
     found: Tensor  # direction as it moved the masters, FP32
     owners: Tensor  # for each element, the rank that has it in its shard
+    before: Tensors  # states of the matrix
+    after: Tensors
     device: torch.device
     tp_size: int
 
@@ -67,20 +74,54 @@ class _JudgedMatrix:
 
     def note(self, verdict: Verdict, attempt: int, where: str) -> None:
         if not self.optimizer.batched:  # batched: the bits depend on which matrices a rank multiplies together
-            want = self._direction(self.matrix) * self.scale
-            verdict.equal(attempt, DIRECTION, where, self.found, want, self._explain)
+            direction, states = self._made(self.matrix, self.before)
+            verdict.equal(attempt, DIRECTION, where, self.found, direction * self.scale, self._explain)
+            for state, want in states.items():
+                verdict.equal(attempt, state, where, self.after[state], want)
+        if type(self.optimizer).direction is not Muon.direction:
+            return
         exact, bound = exact_direction(self.matrix, self.optimizer)
+        if self.optimizer.row_beta2 is not None:
+            exact, bound = self._with_moments(verdict, attempt, where, exact, bound, self.optimizer.row_beta2)
         error = float((self.found.double() / self.scale - exact).norm())
         verdict.note(attempt, f"{DIRECTION} in FP64", where, error, bound, self._explain)
 
-    def _direction(self, matrix: Tensor) -> Tensor:
-        """Return the engine's direction of a matrix, FP32. It uses one thread, as ranks do, for the order of sums."""
+    def _with_moments(
+        self, verdict: Verdict, attempt: int, where: str, direction: Tensor, bound: float, beta2: float
+    ) -> tuple[Tensor, float]:
+        """Check the moments. Return the direction divided by them, and a bound of its error.
+
+        `bound`: of the norm of the direction's error. The square of a row of n elements and norm r is off by at most
+        2 r times the bound and the square of the bound. A row's error is multiplied by the row's factor. It moves this
+        factor, too, by no more, and the norm before and after the division.
+        """
+        divided, moment = with_equal_moments(direction, self.before[DIRECTION_SQ].double(), beta2)
+        dim = 1 if len(direction) == len(moment) else 0
+        norms = direction.norm(dim=dim)
+        off = (1 - beta2) * (2 * float(norms.max()) + bound) * bound / direction.shape[dim]
+        error = float((self.after[DIRECTION_SQ].double() - moment).abs().max())
+        verdict.note(attempt, f"{DIRECTION_SQ} in FP64", where, error, off + 64 * U32 * float(moment.max()))
+        growth = float((divided.norm(dim=dim) / norms.clamp(min=1e-30)).max())
+        return divided, 4 * max(1.0, growth) * bound + UNIT[self.optimizer.ns_dtype] * float(divided.norm())
+
+    def _made(self, matrix: Tensor, states: Tensors) -> tuple[Tensor, Tensors]:
+        """Return the engine's direction of a matrix, FP32, and its states. They are computed with one thread, as ranks
+        do, for the order of sums.
+        """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return orthogonalised(matrix.to(self.device).contiguous(), self.optimizer).float().cpu()
+            there = {name: state.to(self.device) for name, state in states.items()}
+            direction, new = self.optimizer.direction(matrix.to(self.device).contiguous(), there)
+            return direction.float().cpu(), {name: state.cpu() for name, state in new.items()}
         finally:
             torch.set_num_threads(threads)
+
+    def _direction(self, matrix: Tensor) -> Tensor:
+        """Return the engine's direction of a matrix of any shape: of this one, or of another as in its first update."""
+        lengths = self.optimizer.matrix_states(*matrix.shape)
+        states = self.before if matrix is self.matrix else {name: torch.zeros(own) for name, own in lengths.items()}
+        return self._made(matrix, states)[0]
 
     def _explain(self) -> str:
         """Return which kind of mistake the wrong elements look like, up to a factor; "" for no known one."""
@@ -119,23 +160,28 @@ def exact_direction(source: Tensor, optimizer: Muon) -> tuple[Tensor, float]:
     """Return the result of the iteration in FP64, and a bound of the norm by which roundings may change it.
 
     In FP64 the iteration is a polynomial of each singular value. A turn rounds its two inner products and its result to
-    the iteration's dtype, and the sums in them to FP32. In the basis of the singular vectors, later turns multiply an
-    error by at most the quotient of two singular values' difference, or of their sum, after and before these turns.
+    the iteration's dtype, and the sums in them to FP32. Equal rows are one rounding more before the first turn, an
+    exact norm one after the last, and its factor has the error of the norm. In the basis of the singular vectors, later
+    turns multiply an error by at most the quotient of two singular values' difference, or of their sum, after and
+    before these turns.
     Roundings of many elements do not conspire, so these factors count by their mean square. The bound is twice that:
     few elements may conspire, and there are terms of second order.
     """
-    (a, b, c), wide = optimizer.ns_coefficients, source.double()
-    left, values, right = torch.linalg.svd(wide / wide.norm().clamp(min=1e-7), full_matrices=False)
+    wide = source.double()
+    if optimizer.equal_rows:
+        wide = wide * (wide.norm() / math.sqrt(len(wide)) / wide.norm(dim=1, keepdim=True).clamp(min=1e-6))
+    left, values, right = torch.linalg.svd(wide / (wide.norm() + optimizer.ns_eps).clamp(min=1e-7), full_matrices=False)
     turns, slopes = [values], [torch.ones_like(values)]
-    for _ in range(optimizer.ns_steps):
+    for a, b, c in optimizer.turns:
         x = turns[-1]
         turns.append(x * (a + b * x**2 + c * x**4))
         slopes = [slope * (a + 3 * b * x**2 + 5 * c * x**4) for slope in slopes] + [torch.ones_like(x)]
     outside = (0, max(source.shape) - len(values))  # vectors whose singular value is zero
     end, square = F.pad(turns[-1], outside), 0.0
     for number, (x, slope) in enumerate(zip(turns, slopes, strict=True)):
-        rounded = x.norm()
+        rounded = x.norm() * (2 if optimizer.equal_rows and not number else 1)
         if number:
+            _, b, c = optimizer.turns[number - 1]
             gram = turns[number - 1] ** 2
             inner, top = b * gram + c * gram**2, gram.max().sqrt()
             rounded = rounded + top * inner.norm() + top * (abs(b) + 2 * abs(c) * top**2) * gram.norm()
@@ -144,4 +190,8 @@ def exact_direction(source: Tensor, optimizer: Muon) -> tuple[Tensor, float]:
         growth = torch.maximum(of_apart.abs(), (turns[-1][:, None] + end).abs() / both)
         square += float(rounded**2 * growth.square().mean())
     unit = UNIT[source.dtype] + math.sqrt(max(source.shape)) * U32
-    return (left * turns[-1]) @ right, 2 * unit * math.sqrt(square)
+    direction, bound = (left * turns[-1]) @ right, 2 * unit * math.sqrt(square)
+    if not optimizer.exact_norm:
+        return direction, bound
+    factor = math.sqrt(min(source.shape)) / float(direction.norm().clamp(min=1e-6))
+    return factor * direction, factor * (2 * bound + unit * float(direction.norm()))

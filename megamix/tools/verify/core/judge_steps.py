@@ -324,8 +324,9 @@ class _Judged:
             group = self.optimizer.group_of(name, tuple(grad.shape))
             dtypes = {MASTER: torch.float32, **dict(group.states)}
             kept = {state for state, of in self.after.tensors if of == name} - {GRADIENT, SOURCE, DIRECTION}
-            if kept != dtypes.keys():
-                told = f"ranks keep {', '.join(sorted(kept))}; the job's optimizer has {', '.join(sorted(dtypes))}"
+            needed = dtypes.keys() | self.optimizer.state_lengths(name, tuple(grad.shape)).keys()
+            if kept != needed:
+                told = f"ranks keep {', '.join(sorted(kept))}; the job's optimizer has {', '.join(sorted(needed))}"
                 verdict.note(self.number, "states", name, math.inf, 0.0, told)
                 continue
             before = {state: self.before.tensors[state, name] for state in dtypes}
@@ -336,7 +337,7 @@ class _Judged:
             if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):
                 want = rule(name, grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
                 device = next(self.reference.native.parameters()).device
-                at = (self.number, self.optimizer, name, want, self.after, device, self.right.tp_size)
+                at = (self.number, self.optimizer, name, want, self.before, self.after, device, self.right.tp_size)
                 direction = judge_matrices(verdict, *at)
                 rule = partial(matrix_rule, rule, direction)
                 rules = {text: partial(matrix_rule, wrong, direction) for text, wrong in rules.items()}

@@ -21,6 +21,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec, Piece
 from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import StepResult
+from megamix.mixed_precision.update_slice import MASTER
 from megamix.model.span import Span
 from megamix.tools.verify.core.choices import Choice, Choices, KeptChoices
 from megamix.tools.verify.core.tape import Tape
@@ -124,7 +125,7 @@ def _scalars(engine: ShardedEngine, result: StepResult | None) -> dict[str, floa
 
 
 def _states(engine: ShardedEngine) -> Iterator[Fragment]:
-    for owned in engine.owned_ranges():
+    for owned in (*engine.owned_ranges(), *engine.held_states()):
         for state, values in owned.tensors.items():
             yield _fragment(owned.spec, state, owned.start, values)
 
@@ -165,7 +166,7 @@ def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
             if key not in whole.tensors:
                 whole.tensors[key] = torch.zeros(part.spec.full_shape)
                 whole.owners[key] = torch.full(part.spec.full_shape, -1)
-            if part.spec.shape != part.spec.full_shape:
+            if part.state == MASTER and part.spec.shape != part.spec.full_shape:
                 whole.divided.add(part.spec.name)
             where = elements(part)
             values, full = torch.from_numpy(part.values), whole.tensors[key].view(-1)

@@ -31,6 +31,7 @@ SENTENCES = {
     "tall_not_orthogonalised": "A special path for tall matrices skips Muon's iteration.",
     "muon_per_micro_batch": "Muon makes each micro-batch's gradient orthogonal, and these are added up.",
     "momentum_moves_on_skipped": "Muon updates its momentum before it is known whether the step is skipped.",
+    "moments_move_on_skipped": "The moments of a direction's rows move before it is known whether the step is skipped.",
     "heads_not_split": "Muon treats several matrices, stacked in one parameter, as one.",
     "matrices_decay_twice": "Weight decay is applied by the optimizer's wrapper, and once more by its equation.",
     "expert_gradients_larger": "The gradients of experts get a factor that the others do not have.",
@@ -170,6 +171,16 @@ _enter(
     "blocks.",
     "moved by a step that is none",
     job=MUON,
+    overflow_at=OVERFLOW_AT,
+)
+_enter(
+    "moments_move_on_skipped",
+    "several",
+    "dp2",
+    "direction_sq after an overflow",
+    "blocks.",
+    "moved by a step that is none",
+    job=MUON | {"muon": {"row_beta2": 0.9}},
     overflow_at=OVERFLOW_AT,
 )
 _enter(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.muon import Muon, orthogonalised
+from megamix.mixed_precision.muon import DIRECTION_SQ, Muon, orthogonalised
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
 from megamix.tools.verify.core.judge_matrices import exact_direction, judge_matrices
 from megamix.tools.verify.core.observed_step import Whole
@@ -60,6 +60,22 @@ def test_roundings_stay_within_the_bound(dtype: torch.dtype, turns: int) -> None
     assert 0.05 < max(shares) < 0.7, max(shares)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_roundings_of_the_relatives_stay_within_the_bound(dtype: torch.dtype) -> None:
+    """Take the path of a job's judge, with the bits of another rank that multiplies in batches."""
+    own = Muon(lr=1.0, ns_dtype=dtype, equal_rows=True, exact_norm=True, row_beta2=0.9, batched=True)
+    for seed in range(300 if FULL else 40):
+        matrix, length = _matrices(seed).to(dtype).float(), max(_matrices(seed).shape)
+        before = torch.rand(length, generator=torch.Generator().manual_seed(seed))
+        found, states = own.direction(matrix.to(dtype), {DIRECTION_SQ: before})
+        scaled = found.float() * own.lr_scale(*matrix.shape)
+        assert _said(own, matrix, scaled, before, states[DIRECTION_SQ]) == "", seed
+    matrix, before = torch.randn(16, 24, generator=torch.Generator().manual_seed(0)).to(dtype), torch.ones(24)
+    found, states = own.direction(matrix, {DIRECTION_SQ: before})
+    scaled, wrong = found.float() * own.lr_scale(16, 24), states[DIRECTION_SQ] * 1.5
+    assert "direction_sq in FP64 of up is off by" in _said(own, matrix.float(), scaled, before, wrong)
+
+
 def test_a_coefficient_that_is_wrong_by_a_thousandth_does_not() -> None:
     own = Muon(lr=1.0, ns_dtype=torch.float32)
     a, b, c = own.ns_coefficients
@@ -69,15 +85,17 @@ def test_a_coefficient_that_is_wrong_by_a_thousandth_does_not() -> None:
     assert _share(matrix, replace(own, ns_steps=4), own) > 1000
 
 
-def _said(optimizer: Muon, source: Tensor, found: Tensor) -> str:
+def _said(optimizer: Muon, source: Tensor, found: Tensor, *moments: Tensor) -> str:
     """Return the answer to a parameter's matrix and its direction.
 
-    `source`: before, `found`: after it was made orthogonal.
+    `source`: before, `found`: after it was made orthogonal. `moments`: before and after.
     """
     owners = torch.zeros(source.shape, dtype=torch.int64)
     tensors = {(SOURCE, "up"): source, (DIRECTION, "up"): found}
-    verdict, after = Verdict(), Whole(tensors, {(SOURCE, "up"): owners})
-    judge_matrices(verdict, 0, optimizer, "up", source.double(), after, CPU, 1)
+    before, after = ({(DIRECTION_SQ, "up"): one} for one in moments or (torch.zeros(0), torch.zeros(0)))
+    whole = Whole(tensors | after, {(SOURCE, "up"): owners})
+    verdict = Verdict()
+    judge_matrices(verdict, 0, optimizer, "up", source.double(), Whole(before), whole, CPU, 1)
     return str((verdict.differences or [""])[0])
 
 
@@ -94,7 +112,7 @@ def test_a_wrong_scale_and_another_dtype_are_told() -> None:
 
 def test_a_matrix_without_a_direction_is_told() -> None:
     verdict = Verdict()
-    judge_matrices(verdict, 0, Muon(lr=1.0), "up", torch.ones(2, 3), Whole(), CPU, 1)
+    judge_matrices(verdict, 0, Muon(lr=1.0), "up", torch.ones(2, 3), Whole(), Whole(), CPU, 1)
     assert str(verdict.differences[0]) == "attempt 0: direction of up: there is none: no rank has made it orthogonal"
 
 
@@ -109,10 +127,17 @@ def test_other_states_than_the_job_s_are_told() -> None:
     )
 
 
+RELATIVES = {
+    "equal_rows": True, "exact_norm": True, "row_beta2": 0.9, "cautious_weight_decay": True, "ns_eps": 1e-6,
+    "ns_table": [[8.1, -22.0, 15.5], [4.0, -2.8, 0.5], [2.3, -1.7, 0.4]], "adjust_lr": "spectral_norm",
+}  # fmt: skip
+
+
 @pytest.mark.uncounted
 def test_what_a_job_may_have_passes(run_ranks) -> None:
     others = {"ns_dtype": "fp32", "nesterov": False, "batched": True, "adjust_lr": "original", "adamw": ["*.out.*"]}
     configs = [make_config("dp2", dtype="bf16", muon=others, **MUON), make_config("tp2", family="per_head", **MUON)]
+    configs += [make_config("tp2", muon=RELATIVES, **MUON)]
     cases = [(config, "") for config in configs]
     for config, *ranks in zip(configs, *run_ranks(observe_bugs, 2, cases, OVERFLOW_AT), strict=True):
         verdict = judge(config, ranks, CPU, UPDATES, OVERFLOW_AT)
@@ -124,5 +149,5 @@ def test_what_a_job_may_have_passes(run_ranks) -> None:
 def test_bugs_of_others_are_named(run_ranks) -> None:
     names = [name for name, bug in BUGS.items() if bug.job.get("name") == "muon"]
     found = verdicts(run_ranks, names)
-    assert len(names) == 7
+    assert len(names) == 8
     assert [str(found[name].differences[:1]) for name in names if not named(BUGS[name], found[name])] == []
