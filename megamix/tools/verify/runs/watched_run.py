@@ -78,6 +78,8 @@ def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder
     It has the same global batch on all of the layouts, two epochs, and settings that only long runs would come to.
     """
     batch = math.lcm(*(one.apply(config).training.global_batch_size for one in layouts))
+    # A ramp doubles its batches where the run is interrupted, with an overflow on both sides.
+    ramp = ((0, batch), (BORDERS[0], 2 * batch)) if config.training.batch_ramp else ((0, batch),)
     here = layout.apply(config)
     schedule, scale, metrics = here.lr_schedule, here.precision.loss_scale, here.metrics
     warmup = min(schedule.warmup_steps, 2)
@@ -90,7 +92,13 @@ def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder
         "data": {"train": train, "valid": {"": valid}, "stages": (), "split": None, "tokenizer": None},
         "lr_schedule": {"warmup_steps": warmup, "decay_steps": decay},
         "precision": {"loss_scale": scale.model_copy(update=known), "max_retries": 3},
-        "training": {"steps": STEPS, "global_batch_size": batch, "eval_interval": 4, "eval_batches": 2},
+        "training": {
+            "steps": STEPS,
+            "global_batch_size": ramp[-1][1],
+            "batch_ramp": ramp,
+            "eval_interval": 4,
+            "eval_batches": 2,
+        },
         "checkpoint": {
             "folder": str(folder / name),
             "save_interval": BORDERS[0],

@@ -53,6 +53,17 @@ def waiting_batch_lost() -> Any:
     return _plan_with(waiting=())
 
 
+def ramp_drops_what_waits() -> Any:
+    """Batches of the new size begin behind those that wait for another try."""
+    right = BatchPlan.with_batches_of
+
+    def wrong(self, size):
+        self._waiting.clear()
+        return right(self, size)
+
+    return mock.patch.object(BatchPlan, "with_batches_of", wrong)
+
+
 def every_rank_reads_the_first_ones() -> Any:
     right = batches.micro_batches
     return mock.patch.object(batches, "micro_batches", lambda batch, **where: right(batch, **where | {"dp_rank": 0}))

@@ -70,6 +70,8 @@ def _drawn(seed: int) -> tuple[Config, str]:
     tree["data"]["packing"] = draw.choice(["none", "documents"])
     tree["model"]["num_layers"] = 2  # as many as a layout has stages
     tree["training"] |= {"seed": seed, "micro_batch_size": draw.choice([1, 2])}
+    if seed % 2 == 0:
+        tree["training"]["batch_ramp"] = [[0, 4], [2, 8]]
     layouts = draw.choice(["dp1,dp2", "dp2,dp1", "dp2,dp4,dp1", "tp2,dp1", "dp2,pp2", "replicas2,dp1", "dp1"])
     return Config.model_validate(tree), layouts
 
@@ -84,6 +86,13 @@ def test_a_job_that_is_right_passes(run_ranks, tmp_path: Path, seed: int) -> Non
     assert [problems for _, problems, _ in found] == [[], [], []]
     assert all(run.skipped >= 4 for run, *_ in found)  # those that are planted
     assert 0 < found[2][2] < 1
+
+
+def test_a_border_of_a_ramp_that_drops_a_waiting_batch_is_named(run_ranks, tmp_path: Path) -> None:
+    config = make_config("dp1", dtype="fp16").with_keys(training={"batch_ramp": ((0, 4), (2, 8))})
+    ranks = {1: partial(run_ranks, _work, 1, "ramp_drops_what_waits")}
+    _, problems, _ = next(run_results(config, [parse_layout("dp1")], tmp_path, ranks, CPU))
+    assert problems == ["never stopped on dp1: samples 8..11 are used 0 times"]
 
 
 def test_a_job_with_experts_passes_and_biases_that_a_resume_loses_are_named(run_ranks, tmp_path: Path) -> None:
