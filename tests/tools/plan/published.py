@@ -59,13 +59,13 @@ def settings_of(row: PublishedRow) -> list[TimedJob]:
 
 
 @cache
-def published_rows() -> list[PublishedRow]:
+def published_rows(stacks: str = "stacks") -> list[PublishedRow]:
     data = tomllib.loads(ROWS.read_text(encoding="utf-8"))
     return [
         _row(stack | dict(zip(stack["columns"], values, strict=True)), data["models"], fitted=kind == "fitted_rows")
-        for stack in data["stacks"]
+        for stack in data[stacks]
         for kind in ("fitted_rows", "kept_rows")
-        for values in stack[kind]
+        for values in stack.get(kind, ())
     ]
 
 
@@ -108,7 +108,11 @@ def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> Publis
     kernel = row.get("attention", "triton" if row["name"] == "mosaic" else "flash2")
     forward, backward = ATTENTION[kernel]
     hardware = replace(load_hardware(row["hardware"]), attention_forward=forward, attention_backward=backward)
-    hardware = replace(hardware, node_bytes_per_s=row.get("node_bytes_per_s", hardware.node_bytes_per_s))
+    hardware = replace(
+        hardware,
+        node_size=row.get("node_size", hardware.node_size),
+        node_bytes_per_s=row.get("node_bytes_per_s", hardware.node_bytes_per_s),
+    )
     tokens_per_s = row["tflops"] * 1e12 / job.token_flops if "tflops" in row else row["tokens_per_s"]
     return PublishedRow(
         stack=row["name"],

@@ -68,12 +68,26 @@ def test_a_stack_that_was_left_out_lies_in_its_band() -> None:
 
 
 def test_the_band_of_an_unknown_program_holds_nine_of_ten_rows() -> None:
+    bands = [off_and_band(row) for row in filter(in_scope, published_rows())]
+    assert np.mean([abs(off) < band for off, band in bands]) >= 0.9
+
+
+def test_a_fifth_program_on_another_machine_is_foreseen_but_for_its_tensor_parallelism() -> None:
+    rows = published_rows("blind")
+    bands = {row: off_and_band(row) for row in rows}
+    divided = [row for row in rows if row.job.tp > 1]
+    whole = [row for row in rows if row.job.tp == 1]
+    assert np.mean([abs(bands[row][0]) for row in whole]) < 0.08
+    assert all(abs(off) < band for off, band in (bands[row] for row in whole))
+    assert min(bands[row][0] for row in divided) > 0  # all slower than foreseen
+    assert sum(abs(off) < band for off, band in bands.values()) == 11
+
+
+def off_and_band(row: PublishedRow) -> tuple[float, float]:
+    """Return by which share the throughput foreseen for an unknown program is too high, and the band's half-width."""
     constants = fitted_constants()
-    inside = []
-    for row in filter(in_scope, published_rows()):
-        seconds = step_time(row.job, row.hardware, constants.values).seconds
-        inside.append(abs(row.seconds / seconds - 1) < time_band(row.job, row.hardware, constants))
-    assert np.mean(inside) >= 0.9
+    seconds = step_time(row.job, row.hardware, constants.values).seconds
+    return row.seconds / seconds - 1, time_band(row.job, row.hardware, constants)
 
 
 def test_rows_with_unknown_settings_lie_in_the_range_over_them() -> None:
@@ -118,8 +132,8 @@ def mfu(row: PublishedRow, seconds: float) -> float:
 
 def test_every_hardware_file_is_read() -> None:
     for file in FOLDER.glob("*.toml"):
-        assert load_hardware(file.stem).dense_flops > 1e12
-    with pytest.raises(ValueError, match='got "h1000", known are a100, b200'):
+        assert load_hardware(file.stem).dense_flops > 1e10
+    with pytest.raises(ValueError, match='got "h1000", known are a100, b200, cpu'):
         load_hardware("h1000")
 
 
