@@ -22,6 +22,7 @@ from megamix.config.sections import LrScheduleConfig
 from megamix.data.loader import BatchLoader
 from megamix.data.source import SampleSource
 from megamix.mixed_precision.adamw import AdamW
+from megamix.mixed_precision.average import WeightAverage
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale
 from megamix.mixed_precision.loss_scale import (
@@ -123,11 +124,11 @@ def build_engine(
     config: Config, model: nn.Module, units: Sequence[nn.Module], grad_accum_steps: int,
     topology: Topology | None = None, placements: Mapping[str, Placement] | None = None, fill: Fill | None = None,
 ) -> ShardedEngine:  # fmt: skip
-    """Return the engine of a job. Every rank must call it.
+    """Return the engine of a job, which keeps an average of the weights if the job has one. Every rank must call it.
 
     `fill`: writes the initial values of a model that has none yet.
     """
-    return ShardedEngine(
+    engine = ShardedEngine(
         model,
         build_optimizer(
             config.optimizer, lr_table(config.optimizer, config.lr_schedule, config.training.steps), config.model
@@ -147,6 +148,9 @@ def build_engine(
         compile_update=config.optimizer.compile,
         fill=fill,
     )
+    if config.training.average is not None:
+        WeightAverage(engine, config.training.average.decay)
+    return engine
 
 
 def build_loader(config: Config, source: SampleSource, device: torch.device) -> BatchLoader:

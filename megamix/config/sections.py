@@ -15,6 +15,7 @@ from megamix.config.loss_scales import LOSS_SCALE, LossScaleConfig
 from megamix.config.model_and_data import FAMILY, DataConfig, ModelConfig, Text
 from megamix.config.optimizers import OPTIMIZER, OptimizerConfig
 from megamix.plugins import MORE_AXES, TRACKERS, Section, import_plugins
+from megamix.settings.average import AverageSettings
 
 
 class LrScheduleConfig(Section):
@@ -66,6 +67,10 @@ def _check_ramp(ramp: tuple[_BatchFrom, ...]) -> tuple[_BatchFrom, ...]:
     return ramp
 
 
+class AverageConfig(Section, AverageSettings):  # type: ignore[misc]  # as frozen as its settings, by pydantic
+    """An exponential moving average (EMA) of the FP32 master weights, which each validation computes, too."""
+
+
 class TrainingConfig(Section):
     """Length and batches of the run."""
 
@@ -89,6 +94,8 @@ class TrainingConfig(Section):
     """Steps between validations. 0: only at the end."""
     eval_batches: PositiveInt = 8
     """Global batches of one validation."""
+    average: Annotated[AverageConfig | None, Field(examples=[{"decay": 0.999}])] = None
+    """The average of the weights that is kept. Not set: none."""
 
 
 class ParallelismConfig(Section):

@@ -42,6 +42,7 @@ def run_import(arguments: argparse.Namespace) -> Iterator[str]:
 def export_arguments(parser: Parser) -> None:
     parser.example = "megamix export runs/mine --to hf hf/mine --dtype bf16"
     parser.add_argument("path", metavar="CHECKPOINT", type=Path, help=_MODEL)
+    _add_average(parser)
     parser.add_argument("--to", choices=["hf"], required=True, help="hf: config.json, safetensors and tokenizer")
     parser.add_argument("output", metavar="DIR", type=Path, help="must not be there yet")
     parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (fp32)")
@@ -58,7 +59,7 @@ def run_export(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.hub.convert import export_model
     from megamix.hub.source import open_source
 
-    source = open_source(arguments.path)
+    source = open_source(arguments.path, average=arguments.average)
     shard_size = int(arguments.shard_gb * 1e9)
     size = export_model(source, arguments.output, arguments.dtype, shard_size, arguments.tokenizer, arguments.progress)
     yield f"{arguments.output}: {source.path} in {arguments.dtype}, {size / 1e6:,.1f} MB"
@@ -67,6 +68,7 @@ def run_export(arguments: argparse.Namespace) -> Iterator[str]:
 def generate_arguments(parser: Parser) -> None:
     parser.example = "megamix generate runs/mine --prompt 'def '"
     parser.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
+    _add_average(parser)
     parser.add_argument(
         "--prompt", metavar="TEXT", action="append", help="the text to continue; may be repeated (none)"
     )
@@ -94,7 +96,7 @@ def run_generate(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.run.results import Sampling, sample_text
 
     sampling = Sampling(arguments.max_new_tokens, arguments.seed, arguments.temperature, arguments.top_p)
-    source = open_source(arguments.path)
+    source = open_source(arguments.path, average=arguments.average)
     path = arguments.tokenizer or source.tokenizer
     if path is None:
         raise ValueError(f"{source.path} has no tokenizer; name one with --tokenizer FILE")
@@ -110,6 +112,7 @@ def run_generate(arguments: argparse.Namespace) -> Iterator[str]:
 def evaluate_arguments(parser: Parser) -> None:
     parser.example = "megamix evaluate runs/mine --data runs/data/mine/valid"
     parser.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
+    _add_average(parser)
     parser.add_argument("--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)")
     parser.add_argument("--seq-len", metavar="N", type=int, help="tokens in a window (the model's seq_len)")
     parser.add_argument("--stride", metavar="N", type=int, help="tokens from one window's start to the next (a window)")
@@ -134,7 +137,7 @@ def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.hub.evaluate import evaluate
     from megamix.hub.source import open_source
 
-    source = open_source(arguments.path)
+    source = open_source(arguments.path, average=arguments.average)
     dtype = arguments.dtype or source.dtype
     if arguments.harness is not None:
         yield from _harness(arguments, source, dtype)
@@ -168,6 +171,10 @@ def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
 
 def _add_allow(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-non-finite", action="store_true", help="take weights that are NaN or inf as they are")
+
+
+def _add_average(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--average", action="store_true", help="the average of its weights ([training.average])")
 
 
 def _within(flag: str, value: int | None, most: int, what: str) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megamix.builders.objects import DTYPES
 from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import MANIFEST
-from megamix.checkpoint.manifest import BUFFER, MASTER, DamagedCheckpoint, naming
+from megamix.checkpoint.manifest import AVERAGE, BUFFER, MASTER, DamagedCheckpoint, naming
 from megamix.checkpoint.verify import BoxReader, Checkpoint, verify_named
 from megamix.config import DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights, tables_problem
@@ -120,25 +120,29 @@ class Source:
 
 
 class CheckpointWeights:
-    """The masters of a checkpoint, and its buffers."""
+    """The masters of a checkpoint or their average, and its buffers."""
 
-    def __init__(self, checkpoint: Checkpoint):
-        self._reader, self._stored = BoxReader(checkpoint), checkpoint.stored
+    def __init__(self, checkpoint: Checkpoint, state: str = MASTER):
+        self._reader, self._stored, self._state = BoxReader(checkpoint), checkpoint.stored, state
 
     def read(self, param: str, box: Box) -> Tensor:
-        return self._reader.gather(param, MASTER if (param, MASTER) in self._stored else BUFFER, box)
+        return self._reader.gather(param, self._state if (param, self._state) in self._stored else BUFFER, box)
 
     def where(self, param: str, place: tuple[int, ...]) -> str:
         return f"{param} {list(place)}"
 
 
-def open_source(path: Path) -> Source:
-    """Open a model by its path; for a run or an imported folder its newest checkpoint.
+def open_source(path: Path, *, average: bool = False) -> Source:
+    """Open a model by its path; for a run or an imported folder its newest checkpoint. `average`: the average of its
+    weights.
 
     Raises: ValueError naming what is missing; DamagedCheckpoint.
     """
     path = find_model(path)
+    none = f"--average: {path} has no average of its weights, which a job with [training.average] keeps; leave it out"
     if is_hugging_face(path):
+        if average:
+            raise ValueError(none)
         weights = HuggingFaceWeights(path)
         saved = weights.json.get("dtype") or weights.json.get("torch_dtype")
         dtype = _OF_TORCH.get(str(saved), "fp32")
@@ -146,10 +150,12 @@ def open_source(path: Path) -> Source:
     checkpoint = verify_named(path, check_if_run)
     if checkpoint.refusal:
         raise ValueError(checkpoint.refusal)
-    return _of_checkpoint(checkpoint)
+    if average and not any(AVERAGE in states for states in checkpoint.manifest.states):
+        raise ValueError(none)
+    return _of_checkpoint(checkpoint, AVERAGE if average else MASTER)
 
 
-def _of_checkpoint(checkpoint: Checkpoint) -> Source:
+def _of_checkpoint(checkpoint: Checkpoint, state: str) -> Source:
     if not (checkpoint.manifest.run.config or checkpoint.manifest.weights_only):
         other = "`megamix checkpoint export` hands on its weights"
         raise ValueError(f"{checkpoint.path} is a checkpoint of the library, without [model]; {other}")
@@ -175,7 +181,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
         for problem in tables_problem(config, "model.seq_len", saved, _LARGEST_TABLES):
             raise ValueError(problem)
     return Source(
-        checkpoint.path, config, CheckpointWeights(checkpoint), dtype,
+        checkpoint.path, config, CheckpointWeights(checkpoint, state), dtype,
         None if tokenizer is None else Path(tokenizer), _prefixes(tables.get("data", {}).get("valid")),
         None if resume in (None, *RESUME_WORDS) else Path(resume), buffers, checkpoint.manifest.run.config,
     )  # fmt: skip

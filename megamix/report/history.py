@@ -50,6 +50,7 @@ class RunHistory:
 
     loss: Series
     valid_loss: Series
+    average_loss: Series  # validation loss of the average of the weights
     valid_sets: dict[str, Series]  # losses of validation sets by name
     lr: Series
     grad_norm: Series
@@ -84,7 +85,7 @@ def read_history(folder: Path) -> RunHistory:
     return RunHistory(
         **{
             name: _series(rows, TAGS[name])
-            for name in ("loss", "valid_loss", "lr", "grad_norm", "tokens_per_s", "tokens")
+            for name in ("loss", "valid_loss", "average_loss", "lr", "grad_norm", "tokens_per_s", "tokens")
         },
         valid_sets={tag.removeprefix(set_tag("")): _series(rows, tag) for tag in of_sets},
         loss_scale=Series([], []) if unscaled else _series(rows, TAGS["loss_scale"]),

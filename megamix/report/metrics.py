@@ -87,13 +87,22 @@ class StepMetrics:
 
 
 # This table alone maps names in the code to tags in metrics.jsonl and TensorBoard.
-TAGS = {"valid_loss": "valid/loss", "tokens": "train/tokens", "time": "time/unix_s", "resumed": "run/resumed"}
+TAGS = {
+    "valid_loss": "valid/loss",
+    "average_loss": "valid/average_loss",
+    "tokens": "train/tokens",
+    "time": "time/unix_s",
+    "resumed": "run/resumed",
+}
 TAGS |= {known.name: str(known.metadata["tag"]) for known in fields(StepMetrics)}
 
 
-def set_tag(name: str) -> str:
-    """Return the tag of the loss of a validation set that has a name."""
-    return f"{TAGS['valid_loss']}/{name}"
+def set_tag(name: str, of: str = "valid_loss") -> str:
+    """Return the tag of the loss of a validation set that has a name. `of`: the loss of all sets in TAGS."""
+    return f"{TAGS[of]}/{name}"
+
+
+SETS = (set_tag(""), set_tag("", "average_loss"))  # prefixes of the tags of validation sets
 
 
 def recorded_tags(recorded: Mapping[str, float], *, overflowed: bool) -> dict[str, float]:
@@ -102,7 +111,7 @@ def recorded_tags(recorded: Mapping[str, float], *, overflowed: bool) -> dict[st
     Raises: ValueError for a name that is one of the run's own tags.
     """
     for name in recorded:
-        if name in ("step", *TAGS.values()) or name.startswith(("precision/", RANKS, LOAD, set_tag(""), OVERFLOWED)):
+        if name in ("step", *TAGS.values()) or name.startswith(("precision/", RANKS, LOAD, *SETS, OVERFLOWED)):
             raise ValueError(f"record({name!r}): that is a tag of the run's own metrics; record it by another name")
     return {OVERFLOWED + name if overflowed else name: value for name, value in recorded.items()}
 

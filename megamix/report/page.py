@@ -52,7 +52,8 @@ def _facts(folder: Path, config: str, history: RunHistory) -> Iterator[tuple[str
         if there:
             yield section, ", ".join(f"{key} {value}" for key, value in there)
     of_sets = [(f"validation loss, {name}", series) for name, series in history.valid_sets.items()]
-    for text, series in (("validation loss", history.valid_loss), *of_sets, ("training loss", history.loss)):
+    of_weights = ("validation loss", history.valid_loss), ("that of averaged weights", history.average_loss)
+    for text, series in (*of_weights, *of_sets, ("training loss", history.loss)):
         if series.values:
             yield text, f"{series.values[-1]:.3f} nats a token at step {series.steps[-1]}"
     if history.tokens.values:

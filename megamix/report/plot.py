@@ -113,9 +113,10 @@ def compared(runs: Mapping[str, RunHistory]) -> Figure:
         for number, (name, history) in enumerate(runs.items()):
             colour, series = f"C{number}", getattr(history, curve)
             axes.plot(series.steps, series.values, color=colour, label=name if len(runs) > 1 else "training")
-            valid = history.valid_loss
-            if curve == "loss" and valid.steps:
-                axes.plot(valid.steps, valid.values, "o", color=colour, markeredgecolor="black", label="validation")
+            of_weights = ("validation", "o", history.valid_loss), ("averaged weights", "D", history.average_loss)
+            for label, mark, valid in of_weights if curve == "loss" else ():
+                if valid.steps:
+                    axes.plot(valid.steps, valid.values, mark, color=colour, markeredgecolor="black", label=label)
             of_sets = history.valid_sets if curve == "loss" and len(runs) == 1 else {}
             for place, (set_name, series) in enumerate(of_sets.items(), start=1):
                 axes.plot(series.steps, series.values, ".--", color=f"C{place}", label=f"validation, {set_name}")

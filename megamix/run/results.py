@@ -38,14 +38,21 @@ def write_results(
     """
     folder, topology = Path(config.checkpoint.folder), engine.topology
     first = topology.world.rank == 0
-    with engine.clock.span("weights"):
+
+    def written(path: Path, what: str) -> dict[str, Tensor]:
         weights = engine.full_weights()
         if first:
-            path = folder / run_folder.WEIGHTS
             # A failed write must not hide that the run gave up.
             with nullcontext() if gave_up is None else console.telling(path):
                 write_weights(path, weights)
-                console.line(f"weights in FP32: {path}")
+                console.line(f"{what} in FP32: {path}")
+        return weights
+
+    with engine.clock.span("weights"):
+        if engine.average_decay is not None:  # first, so that the host holds one of both at a time
+            with engine.averaged_weights():
+                written(folder / run_folder.AVERAGED, "their average")
+        weights = written(folder / run_folder.WEIGHTS, "weights")
     if gave_up is not None:
         if first:
             with console.telling(folder / run_folder.GAVE_UP):

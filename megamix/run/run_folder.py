@@ -21,6 +21,7 @@ from megamix.supervise.run_lock import LOCK
 from megamix.supervise.status import STATUS
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
+AVERAGED = "weights_average.safetensors"
 METRICS, SET_ASIDE, RANKS = LOGS = ("metrics.jsonl", "set_aside.jsonl", "ranks.jsonl")
 EVENTS, HEARTBEAT = "events.jsonl", "heartbeat.json"
 RESUME_WORDS = ("auto", "never")  # words in place of a path
@@ -28,7 +29,7 @@ BEGIN_ANEW = "write another checkpoint.folder to begin a new run, or put an unda
 _MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these files belongs to a run
 # All other files are created by each start.
 _READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, *LOGS, EVENTS, HEARTBEAT)
-_WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, SAMPLE, GAVE_UP, "trace_rank*.json")
+_WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, AVERAGED, SAMPLE, GAVE_UP, "trace_rank*.json")
 
 
 def checkpoint_folder(config: Config) -> Path:

@@ -289,14 +289,21 @@ class Trainer:
         self.ledger.enter(VALIDATION)
         self.journal.tell("validate_begin")
         losses = validation.losses(before_each=partial(self._leave_if_asked, leave))
+        by_weights = {"valid_loss": losses}
+        if self.engine.average_decay is not None:
+            with self.engine.averaged_weights():
+                by_weights["average_loss"] = validation.losses(before_each=partial(self._leave_if_asked, leave))
         self._validated = done
         loss, by_set = losses[""], {name: loss for name, loss in losses.items() if name}
         below = math.log(self.config.model.vocab_size) - loss
         told = f"step {done}/{self.config.training.steps} | valid loss {loss:.4f}, {below:.2f} below ln(vocab_size)"
+        if averages := by_weights.get("average_loss"):
+            told += f" | averaged weights {averages['']:.4f}"
         each = ", ".join(f"{name} {loss:.4f}" for name, loss in by_set.items())
         self.console.line(f"{told}\n{folded(each)}" if each else told)
         if self.writer is not None:
-            self.writer.write(done, {"valid_loss": loss}, {set_tag(name): loss for name, loss in by_set.items()})
+            tags = {set_tag(name, of): loss for of, their in by_weights.items() for name, loss in their.items() if name}
+            self.writer.write(done, {of: each[""] for of, each in by_weights.items()}, tags)
         self.ledger.enter(TRAINED)
         self.journal.tell("validate_end")
         self.report.resume()

@@ -26,7 +26,7 @@ from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig
 from megamix.config.model_and_data import DataStage
 from megamix.config.optimizers import OptimizerGroup
-from megamix.config.sections import SECTIONS, AlertConfig, PrometheusConfig, WandbConfig
+from megamix.config.sections import SECTIONS, AlertConfig, AverageConfig, PrometheusConfig, WandbConfig
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
@@ -45,6 +45,7 @@ TABLES = {
     "[model.latent_attention]": LatentSizes,
     "[model.experts]": ExpertsConfig,
     '[model] with family = "transformers"': TransformersConfig,
+    "[training.average]": AverageConfig,
     "[[data.train]]": DataSource,
     "[[data.stages]]": DataStage,
     "[[optimizer.groups]]": OptimizerGroup,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
-from megamix.mixed_precision.update_slice import MASTER, number_at
+from megamix.mixed_precision.update_slice import AVERAGE, MASTER, number_at
 from megamix.tools.audit.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
 from megamix.tools.audit.finite import first_not_finite
 from megamix.tools.audit.watch import Watch
@@ -162,6 +162,7 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
         betas = [number_at(beta, applied + 1) for beta in group.betas]
         one, master = facts[owned.spec.name], states.pop(MASTER)
         decays = number_at(group.weight_decay, applied + 1) > 0
+        states.pop(AVERAGE, None)  # no moment: no update reads it
         one.count(by_chance=getattr(engine.optimizer, "takes_chances", False))
         updates.append(Update(one, master, states, applied, lr, betas, decays))
     for bucket in engine.buckets:
@@ -183,6 +184,6 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
     if watch.steps == 1:
         for update, owned in zip(updates, engine.owned_ranges(), strict=True):
             grad = used.values[GRADIENT, owned.spec.name]
-            states = {name: one for name, one in owned.tensors.items() if name != MASTER}
+            states = {name: one for name, one in owned.tensors.items() if name not in (MASTER, AVERAGE)}
             update.after(grad, states, used.values.get((DIRECTION, owned.spec.name)))
             update.facts.note_largest(gradient=grad.abs().amax())

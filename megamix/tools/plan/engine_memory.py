@@ -18,6 +18,7 @@ from megamix.mixed_precision.settings import Precision
 from megamix.mixed_precision.update_slice import UpdateGroup
 
 FP32 = torch.float32.itemsize
+AVERAGED = "FP32 average of the weights"  # its category
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class EngineMemory:
             "half gradients": 0 if storage.grads_pass else sum(bucket.grads for bucket in self.buckets),
             "FP32 sums of micro-batches": 0 if storage.grads_pass else sum(bucket.total for bucket in self.buckets),
             "FP32 masters": sum(bucket.master for bucket in self.buckets),
+            AVERAGED: sum(bucket.average for bucket in self.buckets),
             "optimizer states": sum(bucket.states for bucket in self.buckets),
         }
 
@@ -148,11 +150,18 @@ class EngineMemory:
         return self.sums() + rows + max(landing, compared, *(self._squares(bucket.plan) for bucket in self.buckets))
 
     def update(self) -> int:
-        """Return the bytes of an update that is not compiled: FP32 copies of one chunk's gradient and half states."""
+        """Return the bytes of an update that is not compiled: FP32 copies of one chunk's gradient and half states. A
+        chunk of an average that is kept, which is moved by itself, takes less.
+        """
         if self.compiled:
-            return 0
+            return self.averaging()
         halves = [sum(dtype != torch.float32 for _, dtype in group.states) for group in self._groups]
         return (1 + max(halves)) * FP32 * tuned.chunk(tuned.UPDATE_CHUNK, self.largest_shard, on_gpu=self.on_gpu)
+
+    def averaging(self) -> int:
+        """Return the bytes of the chunk in which an average of the weights moves."""
+        chunk = tuned.chunk(tuned.EQUATION_CHUNK, self.largest_shard, on_gpu=self.on_gpu)
+        return FP32 * chunk if self.buckets[0].average else 0
 
     # Parts of the above.
 

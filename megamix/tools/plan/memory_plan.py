@@ -24,13 +24,14 @@ from megamix.parallel.build import outline
 from megamix.parallel.stages import StagePlan
 from megamix.plugins import MORE_AXES
 from megamix.tools.plan.activations import Activations, Machine, TracedWork, trace_stage
-from megamix.tools.plan.engine_memory import FP32, EngineMemory
+from megamix.tools.plan.engine_memory import AVERAGED, FP32, EngineMemory
 from megamix.tools.plan.matrix_memory import MatrixPlan, plan_matrices
 from megamix.tools.plan.pipeline_memory import PipelineRank
 
 # Batches that the loader has ready, and the one that it reads (data/loader.py).
 LOADED_BATCHES = 5
-PIPELINE, EVALUATION = LATER = ("buffers of the pipeline", "buffers of an evaluation")  # absent when a job is built
+PIPELINE, EVALUATION = "buffers of the pipeline", "buffers of an evaluation"
+LATER = (PIPELINE, EVALUATION, AVERAGED)  # absent while the engine is built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +168,10 @@ def _plan_part(
     owner_adds = sharding.owner_adds(micro_batches)
     shards = [axis.rank if own_states else None for axis in census.axes]
     buckets = [
-        BucketBytes.count(plan, precision, sharding, groups, owner_adds, shards[plan.axis]) for plan in layout.buckets
+        BucketBytes.count(
+            plan, precision, sharding, groups, owner_adds, shards[plan.axis], averages=training.average is not None
+        )
+        for plan in layout.buckets
     ]
     on_gpu, compiled = machine == "gpu", config.optimizer.compile
     engine = EngineMemory(
@@ -277,7 +281,7 @@ def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
 def _host(config: Config, part: _RankPart) -> dict[str, int]:
     """Return bytes beside the device's; if the device is a CPU, they are in the same memory."""
     saves = config.checkpoint.async_save and 0 < config.checkpoint.save_interval < config.training.steps
-    states = part.held["FP32 masters"] + part.held["optimizer states"]
+    states = sum(part.held[name] for name in ("FP32 masters", AVERAGED, "optimizer states"))
     snapshot = sum(pinned_sizes(states)) if part.work.machine == "gpu" else states
     return {
         "checkpoint snapshot": snapshot if saves else 0,

@@ -122,8 +122,11 @@ MUON = {
     ),
 }  # fmt: skip
 SHARDED = {  # with the micro-batches of a step; gradients of one micro-batch are temporary
-    "gradients, fp32 sums": (
-        "dp2", {"precision": {"reduce_dtype": "half_fp32_sum"}, "parallelism": {"shard": "gradients"}}, 1,
+    "gradients, fp32 sums, averaged": (
+        "dp2",
+        {"precision": {"reduce_dtype": "half_fp32_sum"}, "parallelism": {"shard": "gradients"},
+         "training": {"average": {"decay": 0.9}}},
+        1,
     ),
     "parameters, untied": ("dp2", {"model": LARGE, "parallelism": {"shard": "parameters"}}, 1),
     "parameters, gpt bf16, full recompute": (
@@ -192,6 +195,7 @@ def held_by(engine: ShardedEngine) -> dict[str, int]:
         "half gradients": [*(bucket.grads for bucket in buckets), *([] if owner_adds else sums)],
         "FP32 sums of micro-batches": sums if owner_adds else [],
         "FP32 masters": [bucket.master for bucket in buckets],
+        "FP32 average of the weights": [bucket.average for bucket in buckets if bucket.average is not None],
         "optimizer states": engine._states(),
     }
     return {name: storage_bytes(tensors) for name, tensors in held.items()}

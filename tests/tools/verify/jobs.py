@@ -64,6 +64,7 @@ def make_config(
     shard: str = "states",
     cp_method: str = "gather",
     model: Mapping[str, object] | None = None,
+    average: float | None = None,
     **optimizer: object,
 ) -> Config:
     """Return a small job.
@@ -90,7 +91,10 @@ def make_config(
             "bucket_size": 4000,
             **({"pp_size": stages, "pp_schedule": schedule} if stages > 1 else {}),
         },
-        "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 64},
+        "training": {
+            "steps": 10, "micro_batch_size": 2, "global_batch_size": 64,
+            **({} if average is None else {"average": {"decay": average}}),
+        },
         "checkpoint": {"folder": "none"},
         "plugins": [FAMILY] if family == "per_head" else [],
     }  # fmt: skip
@@ -327,10 +331,10 @@ def stale_shards() -> Iterator[None]:
         before.update((bucket, bucket.master.clone()) for bucket in self.buckets)
         return right(self)
 
-    def cast_master(self):
+    def cast_shown(self):
         self.param_shard.copy_(before.get(self, self.master))
 
-    with mock.patch.object(ShardedEngine, "step", step), mock.patch.object(Bucket, "cast_master", cast_master):
+    with mock.patch.object(ShardedEngine, "step", step), mock.patch.object(Bucket, "cast_shown", cast_shown):
         yield
 
 
@@ -345,6 +349,33 @@ def gradients_freed_early() -> Iterator[None]:
         return right(self, grads, grad_shard, use)
 
     with mock.patch.object(GlooCollectives, "reduce_scatter", reduce_scatter):
+        yield
+
+
+@contextmanager
+def average_moves_on_skipped() -> Iterator[None]:
+    """The average of the weights moves in every step, skipped or not."""
+    right = Bucket.move_average
+
+    def wrong(self, share, found_inf):
+        right(self, share, torch.zeros_like(found_inf))
+
+    with mock.patch.object(Bucket, "move_average", wrong):
+        yield
+
+
+@contextmanager
+def average_of_halves() -> Iterator[None]:
+    """The average is of the half weights."""
+    right = Bucket.move_average
+
+    def wrong(self, share, found_inf):
+        masters = self.master.clone()
+        self.master.copy_(masters.to(self.params.dtype))
+        right(self, share, found_inf)
+        self.master.copy_(masters)
+
+    with mock.patch.object(Bucket, "move_average", wrong):
         yield
 
 
@@ -376,6 +407,8 @@ BUGS: dict[str, Callable[[], object]] = {
         stale_shards,
         gradients_freed_early,
         tied_table_not_summed,
+        average_moves_on_skipped,
+        average_of_halves,
     )
 }
 

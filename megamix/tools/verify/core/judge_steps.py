@@ -23,6 +23,7 @@ from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import (
+    AVERAGE,
     MASTER,
     GroupValues,
     UpdateGroup,
@@ -116,6 +117,7 @@ def judge_attempts(
             step.gradients(verdict)
             step.norm(verdict)
             step.update(verdict)
+            step.average(verdict)
         _copies(verdict, number, seen, after, dtype)
         _tables(verdict, number, seen, tables)
         judge_counts(verdict, number, step.loads, seen)
@@ -309,6 +311,27 @@ class _Judged:
         largest = max(float(grad.abs().max()) for grad in self.after.of(GRADIENT).values())
         verdict.note(self.number, "largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
 
+    def average(self, verdict: Verdict) -> None:
+        """Check the average of the weights by its equation, from its values before and the masters after the step.
+
+        Bound: roundings in FP32 of the distance to the masters, of its share and of the sum.
+        """
+        if self.config.training.average is None:
+            return
+        share = 1 - self.config.training.average.decay
+        for name, after in self.after.of(AVERAGE).items():
+            before, master = self.before.tensors[AVERAGE, name].double(), self.after.tensors[MASTER, name]
+            want = torch.lerp(before, master.double(), share)
+            bound = U32 * float((2 * share * (master - before).abs() + want.abs()).max())
+            others = {
+                "half weights": master.to(self.dtype),
+                "masters before the step": self.before.tensors[MASTER, name],
+            }
+            kinds = [(f"of the {of}", torch.lerp(before, other.double(), share)) for of, other in others.items()]
+            kinds += [("not moved", before), ("moved by the decay", torch.lerp(before, master.double(), 1 - share))]
+            explain = partial(nearest, after.double(), want, bound, iter(kinds))
+            verdict.note(self.number, AVERAGE, name, float((after - want).abs().max()), bound, explain)
+
     def update(self, verdict: Verdict) -> None:
         """Check masters and states by the optimizer's equation, from the gathered gradient and the values before."""
         table = lr_table(self.config.optimizer, self.config.lr_schedule, self.config.training.steps)
@@ -325,8 +348,9 @@ class _Judged:
             dtypes = {MASTER: torch.float32, **dict(group.states)}
             kept = {state for state, of in self.after.tensors if of == name} - {GRADIENT, SOURCE, DIRECTION}
             needed = dtypes.keys() | self.optimizer.state_lengths(name, tuple(grad.shape)).keys()
+            needed |= {AVERAGE} if self.config.training.average else set()
             if kept != needed:
-                told = f"ranks keep {', '.join(sorted(kept))}; the job's optimizer has {', '.join(sorted(needed))}"
+                told = f"ranks keep {', '.join(sorted(kept))}; the job has {', '.join(sorted(needed))}"
                 verdict.note(self.number, "states", name, math.inf, 0.0, told)
                 continue
             before = {state: self.before.tensors[state, name] for state in dtypes}

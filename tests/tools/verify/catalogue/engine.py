@@ -39,6 +39,8 @@ SENTENCES = {
     "biased_weights": "The bias that balances the experts' loads is in the factors of their outputs, too.",
     "counted_in_recompute": "Backward, which runs a block again, counts the tokens of its experts again.",
     "bias_of_own_counts": "Each rank moves the bias of experts by the counts of its own tokens.",
+    "average_moves_on_skipped": "An average of the weights moves in a skipped step, too.",
+    "average_of_halves": "An average of the weights is taken of their half copies.",
     "tied_table_not_summed": "Each end of a pipeline trains its own copy of the table.",
 }
 
@@ -124,6 +126,25 @@ _enter(
     "copies (gradient",
     "embedding.weight",
     missing="the check says it: two copies differ",
+)
+_enter(
+    "average_moves_on_skipped",
+    "several",
+    "dp2",
+    "average after an overflow",
+    "",
+    "moved by a step that is none",
+    job={"average": 0.9},
+    overflow_at=OVERFLOW_AT,
+)
+_enter(
+    "average_of_halves",
+    "several",
+    "dp2-parameters",
+    "average",
+    "",
+    "of the half weights",
+    job={"average": 0.9},
 )
 MUON = {"name": "muon"}
 _enter(

@@ -40,6 +40,16 @@ def test_data_parallel_ranks_pass_with_every_optimizer(run_ranks, dtype: str, fa
     assert 0 < verdict.worst["gradient"] < 1  # it was compared, and rounds
 
 
+def test_an_average_of_the_weights_is_judged(run_ranks) -> None:
+    config = make_config("dp2", average=0.9)
+    bugs = {"": [], "average_of_halves": ["average"], "average_moves_on_skipped": ["average after an overflow"]}
+    by_bug = zip(*run_ranks(observe_bugs, 2, [(config, bug) for bug in bugs], OVERFLOW_AT), strict=True)
+    for (bug, checks), ranks in zip(bugs.items(), by_bug, strict=True):
+        verdict = _judge(config, [*ranks], OVERFLOW_AT)
+        assert [one.check for one in verdict.differences[:1]] == checks, bug
+    assert 0 < verdict.worst["average"] < 1
+
+
 @pytest.mark.parametrize(
     ("layout", "bug", "check"),
     [
