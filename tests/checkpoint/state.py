@@ -57,7 +57,7 @@ def full_value(name: str, state: str, shape: tuple[int, ...], step: int) -> Tens
 
 def fill(engine: ShardedEngine, step: int) -> None:
     """Give the engine the state of a step."""
-    shapes = _shapes(engine)
+    shapes = shapes_of(engine)
     for part in owned_parts(engine):
         value = full_value(part.param, part.state, shapes[part.param, part.state], step)
         part.tensor.copy_(value[part.box.slices_in(part.box.whole(value.shape))].reshape(-1))
@@ -70,7 +70,7 @@ def fill(engine: ShardedEngine, step: int) -> None:
 
 def differences(engine: ShardedEngine, step: int) -> list[str]:
     """Return the parts of the engine's state that are not bitwise those of that step."""
-    shapes = _shapes(engine)
+    shapes = shapes_of(engine)
     wrong = []
     for part in owned_parts(engine):
         value = full_value(part.param, part.state, shapes[part.param, part.state], step)
@@ -87,7 +87,7 @@ def differences(engine: ShardedEngine, step: int) -> list[str]:
     return wrong
 
 
-def _shapes(engine: ShardedEngine) -> dict[tuple[str, str], tuple[int, ...]]:
+def shapes_of(engine: ShardedEngine) -> dict[tuple[str, str], tuple[int, ...]]:
     """Return the full shapes, by parameter and state."""
     shapes, optimizer = dict[tuple[str, str], tuple[int, ...]](), engine.optimizer
     for entry in engine.plan.entries.params:
