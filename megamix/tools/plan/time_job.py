@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megamix.config import Config, FirstLayers, ModelConfig, stages_per_rank
 from megamix.model import sizes
-from megamix.tools.plan.time_work import ExpertShape, ModelShape, Recompute, TimedJob, Traffic
+from megamix.tools.plan.time_work import Recompute, TimedJob, Traffic
 
 RECOMPUTE = {"none": Recompute(), "selective": Recompute(between=1.0), "full": Recompute(1.0, 1.0, 1.0)}
 # Bytes a parameter that an update and its statistics move, with states in FP32 and in BF16 (docs/design.md).
@@ -14,19 +14,21 @@ UPDATE_BYTES = {"adamw": (30, 22), "nag": (22, 18), "muon": (30, 22)}
 def timed_job(config: Config, dp_size: int) -> TimedJob:
     """Return the work of the job that `config` describes, on `dp_size` ranks that share out the masters.
 
-    Raises: ValueError if the model is of another family than "transformer", or the optimizer is a plugin's.
+    Raises: ValueError if the model is of another family than "transformer" or has latent attention, or the optimizer is
+    a plugin's.
     """
     model, ranks, training = config.model, config.parallelism, config.training
     if model.family != "transformer":
         raise ValueError(f'model.family: got "{model.family}"; time is planned for "transformer" alone')
+    if model.latent_attention is not None:
+        raise ValueError(
+            "model.latent_attention: time is planned without it alone; plan the memory, and measure the time"
+        )
     if config.optimizer.name not in UPDATE_BYTES:
         known = ", ".join(UPDATE_BYTES)
         raise ValueError(f'optimizer.name: got "{config.optimizer.name}"; time is planned for {known} alone')
-    keys = [sizes.attention_flops(model, layer, 1) / 6 for layer in range(model.num_layers)]
     return TimedJob(
-        shape=_shape(model),
-        seq=model.seq_len,
-        keys=sum(keys) / model.num_layers,
+        model=model,
         micro_batch=training.micro_batch_size,
         global_batch=training.global_batch_size,
         dp=dp_size,
@@ -50,32 +52,6 @@ def _recompute(model: ModelConfig) -> Recompute:
         return RECOMPUTE[model.recompute]
     share = sum(sizes.is_repeated(model, layer) for layer in range(model.num_layers)) / model.num_layers
     return Recompute(share, share, share)
-
-
-def _shape(model: ModelConfig) -> ModelShape:
-    experts = None
-    if (section := model.experts) is not None:
-        experts = ExpertShape(
-            count=section.num_experts,
-            top_k=section.top_k,
-            ffn=section.ffn_hidden_size,
-            shared_ffn=section.shared_ffn_hidden_size or 0,
-            dense_layers=min(section.dense_layers, model.num_layers),
-        )
-    return ModelShape(
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        heads=model.num_heads,
-        kv_heads=sizes.num_kv_heads(model),
-        head_dim=sizes.head_dim(model),
-        ffn=sizes.ffn_hidden_size(model),
-        gated=sizes.is_gated(model.activation),
-        vocab=model.vocab_size,
-        tied=model.tie_embeddings,
-        rotary=model.position == "rotary",
-        norms=4 if model.norm_place == "both" else 2,
-        experts=experts,
-    )
 
 
 def _traffic(config: Config, dp_size: int) -> Traffic:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from megamix.model import sizes
 from megamix.tools.plan.time_constants import TimeConstants
 from megamix.tools.plan.time_hardware import Hardware
-from megamix.tools.plan.time_work import TimedJob
+from megamix.tools.plan.time_work import TimedJob, attention_flops, expert_layers, expert_params
 
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of a product, on one multiprocessor
 LAUNCH_S = 3e-6  # between two kernels of a product
@@ -19,6 +20,7 @@ SHORT_HOP_S = 1e-6  # between two GPUs of a node
 # The host's own time in an engine, measured on two cores (docs/benchmarks.md): a parameter of a step and of a further
 # micro-batch, a gather of a unit. A layer's launches are an estimate: no host of a GPU was measured.
 HOST_TENSOR_S, HOST_AGAIN_S, HOST_GATHER_S, HOST_LAYER_S = 20e-6, 8e-6, 2.4e-4, 5e-4
+LAYER_TENSORS = 9
 
 
 class BetweenProducts(NamedTuple):
@@ -84,20 +86,27 @@ def step_time(job: TimedJob, hardware: Hardware, constants: TimeConstants) -> St
 class _Step:
     def __init__(self, job: TimedJob, hardware: Hardware, constants: TimeConstants) -> None:
         self.job = job
-        self.shape = job.shape
+        self.model = model = job.model
+        self.hidden = model.hidden_size
+        self.layers = model.num_layers / job.pp
+        self.query = model.num_heads * sizes.head_dim(model)  # elements of all heads
+        self.key = sizes.num_kv_heads(model) * sizes.head_dim(model)
+        self.ffn = sizes.ffn_hidden_size(model)
+        self.gated = sizes.is_gated(model.activation)
+        self.expert_share = expert_layers(model) / model.num_layers
         self.hardware = hardware
         self.constants = constants
-        self.tokens = job.micro_batch * job.seq / job.cp
+        self.tokens = job.micro_batch * model.seq_len / job.cp
         self.flops = hardware.dense_flops * hardware.power_share
 
     def time(self) -> StepTime:
         job = self.job
-        layers = self.shape.layers / job.pp
+        layers = self.layers
         products = Passes(*(layers * seconds for seconds in self._layer_products()))
         head = self._head_products()
         attention = Passes(*(layers * seconds for seconds in self._attention()))
         forward_between, backward_between = (layers * seconds for seconds in self._between())
-        logits = self._traffic_s(self.tokens / job.tp * self.shape.vocab * BETWEEN[job.kernels].logit)
+        logits = self._traffic_s(self.tokens / job.tp * self.model.vocab_size * BETWEEN[job.kernels].logit)
         cast = self._traffic_s(job.traffic.cast_bytes * self._stage_parameters * (3 + job.recompute.products))
         again = self._again(products, attention, forward_between)
         tp, cp, ep = (layers * seconds for seconds in (self._tp(), self._cp(), self._ep()))
@@ -122,12 +131,9 @@ class _Step:
     @property
     def _stage_parameters(self) -> float:
         """Elements of one rank's part of the model, before data parallelism divides it."""
-        shape, job = self.shape, self.job
-        experts = 0.0
-        if shape.experts is not None:
-            matrices = shape.hidden * (3 if shape.gated else 2)
-            experts = shape.expert_layers * matrices * shape.experts.count * shape.experts.ffn
-        return (shape.parameters - experts + experts / job.ep) / (job.tp * job.pp)
+        experts = expert_params(self.model)
+        whole = sizes.fewest_params(self.model) - experts
+        return (whole + experts / self.job.ep) / (self.job.tp * self.job.pp)
 
     def _product(self, rows: float, columns: float, inner: float) -> float:
         """Return the seconds of a product (rows, inner) x (inner, columns)."""
@@ -146,37 +152,36 @@ class _Step:
         )
 
     def _layer_products(self) -> Passes:
-        shape, job, tokens = self.shape, self.job, self.tokens
-        query, key = shape.attention_width / job.tp, shape.kv_heads * shape.head_dim / job.tp
-        projections = [query + 2 * key] if shape.fused_projections else [query, key, key]
-        passes = [self._passes(tokens, columns, shape.hidden) for columns in projections]
-        passes.append(self._passes(tokens, shape.hidden, query))
-        share = shape.expert_layers / shape.layers
-        if share < 1:
-            passes += _scaled(self._feed_forward(tokens, shape.ffn / job.tp), 1 - share)
-        if (experts := shape.experts) is not None:
+        job, tokens, share = self.job, self.tokens, self.expert_share
+        query, key = self.query / job.tp, self.key / job.tp
+        projections = [query + 2 * key] if job.fused_projections else [query, key, key]
+        passes = [self._passes(tokens, columns, self.hidden) for columns in projections]
+        passes.append(self._passes(tokens, self.hidden, query))
+        passes += _scaled(self._feed_forward(tokens, self.ffn / job.tp), 1 - share)
+        if (experts := self.model.experts) is not None:
             # Tokens of each expert fill whole tiles; ranks of ep hold other experts and as many tokens.
-            each = tokens * experts.top_k * job.ep / experts.count
+            each = tokens * experts.top_k * job.ep / experts.num_experts
             filled = tokens * experts.top_k * ceil(each / TILE_ROWS) * TILE_ROWS / each
-            passes += _scaled(self._feed_forward(filled, experts.ffn / job.tp), share)
-            if experts.shared_ffn:
-                passes += _scaled(self._feed_forward(tokens, experts.shared_ffn / job.tp), share)
+            passes += _scaled(self._feed_forward(filled, experts.ffn_hidden_size / job.tp), share)
+            if shared := experts.shared_ffn_hidden_size:
+                passes += _scaled(self._feed_forward(tokens, shared / job.tp), share)
         return _sum(passes)
 
     def _feed_forward(self, tokens: float, inner: float) -> list[Passes]:
-        first = self._passes(tokens, inner, self.shape.hidden)
-        last = self._passes(tokens, self.shape.hidden, inner)
-        return [first, first, last] if self.shape.gated else [first, last]
+        first = self._passes(tokens, inner, self.hidden)
+        last = self._passes(tokens, self.hidden, inner)
+        return [first, first, last] if self.gated else [first, last]
 
     def _head_products(self) -> Passes:
-        return self._passes(self.tokens, self.shape.vocab / self.job.tp, self.shape.hidden)
+        return self._passes(self.tokens, self.model.vocab_size / self.job.tp, self.hidden)
 
     def _attention(self) -> Passes:
         """Return the seconds of a layer's scores and weighted sums, which have no weights."""
-        shape, job = self.shape, self.job
-        operations = 2 * self.tokens * job.keys * shape.attention_width / job.tp  # the causal half of 4
-        short = job.seq / (job.seq + HALF_RATE_SEQ)
-        narrow = min(1.0, 1.25 * shape.head_dim / (shape.head_dim + 32))
+        model, width = self.model, sizes.head_dim(self.model)
+        # Of twelve parts that the FLOP rule counts forward has four, and the causal half is not computed.
+        operations = self.tokens / self.job.tp * attention_flops(model) / model.num_layers / 6
+        short = model.seq_len / (model.seq_len + HALF_RATE_SEQ)
+        narrow = min(1.0, 1.25 * width / (width + 32))
         rate = self.flops * self.constants.attention_rate * short * narrow
         return Passes(
             operations / (rate * self.hardware.attention_forward),
@@ -186,13 +191,18 @@ class _Step:
 
     def _between(self) -> tuple[float, float]:
         """Return the seconds of a layer's operations between products: forward, backward."""
-        shape, cost = self.shape, BETWEEN[self.job.kernels]
-        rotated = (shape.heads + shape.kv_heads) * shape.head_dim if shape.rotary else 0
-        summed = (0 if shape.fused_projections else 2) + (1 if shape.gated else 0)
-        middle = cost.gate if shape.gated else cost.activation
+        model, cost = self.model, BETWEEN[self.job.kernels]
+        rotated = self.query + self.key if model.position == "rotary" else 0
+        summed = (0 if self.job.fused_projections else 2) + (1 if self.gated else 0)
+        middle, norms = cost.gate if self.gated else cost.activation, 4 if model.norm_place == "both" else 2
+        inner = self.ffn * (1 - self.expert_share)
+        if (experts := model.experts) is not None:
+            inner += self.expert_share * (
+                experts.top_k * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
+            )
         forward, backward = (
-            shape.hidden * (shape.norms * cost.norm[way] + 2 * cost.residual[way] + way * summed * cost.addition)
-            + shape.active_inner * middle[way]
+            self.hidden * (norms * cost.norm[way] + 2 * cost.residual[way] + way * summed * cost.addition)
+            + inner * middle[way]
             + rotated * cost.rotation[way]
             for way in (0, 1)
         )
@@ -203,10 +213,9 @@ class _Step:
         return self.constants.traffic * moved / self.hardware.memory_bytes_per_s
 
     def _again(self, products: Passes, attention: Passes, between: float) -> float:
-        shape, job, share = self.shape, self.job, self.job.recompute
-        layers = shape.layers / job.pp
-        last = 0.0 if shape.experts else layers * self._product(self.tokens, shape.hidden, shape.ffn / job.tp)
-        communication = 3 / 8 * layers * self._tp()  # three of forward's four gathers and scatters
+        share, dense = self.job.recompute, 1 - self.expert_share
+        last = dense * self.layers * self._product(self.tokens, self.hidden, self.ffn / self.job.tp)
+        communication = 3 / 8 * self.layers * self._tp()  # three of forward's four gathers and scatters
         repeated = share.products * (products.forward - last + communication)
         return repeated + share.attention * attention.forward + share.between * between
 
@@ -221,28 +230,27 @@ class _Step:
     def _tp(self) -> float:
         """Return the exposed seconds of a layer's gathers and scatters: four in forward, four in backward."""
         job = self.job
-        sent = 2 * self.tokens * self.shape.hidden * (job.tp - 1) / job.tp / self._link(1, job.tp)
+        sent = 2 * self.tokens * self.hidden * (job.tp - 1) / job.tp / self._link(1, job.tp)
         exposed = self.constants.tp_exposed * (self.constants.tp_overlapped if job.tp_overlap else 1)
         return 8 * (exposed * sent + (job.tp - 1) * SHORT_HOP_S)
 
     def _cp(self) -> float:
         """Return the seconds of a layer's exchange of positions, none of it hidden."""
-        shape, job = self.shape, self.job
-        key = shape.kv_heads * shape.head_dim / job.tp
+        job, query, key = self.job, self.query / self.job.tp, self.key / self.job.tp
         link, share = self._link(job.tp, job.cp), (job.cp - 1) / job.cp
         if job.cp_heads:  # queries, keys, values and results travel, forward and backward
-            moved = 4 * self.tokens * (shape.attention_width / job.tp + key) * 2 * share
+            moved = 4 * self.tokens * (query + key) * 2 * share
         else:  # keys and values are gathered, and their gradients are scattered; backward gathers again
             moved = 3 * self.tokens * job.cp * 2 * key * 2 * share
         return moved / link
 
     def _ep(self) -> float:
         """Return the seconds of a layer's exchange of tokens: there and back, forward and backward."""
-        shape, job = self.shape, self.job
-        if shape.experts is None:
+        job, experts = self.job, self.model.experts
+        if experts is None:
             return 0.0
-        sent = 4 * self.tokens * shape.experts.top_k * shape.hidden * 2 * (job.ep - 1) / job.ep
-        return shape.expert_layers / shape.layers * sent / self._link(job.tp * job.cp, job.ep)
+        sent = 4 * self.tokens * experts.top_k * self.hidden * 2 * (job.ep - 1) / job.ep
+        return self.expert_share * sent / self._link(job.tp * job.cp, job.ep)
 
     def _bubble(self, work: float, weights: float) -> float:
         """Return the seconds that a pipeline rank waits for others at a step's beginning and end."""
@@ -254,7 +262,7 @@ class _Step:
     def _transfers(self) -> float:
         """Return the exposed seconds of what pipeline ranks send each other."""
         job = self.job
-        sent = min(1, job.pp - 1) * 2 * job.stages * job.micro_batches * 2 * self.tokens * self.shape.hidden / job.tp
+        sent = min(1, job.pp - 1) * 2 * job.stages * job.micro_batches * 2 * self.tokens * self.hidden / job.tp
         return self.constants.dp_exposed * sent / self._link(job.gpus // job.pp, job.pp)
 
     def _dp(self, micro_batch: float) -> float:
@@ -275,8 +283,8 @@ class _Step:
         return self.constants.dp_exposed * seconds + max(0.0, seconds - window) + hops * hop
 
     def _update(self) -> float:
-        job, width = self.job, self.shape.hidden
-        owned = self.shape.parameters / (job.tp * job.pp * job.dp * job.cp)
+        job, width = self.job, self.hidden
+        owned = sizes.fewest_params(self.model) / (job.tp * job.pp * job.dp * job.cp)
         seconds = owned * job.traffic.update_bytes / self.hardware.memory_bytes_per_s
         if job.muon:  # X X^T, its square and their product with X, on the rank that owns the matrix
             operations = NEWTON_SCHULZ_STEPS * (4 * width + 2 * width) * owned
@@ -285,13 +293,13 @@ class _Step:
 
     def _host(self, device: float) -> float:
         """Return the seconds that the device waits for the host."""
-        job, tensors = self.job, self.shape.tensors / self.job.pp
+        job, tensors = self.job, self.layers * LAYER_TENSORS
         seconds = tensors * (HOST_TENSOR_S + (job.micro_batches - 1) * HOST_AGAIN_S)
         if job.traffic.gathers > 1:
             seconds += job.traffic.gathers * job.traffic.pieces * HOST_GATHER_S
         if not self.hardware.host_overlaps:  # a layer's launches are a part of its products' time there
             return seconds
-        seconds += job.micro_batches * self.shape.layers / job.pp * HOST_LAYER_S
+        seconds += job.micro_batches * self.layers * HOST_LAYER_S
         return max(0.0, seconds - device)
 
 

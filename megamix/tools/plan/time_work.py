@@ -1,88 +1,16 @@
-"""The work of one step, as the time model reads it: a model's shape, and how ranks divide it."""
+"""The work of one step, as the time model reads it: a model, and how ranks divide it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from megamix.config import ModelConfig
+from megamix.model import sizes
+
 # How operations between products run: each block through a compiler, one kernel an operation, or torch's many.
 Kernels = Literal["compiled", "fused", "eager"]
 Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertShape:
-    """Experts of each layer behind the dense ones."""
-
-    count: int
-    top_k: int
-    ffn: int  # inner width of one expert
-    shared_ffn: int = 0
-    dense_layers: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """Sizes of a decoder-only transformer."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int  # inner width
-    gated: bool  # whether the feed-forward part multiplies two projections
-    vocab: int
-    tied: bool
-    rotary: bool
-    norms: int = 2  # of a layer
-    fused_projections: bool = False  # whether query, key and value are one product
-    experts: ExpertShape | None = None
-
-    @property
-    def attention_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def expert_layers(self) -> int:
-        return 0 if self.experts is None else self.layers - self.experts.dense_layers
-
-    @property
-    def active_inner(self) -> float:
-        """Inner width that a token passes, the mean over all layers."""
-        return self._ffn_mean(active=True) / (self.hidden * (3 if self.gated else 2))
-
-    @property
-    def layer_matrices(self) -> float:
-        """Elements of the matrices of a layer, the mean over all layers."""
-        return self._attention + self._ffn_mean(active=False)
-
-    @property
-    def parameters(self) -> float:
-        """Elements of all matrices and tables."""
-        return self.layers * self.layer_matrices + self.vocab * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def active_matrices(self) -> float:
-        """Elements that multiply each token, the head's included."""
-        return self.layers * (self._attention + self._ffn_mean(active=True)) + self.vocab * self.hidden
-
-    @property
-    def tensors(self) -> int:
-        """Parameters as an engine counts them, about."""
-        return self.layers * (4 + self.norms + (3 if self.gated else 2)) + 3
-
-    @property
-    def _attention(self) -> int:
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-
-    def _ffn_mean(self, *, active: bool) -> float:
-        matrices = self.hidden * (3 if self.gated else 2)
-        if (experts := self.experts) is None:
-            return matrices * self.ffn
-        inner = (experts.top_k if active else experts.count) * experts.ffn + experts.shared_ffn
-        dense = self.layers - self.expert_layers
-        return matrices * (dense * self.ffn + self.expert_layers * inner) / self.layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +40,7 @@ class Traffic:
 class TimedJob:
     """Work of one step and its division among ranks."""
 
-    shape: ModelShape
-    seq: int  # tokens of a sequence
-    keys: float  # of a query, the mean over layers, as the FLOP rule counts: the causal half is not subtracted
+    model: ModelConfig
     micro_batch: int  # sequences of one forward of one rank
     global_batch: int  # sequences of a step
     dp: int = 1  # ranks that share out the masters
@@ -129,6 +55,7 @@ class TimedJob:
     cp_heads: bool = False  # whether context-parallel ranks exchange heads instead of keys and values
     kernels: Kernels = "compiled"
     recompute: Recompute = Recompute()
+    fused_projections: bool = False  # whether query, key and value are one product
     traffic: Traffic
     muon: bool = False
 
@@ -143,12 +70,41 @@ class TimedJob:
 
     @property
     def step_tokens(self) -> int:
-        return self.global_batch * self.seq
+        return self.global_batch * self.model.seq_len
 
     @property
     def token_flops(self) -> float:
         """Operations of a token, forward and backward: 6 for each element that multiplies it, and attention's; nothing
         for recomputation or lookups.
         """
-        attention = 12 * self.shape.layers * self.shape.attention_width * self.keys
-        return 6 * self.shape.active_matrices + attention
+        return 6 * active_params(self.model) + attention_flops(self.model)
+
+
+def attention_flops(model: ModelConfig) -> int:
+    """Return the operations of a token's scores and weighted sums in all layers; the causal half is not subtracted."""
+    elements = 2 * model.num_heads * sizes.head_dim(model)
+    layers = range(model.num_layers if model.windows else 1)  # without windows all are alike
+    return sum(sizes.attention_flops(model, layer, elements) for layer in layers) * model.num_layers // len(layers)
+
+
+def expert_layers(model: ModelConfig) -> int:
+    return 0 if model.experts is None else max(0, model.num_layers - model.experts.dense_layers)
+
+
+def expert_params(model: ModelConfig) -> int:
+    """Return the elements of all experts' matrices, without shared ones."""
+    if (experts := model.experts) is None:
+        return 0
+    return expert_layers(model) * matrix_rows(model) * experts.num_experts * experts.ffn_hidden_size
+
+
+def active_params(model: ModelConfig) -> float:
+    """Return the elements of matrices that multiply each token, the head's included."""
+    used = 1.0 if model.experts is None else model.experts.top_k / model.experts.num_experts
+    looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
+    return sizes.fewest_params(model) - looked_up - (1 - used) * expert_params(model)
+
+
+def matrix_rows(model: ModelConfig) -> int:
+    """Return the elements of a feed-forward part's matrices for each unit of its inner width."""
+    return model.hidden_size * (3 if sizes.is_gated(model.activation) else 2)

@@ -133,7 +133,7 @@ def line(row: PublishedRow, seconds: float) -> str:
         row.stack,
         row.model,
         str(job.gpus),
-        str(job.seq),
+        str(job.model.seq_len),
         "?" if row.unpublished else str(job.micro_batch),
         row.note,
         f"{tokens / row.seconds:.0f}",

@@ -8,8 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megamix.config import ModelConfig
+from megamix.model import sizes
 from megamix.tools.plan.time_hardware import Hardware, load_hardware
-from megamix.tools.plan.time_work import ModelShape, Recompute, TimedJob, Traffic
+from megamix.tools.plan.time_work import Recompute, TimedJob, Traffic
 
 ROWS = Path(__file__).with_name("published_rows.toml")
 # Share of the dense peak, forward and backward, of kernels that the rows' programs ran.
@@ -36,13 +38,15 @@ class PublishedRow:
         States of 16 bytes a parameter, one gathered block and the table, 28 bytes of activations for each element of a
         layer's width, and logits.
         """
-        job, shape = self.job, self.job.shape
-        tokens, each = job.micro_batch * job.seq, 12 * shape.hidden + 4 * shape.ffn
-        kept = 2 * shape.hidden * shape.layers + each if job.recompute.products else each * shape.layers
+        job, model = self.job, self.job.model
+        width, layers, params = model.hidden_size, model.num_layers, sizes.fewest_params(model)
+        tokens, each = job.micro_batch * model.seq_len, 12 * width + 4 * sizes.ffn_hidden_size(model)
+        kept = 2 * width * layers + each if job.recompute.products else each * layers
         sharded = job.traffic.gathers > job.micro_batches
-        states = shape.parameters * (16 / job.dp if sharded else 12 / job.dp + 4)
-        gathered = 12 * shape.layer_matrices + 4 * shape.vocab * shape.hidden
-        needed = states + gathered + tokens * (kept + 6 * shape.vocab)
+        states = params * (16 / job.dp if sharded else 12 / job.dp + 4)
+        table = model.vocab_size * width
+        gathered = 12 * (params - table) / layers + 4 * table
+        needed = states + gathered + tokens * (kept + 6 * model.vocab_size)
         return needed / (job.tp * job.pp) / self.hardware.memory_bytes
 
 
@@ -52,7 +56,7 @@ def settings_of(row: PublishedRow) -> list[TimedJob]:
     """
     if not row.unpublished:
         return [row.job]
-    layers = row.job.shape.layers // row.job.pp
+    layers = row.job.model.num_layers // row.job.pp
     stages = [count for count in (1, 2, 4, 8, 16) if layers % count == 0 and (count == 1 or row.job.pp > 1)]
     sizes = [size for size in (1, 2, 4) if row.job.global_batch % (size * row.job.dp) == 0]
     return [replace(row.job, micro_batch=size, stages=count) for size in sizes for count in stages]
@@ -71,27 +75,24 @@ def published_rows(stacks: str = "stacks") -> list[PublishedRow]:
 
 def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> PublishedRow:
     layers, hidden, heads, kv_heads, ffn, gated, vocab, tied = models[row["model"]]["shape"]
-    shape = ModelShape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        ffn=ffn,
-        gated=gated,
-        vocab=vocab,
-        tied=tied,
-        rotary=gated,
-        fused_projections=row.get("fused_projections", False),
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_hidden_size=ffn,
+        activation="swiglu" if gated else "gelu",
+        position="rotary" if gated else "learned",
+        vocab_size=vocab,
+        tie_embeddings=tied,
+        seq_len=row["seq"],
     )
     tp, pp = row.get("tp", 1), row.get("pp", 1)
     ranks = row["gpus"] // (tp * pp)
     replicas = ranks // 8 if row["shard"] == "hybrid" else 1
     count = row["global_batch"] // (row["micro_batch"] * ranks)
     job = TimedJob(
-        shape=shape,
-        seq=row["seq"],
-        keys=row["seq"],
+        model=model,
         micro_batch=row["micro_batch"],
         global_batch=row["global_batch"],
         dp=ranks // replicas,
@@ -102,6 +103,7 @@ def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> Publis
         schedule="1f1b" if row.get("stages", 1) == 1 else "interleaved_1f1b",
         stages=row.get("stages", 1),
         kernels=row["kernels"],
+        fused_projections=row.get("fused_projections", False),
         recompute=_recompute(row["recompute"]),
         traffic=_traffic(row, count, layers // pp + 1),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.config import Config, ModelConfig, load_config
+from megamix.config import Config, LatentSizes, load_config
 from megamix.model.family import flops_per_token
 from megamix.tools.plan.time_constants import fitted_constants
 from megamix.tools.plan.time_hardware import load_hardware
@@ -50,8 +50,10 @@ def test_schedules_wait_less_in_their_order() -> None:
     assert waits[0] > 2 * waits[2]
 
 
-def test_another_family_is_refused() -> None:
+def test_what_the_model_does_not_know_is_refused() -> None:
     other = config("llama3.1-8b").with_keys(model={"family": "mine"})
     with pytest.raises(ValueError, match='model.family: got "mine"; time is planned for "transformer" alone'):
         timed_job(other, 1)
-    assert ModelConfig.model_fields["family"].default == "transformer"
+    latent = LatentSizes(kv_rank=512, unrotated_dim=128, rotary_dim=64, value_dim=128)
+    with pytest.raises(ValueError, match="model.latent_attention: time is planned without it alone"):
+        timed_job(config("llama3.1-8b").with_keys(model={"latent_attention": latent}), 1)

@@ -123,7 +123,7 @@ def pairs() -> Iterator[tuple[PublishedRow, PublishedRow]]:
 def settings(row: PublishedRow) -> list[object]:
     job = row.job
     sharded = job.traffic.gathers > job.micro_batches
-    return [job.gpus, job.seq, job.micro_batch, sharded, job.recompute, job.kernels, job.tp_overlap]
+    return [job.gpus, job.model.seq_len, job.micro_batch, sharded, job.recompute, job.kernels, job.tp_overlap]
 
 
 def mfu(row: PublishedRow, seconds: float) -> float:
