@@ -166,7 +166,9 @@ def build_training(config: Config, device: torch.device) -> MicroBatchRunner:
     """
     stages = plan_pipeline(config)
     topology = Topology.connect(ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
-    model, placements = build_model(config.model, config.parallelism, topology, device, stages)
+    model, placements = build_model(
+        config.model, config.parallelism, topology, device, stages, fp8=config.precision.fp8
+    )
     accumulation = grad_accum_steps(config, topology.dp.size)
     fill = drawn(model, config.training.seed)
     engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)

@@ -50,6 +50,7 @@ from megamix.config.problems import ConfigError as ConfigError
 from megamix.config.problems import nearest as nearest
 from megamix.config.problems import override_meant as override_meant
 from megamix.config.sections import Config as Config
+from megamix.config.sections import FP8Config as FP8Config
 from megamix.config.sections import ParallelismConfig as ParallelismConfig
 from megamix.config.sections import PrecisionConfig as PrecisionConfig
 from megamix.config.sections import config_schema as config_schema

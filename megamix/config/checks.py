@@ -271,6 +271,35 @@ def _fp16_is_scaled(config: Config) -> Iterator[str]:
         )
 
 
+def _fp8_has_products(config: Config) -> Iterator[str]:
+    fp8, dtype = config.precision.fp8, config.precision.dtype
+    if fp8.recipe == "none":
+        return
+    if fp8.recipe == "rowwise" and dtype == "fp16":
+        yield (
+            'precision.fp8.recipe: got "rowwise", whose products a GPU gives in BF16 alone; write '
+            'recipe = "tensorwise" or precision.dtype = "bf16"'
+        )
+    if dtype == "fp32":
+        yield f'precision.fp8.recipe: got "{fp8.recipe}", products of FP32 stay FP32; write precision.dtype = "bf16"'
+    if config.model.family == "transformers":
+        yield (
+            f'precision.fp8.recipe: got "{fp8.recipe}", but family = "transformers" computes by modules of its own; '
+            'write recipe = "none"'
+        )
+    if fp8.half_first + fp8.half_last >= config.model.num_layers:
+        yield (
+            f"precision.fp8.half_first: got {fp8.half_first}, and half_last is {fp8.half_last}, of num_layers "
+            f'{config.model.num_layers} none is left for FP8; write less, or recipe = "none"'
+        )
+    rows = config.training.micro_batch_size * config.model.seq_len // config.parallelism.cp_size
+    if fp8.weight_grad == "fp8" and rows % 16:
+        yield (
+            f'precision.fp8.weight_grad: got "fp8", which sums over the {rows} tokens of a rank\'s micro-batch, must '
+            'be a multiple of 16; write weight_grad = "half", or another micro_batch_size or seq_len'
+        )
+
+
 def _sums_suit_gradients(config: Config) -> Iterator[str]:
     precision = config.precision
     dtype, grad_dtype, reduce_dtype = precision.dtype, precision.grad_dtype, precision.reduce_dtype
@@ -387,6 +416,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _groups_suit_the_optimizer,
     _table_has_turns,
     _fp16_is_scaled,
+    _fp8_has_products,
     _sums_suit_gradients,
     _scale_starts_in_range,
     _ranks_fill_batch,

@@ -31,6 +31,24 @@ class LrScheduleConfig(Section):
     set: all updates after the warm-up."""
 
 
+class FP8Config(Section):
+    """Products in FP8: which layers, and what of them. Embedding, head, router and experts stay half."""
+
+    recipe: Literal["none", "rowwise", "tensorwise"] = "none"
+    """What of a product's operands has a scale. rowwise: each row, which keeps small rows; needs dtype "bf16".
+    tensorwise: the whole operand. none: all products are of dtype. A GPU must be at least SM 8.9."""
+    grad: Literal["e5m2", "e4m3"] = "e5m2"
+    """Format of gradients in products. e5m2 has the range of FP16, e4m3 one digit more."""
+    weight_grad: Literal["half", "fp8"] = "half"
+    """Format of the products that make gradients of weights."""
+    but: Annotated[tuple[Text, ...], Field(strict=False, examples=[["*.feed_forward.down"]])] = ()
+    """Patterns of names of linear layers whose products stay half."""
+    half_first: NonNegativeInt = 0
+    """Layers at the beginning of the model whose products stay half."""
+    half_last: NonNegativeInt = 0
+    """Layers at its end whose products stay half."""
+
+
 class PrecisionConfig(Section):
     """Number formats, and what follows an overflow."""
 
@@ -43,6 +61,7 @@ class PrecisionConfig(Section):
     half. half_fp32_sum: half, then FP32. fp32: both FP32. Not set: half, or fp32 if grad_dtype is fp32."""
     loss_scale: Annotated[LossScaleConfig, LOSS_SCALE] = left_out()
     """The factor on the loss."""
+    fp8: FP8Config = left_out("Products in FP8.")
     on_overflow: Literal["requeue", "redo", "skip"] = "requeue"
     """Treatment of a batch that overflowed. requeue: it is tried again two attempts later. redo: at once, with one wait
     for the device a step. skip: it is lost."""

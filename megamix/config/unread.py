@@ -51,6 +51,10 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "model.unrotated_layers": _one_of("model.position", "rotary"),
     "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),
     "lr_schedule.decay_steps": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),
+    **{
+        f"precision.fp8.{key}": _one_of("precision.fp8.recipe", "rowwise", "tensorwise")
+        for key in ("grad", "weight_grad", "but", "half_first", "half_last")
+    },
     "precision.max_retries": _one_of("precision.on_overflow", "requeue", "redo"),
     "training.eval_batches": (
         Where("data.valid", bool, "runs/data/valid"),

@@ -13,6 +13,7 @@ context             what a token sees: its document, the text so far
 span                the positions of a sequence that one of several ranks computes, and the keys that they see
 ops                 how each operation is computed
 wide                operations on half tensors of a CPU, computed in FP32
+fp8                 products in FP8, of chosen layers
 cross_entropy       head and loss in one function
 recompute           tensors that are computed again to save memory
 initial             first weights

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.config import ConfigError, DecoderConfig, ParallelismConfig
+from megamix.config import ConfigError, DecoderConfig, FP8Config, ParallelismConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.weights import Fill, without_values
 from megamix.model.decoder import EMBEDDING_WEIGHT, Decoder
 from megamix.model.family import family_of
+from megamix.model.fp8 import FP8_CAPABILITY, use_fp8
 from megamix.model.language_model import LanguageModel
 from megamix.parallel.borders import Border
 from megamix.parallel.context_parallel import divide_positions
@@ -25,17 +26,34 @@ from megamix.plugins import MORE_AXES
 
 def build_model(
     config: DecoderConfig, parallelism: ParallelismConfig, topology: Topology, device: torch.device,
-    stages: Sequence[StagePlan] = (),
+    stages: Sequence[StagePlan] = (), *, fp8: FP8Config | None = None,
 ) -> tuple[LanguageModel, dict[str, Placement]]:  # fmt: skip
     """Build this rank's part of the model, with weights that have no values yet. Return this part, and by name the
     placement of each parameter in the whole model. Every rank must call it. `stages`: all stages of the pipeline, if
-    there is one.
+    there is one. Raises: ConfigError if the device has no products in FP8.
     """
     model, placements = outline(config, parallelism, topology, stages)
+    if fp8 is not None:
+        _use_fp8(model, fp8, device)
     divide_work(model, parallelism, topology, lambda axis: make_collectives(axis, device))
     without_values(model, device)
     model.place_buffers(device)
     return model, placements
+
+
+def _use_fp8(model: LanguageModel, section: FP8Config, device: torch.device) -> None:
+    if (
+        use_fp8(model, section)
+        and device.type == "cuda"
+        and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY
+    ):
+        raise ConfigError(
+            [
+                f'precision.fp8.recipe: got "{section.recipe}", and {torch.cuda.get_device_name(device)} is SM '
+                f'{found[0]}.{found[1]}, but products in FP8 need SM 8.9; write recipe = "none"'
+            ],
+            "job",
+        )
 
 
 def divide_work(

@@ -217,15 +217,18 @@ def file_problems(config: Config) -> list[str]:
 
 
 def _division_problems(config: Config) -> Iterator[str]:
-    """Yield why ranks cannot divide a model of a plugin's family, or a model along a plugin's axis.
+    """Yield why ranks cannot divide a model of a plugin's family, or a model along a plugin's axis, or compute its
+    products in FP8.
 
     Only the plugin's code and the model can tell, and these import torch.
     """
+    fp8 = config.precision.fp8
     sizes = axis_sizes(config.parallelism)
     shared = {name for name, size in sizes.items() if size > 1} - {"pp", "replicas", "dp"}
-    if shared - {*OWN_AXES} or (shared and config.model.family != "transformer"):
+    if shared - {*OWN_AXES} or (shared and config.model.family != "transformer") or fp8.recipe != "none":
         from megamix.comm.collectives import ShapesAlone
         from megamix.comm.topology import Topology
+        from megamix.model.fp8 import use_fp8
         from megamix.parallel.build import divide_work, outline
 
         plain = config.model.model_copy(update={"compile": False})
@@ -233,6 +236,7 @@ def _division_problems(config: Config) -> Iterator[str]:
         topology = Topology.place(0, dp=ep_size, **sizes, ep_size=ep_size)
         try:
             model, _ = outline(plain, config.parallelism, topology)
+            use_fp8(model, fp8)
             divide_work(model, config.parallelism, topology, ShapesAlone)
         except ValueError as error:
             yield str(error)

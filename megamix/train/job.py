@@ -11,6 +11,7 @@ from megamix.config import Config, config_to_toml, first_weights, grad_accum_ste
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.family import parameter_count
+from megamix.model.fp8 import in_words
 from megamix.parallel.build import build_model, drawn, undrawn
 from megamix.parallel.stages import describe_stages
 from megamix.report.chosen_trackers import start_trackers
@@ -45,7 +46,9 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             _set_torch(config)
             stages = plan_pipeline(config)
             with phase(f"building the model{_COMPILES if config.optimizer.compile else ''}"):
-                model, placements = build_model(config.model, config.parallelism, job.topology, job.device, stages)
+                model, placements = build_model(
+                    config.model, config.parallelism, job.topology, job.device, stages, fp8=config.precision.fp8
+                )
                 packed = config.data.packing == "documents"
                 begins_anew = job.start.checkpoint is None
                 fill = job.counted(drawn(model, config.training.seed, packed=packed) if begins_anew else undrawn)
@@ -57,6 +60,8 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
             job.journal.ledger.move(engine.compile_s, of=START, to=COMPILE)
             console = job.console
             console.line(_describe(config, engine, job.device))
+            if line := in_words(model, config.precision.fp8, on_cpu=job.device.type == "cpu"):
+                console.line(line)
             if begins_anew and (weights := first_weights(config.model)):
                 console.line(f"begins with {weights}")
             if stages:

@@ -17,6 +17,7 @@ from megamix.config import (
     DataSource,
     ExpertsConfig,
     FirstLayers,
+    FP8Config,
     LatentSizes,
     RopeScaling,
     TransformersConfig,
@@ -36,6 +37,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 TABLES = {
     **{f"[{name}]": section_at(Config, [name], {}) for name in SECTIONS},
     **{f"[optimizer.{name}]": section for name, section in OPTIMIZERS.sections.items()},
+    "[precision.fp8]": FP8Config,
     "[precision.loss_scale]": LossScaleConfig,
     "[metrics.wandb]": WandbConfig,
     "[metrics.prometheus]": PrometheusConfig,

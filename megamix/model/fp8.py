@@ -1,0 +1,216 @@
+"""Products in FP8: each operand is scaled, rounded to codes of one byte, and multiplied from these.
+
+A scale belongs to a whole operand, or to each of its rows, and is taken from the numbers that it scales. A row is what
+one number of the result sums over, so an operand has other codes in forward than in backward. An inf makes its scale 0
+and its codes NaN, so overflows show in the products although the cast to codes saturates.
+
+An operand of a product is (rows, sum): both operands have the dim that is summed over last.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megamix.config import FP8Config
+from megamix.model.decoder import Decoder
+from megamix.model.language_model import LanguageModel
+from megamix.model.layers import Linear
+from megamix.model.ops import Ops, Product
+from megamix.model.wide import apply
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HALVES = torch.float16, torch.bfloat16
+SMALLEST = 1e-12  # a row of zeros has a scale, too
+FP8_CAPABILITY = 8, 9  # of a GPU, at least
+MULTIPLE = 16  # a GPU's kernels take sizes that are multiples of it
+
+
+class Codes(NamedTuple):
+    """An operand in FP8."""
+
+    values: Tensor  # FP8 (rows, sum)
+    factors: Tensor  # FP32 (rows,) or (1,): what the codes are to be multiplied by
+
+
+def quantise(x: Tensor, dtype: torch.dtype, by_row: bool) -> Codes:
+    """Return the codes of an operand, half (rows, sum)."""
+    largest = x.abs().amax(1) if by_row else x.abs().amax().view(1)
+    limit = torch.finfo(dtype).max
+    # In FP32 the compiler's division rounds otherwise than torch's own.
+    scale = (limit / largest.double().clamp(min=SMALLEST)).float()
+    values = (x.float() * scale.unsqueeze(1)).clamp(-limit, limit).to(dtype)
+    return Codes(values.contiguous(), scale.reciprocal())
+
+
+def product(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """Return the products of all rows of two operands, in `dtype` (rows of a, rows of b). `fast`: a GPU may keep sums
+    in fewer bits.
+
+    A CPU takes more than a GPU does, so that is checked here. Raises: ValueError saying what a GPU refuses.
+    """
+    (num_rows, num_summed), num_columns = a.values.shape, len(b.values)
+    for what, size in (("sums over", num_summed), ("has", num_columns)):
+        if size % MULTIPLE:
+            raise ValueError(f"a product in FP8 {what} {size} {'columns' * (what == 'has')}, must be a multiple of 16")
+    if a.values.dtype == b.values.dtype == E5M2:
+        raise ValueError("a product in FP8 got two operands in E5M2, at least one must be E4M3")
+    if not (a.values.is_contiguous() and b.values.is_contiguous()):
+        raise ValueError("a product in FP8 got a transposed operand, the dim that is summed over must be the last")
+    by_row = len(b.factors) > 1
+    if (len(a.factors), len(b.factors)) != ((num_rows, num_columns) if by_row else (1, 1)):
+        raise ValueError("a product in FP8 got factors that are not one of each row, nor one of each operand")
+    if by_row and dtype != torch.bfloat16:
+        raise ValueError(f"a product in FP8 with a factor of each row got {dtype}, its result must be BF16")
+    # unsqueeze() gives a dim of size 1 the stride that the kernels want; contiguous() does not.
+    of_a, of_b = a.factors.unsqueeze(1), b.factors.unsqueeze(0)
+    result: Tensor = torch._scaled_mm(
+        a.values, b.values.t(), scale_a=of_a, scale_b=of_b, out_dtype=dtype, use_fast_accum=fast
+    )
+    return result
+
+
+class FP8Linear(torch.autograd.Function):
+    """A linear layer: x half (rows, in) and its codes, weight half (out, in) -> (rows, out). Keeps x and weight; the
+    codes in place of x where backward multiplies these.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, factors: Tensor, weight: Tensor, ops: Ops, recipe: Recipe
+    ) -> Tensor:
+        codes_are_enough = recipe.weight_grad_in_fp8 and not recipe.by_row
+        ctx.save_for_backward(*((values, factors) if codes_are_enough else (x, None)), weight)
+        ctx.ops, ctx.recipe, ctx.dtype = ops, recipe, x.dtype
+        return product(Codes(values, factors), quantise(weight, E4M3, recipe.by_row), x.dtype, fast=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, factors, weight = ctx.saved_tensors
+        recipe: Recipe = ctx.recipe
+        grad_x = grad_weight = None
+        codes = quantise(grad, recipe.grad_dtype, recipe.by_row)
+        if ctx.needs_input_grad[0]:
+            grad_x = product(codes, quantise(weight.t(), E4M3, recipe.by_row), ctx.dtype)
+        if ctx.needs_input_grad[3]:
+            if not recipe.weight_grad_in_fp8:
+                grad_weight = ctx.ops.whole_linear(grad.t(), x.t(), None)
+            elif recipe.by_row:
+                by_column = quantise(grad.t(), recipe.grad_dtype, True), quantise(x.t(), E4M3, True)
+                grad_weight = product(*by_column, ctx.dtype)
+            else:
+                turned = Codes(codes.values.t().contiguous(), codes.factors), Codes(x.t().contiguous(), factors)
+                grad_weight = product(*turned, ctx.dtype)
+        return grad_x, None, None, grad_weight, None, None
+
+
+class Recipe(NamedTuple):
+    """What a product does with its operands."""
+
+    by_row: bool  # whether each row has a scale
+    grad_dtype: torch.dtype
+    weight_grad_in_fp8: bool
+
+
+class FP8Product:
+    """The product of a layer, in FP8 (`Ops.product`). Those of other dtypes than half are left to `otherwise`.
+
+    Layers that follow each other with one input share its codes.
+    """
+
+    def __init__(self, section: FP8Config, otherwise: Product):
+        grad_dtype = E5M2 if section.grad == "e5m2" else E4M3
+        self._recipe = Recipe(section.recipe == "rowwise", grad_dtype, section.weight_grad == "fp8")
+        self._otherwise = otherwise
+        # The last input, its version, and its codes.
+        self._last: tuple[weakref.ref[Tensor], int, Codes] | None = None
+
+    def __call__(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if weight.dtype not in HALVES:
+            return self._otherwise(ops, x, weight, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        out = apply(FP8Linear, rows, *self._codes(x, rows), weight, ops, self._recipe).view(*x.shape[:-1], -1)
+        return out if bias is None else out + bias
+
+    def _codes(self, x: Tensor, rows: Tensor) -> Codes:
+        if torch.compiler.is_compiling():  # the compiler joins what is computed twice
+            return quantise(rows.detach(), E4M3, self._recipe.by_row)
+        if self._last is None or self._last[0]() is not x or self._last[1] != x._version:
+            self._last = weakref.ref(x), x._version, quantise(rows.detach(), E4M3, self._recipe.by_row)
+        return self._last[2]
+
+
+def use_fp8(model: LanguageModel, section: FP8Config) -> list[str]:
+    """Let a model compute its products as the section says, and return the names of the layers concerned, in the whole
+    model. Call it before ranks divide the work; parameters may already be this rank's blocks.
+
+    Raises: ValueError naming a layer that no GPU would take, or a pattern without a layer, or saying that there is no
+    layer, or that the model is not one of our own layers.
+    """
+    names = fp8_names(model, section)
+    changed = dict[Ops, Ops]()
+    for name, layer in model.named_modules():
+        if name in names and isinstance(layer, Linear):
+            if any(size % MULTIPLE for size in layer.weight.shape):
+                raise ValueError(
+                    f'precision.fp8.recipe: got "{section.recipe}", and a GPU takes sizes that are multiples of '
+                    f'{MULTIPLE}, but {name} is {[*layer.weight.shape]} on a rank; write but = ["{name}"], or take '
+                    "other sizes under [model]"
+                )
+            if layer.ops not in changed:
+                changed[layer.ops] = replace(layer.ops, product=FP8Product(section, layer.ops.product))
+            layer.ops = changed[layer.ops]
+    return names
+
+
+def fp8_names(model: LanguageModel, section: FP8Config) -> list[str]:
+    """Return the names of the layers whose products are in FP8, in the whole model. Raises: as `use_fp8`."""
+    if section.recipe == "none":
+        return []
+    got = f'precision.fp8.recipe: got "{section.recipe}"'
+    if not isinstance(model, Decoder):
+        raise ValueError(f'{got}, but a {type(model).__name__} computes by modules of its own; write recipe = "none"')
+    # A rank of a pipeline has some of the blocks alone.
+    whole = model.sketch(model.config.model_copy(update={"compile": False}))
+    layers = {number: block.named_modules(prefix=f"blocks.{number}") for number, block in enumerate(whole.blocks)}
+    linear = {name: number for number, block in layers.items() for name, module in block if isinstance(module, Linear)}
+    for pattern in section.but:
+        if not any(_matches(name, [pattern]) for name in linear):
+            raise ValueError(
+                f'precision.fp8.but: got "{pattern}", the name of no linear layer; write names or patterns of them, as '
+                f"{next(iter(linear), '')}"
+            )
+    inside = range(section.half_first, len(whole.blocks) - section.half_last)
+    names = [name for name, number in linear.items() if number in inside and not _matches(name, section.but)]
+    if not names:
+        raise ValueError(f'{got}, but all linear layers are left out; write recipe = "none", or leave out fewer')
+    return names
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def in_words(model: LanguageModel, section: FP8Config, *, on_cpu: bool) -> str:
+    """Return a line on the layers whose products are in FP8; "" without any."""
+    numbers, parts = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)
+    for name in fp8_names(model, section):
+        _, layer, part = name.split(".", 2)
+        numbers[part].append(int(layer))
+    if not numbers:
+        return ""
+    for part, of in numbers.items():
+        as_range = of == [*range(of[0], of[-1] + 1)]
+        parts[f"{of[0]} to {of[-1]}" if as_range else ", ".join(map(str, of))].append(part)
+    said = "; ".join(f"{', '.join(some)} of layers {layers}" for layers, some in parts.items())
+    emulated = ", emulated on this CPU" if on_cpu else ""
+    return f"products in FP8, {section.recipe}{emulated} | {said} | the head, experts and all others stay half"

@@ -1,0 +1,234 @@
+"""Products in FP8: codes and scales are torchao's, bit for bit; what a GPU refuses is refused on a CPU; results are the
+products of the codes; an input of several layers is quantised once; an overflow shows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed._functional_collectives  # before torchao's file asks for it and is dropped again
+from torch import Tensor
+
+from megamix.config import FP8Config, ModelConfig
+from megamix.model import fp8
+from megamix.model.fp8 import E4M3, E5M2, Codes, FP8Product, in_words, product, quantise, use_fp8
+from megamix.model.ops import Ops
+from megamix.model.transformer import Transformer
+from tests.model.rounding import forward_and_grads, randn, saved_bytes
+
+BF16 = torch.bfloat16
+RECIPES = "rowwise", "tensorwise"
+LLAMA = ModelConfig(
+    vocab_size=64, seq_len=16, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=96
+)
+
+
+def operand(rows: int, summed: int, seed: int = 0, spread: float = 4.0) -> Tensor:
+    """Rows whose sizes differ by powers of ten, as those of gradients do."""
+    sizes = torch.logspace(-spread, spread / 2, rows).unsqueeze(1)
+    return (randn(rows, summed, seed=seed, dtype=torch.float32) * sizes).to(BF16)
+
+
+def torchao_utils() -> Any:
+    """torchao's file of scales and casts alone: the whole package takes 5 s to import, and registers operators."""
+    root = Path(str(find_spec("torchao").origin)).parent  # type: ignore[union-attr]
+    with mock.patch.dict(sys.modules):
+        for name, path in (("torchao", root), ("torchao.float8", root / "float8")):
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = [str(path)]
+        return importlib.import_module("torchao.float8.float8_utils")
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_and_scales_are_those_of_torchao(recipe: str, dtype: torch.dtype) -> None:
+    theirs, by_row = torchao_utils(), recipe == "rowwise"
+    kind = theirs.ScalingGranularity.AXISWISE if by_row else theirs.ScalingGranularity.TENSORWISE
+    small, zeros = torch.full((16, 32), 1e-20, dtype=BF16), torch.zeros(16, 32, dtype=BF16)
+    for x in (operand(48, 32), operand(48, 32).half(), operand(32, 48, spread=30.0), small, zeros):
+        for one in (x, x.t()):
+            scale = theirs.tensor_to_scale(one, dtype, scaling_granularity=kind, axiswise_dim=1 if by_row else None)
+            codes = theirs.to_fp8_saturated(one.float() * scale, dtype)
+            ours = quantise(one, dtype, by_row)
+            assert ours.values.is_contiguous()
+            assert torch.equal(ours.values.view(torch.uint8), codes.contiguous().view(torch.uint8))
+            assert torch.equal(ours.factors, scale.reciprocal().view(-1))
+
+
+def codes(rows: int, summed: int, dtype: torch.dtype = E4M3, by_row: bool = True) -> Codes:
+    return quantise(operand(rows, summed), dtype, by_row)
+
+
+def turned(x: Codes) -> Codes:
+    return Codes(x.values.t().contiguous().t(), x.factors)
+
+
+LAXER = {
+    "sums over 24": (codes(16, 24), codes(32, 24), BF16),
+    "has 24 columns": (codes(16, 32), codes(24, 32), BF16),
+    "two operands in E5M2": (codes(16, 32, E5M2), codes(32, 32, E5M2), BF16),
+    "a transposed operand": (turned(codes(16, 32)), codes(32, 32), BF16),
+    "got a transposed": (codes(16, 32), turned(codes(32, 32)), BF16),
+    "must be BF16": (codes(16, 32), codes(32, 32), torch.float32),
+    "result must be BF16": (codes(16, 32), codes(32, 32), torch.float16),
+}
+
+
+@pytest.mark.parametrize("message", LAXER)
+def test_what_a_cpu_takes_and_a_gpu_does_not_is_refused(message: str) -> None:
+    a, b, dtype = LAXER[message]
+    scales = {"scale_a": a.factors[:, None], "scale_b": b.factors[None], "out_dtype": dtype}
+    assert torch._scaled_mm(a.values, b.values.t(), **scales).isfinite().all()
+    with pytest.raises(ValueError, match=message):
+        product(a, b, dtype)
+
+
+def test_factors_that_belong_to_no_row_are_refused() -> None:
+    for a, b in (
+        (codes(16, 32), codes(32, 32, by_row=False)),
+        (codes(16, 32, by_row=False), codes(32, 32)),
+        (codes(16, 32), Codes(codes(32, 32).values, codes(16, 32).factors)),
+    ):
+        with pytest.raises(ValueError, match="not one of each row"):
+            product(a, b, BF16)
+
+
+def decoded(x: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
+    """The numbers that the codes stand for, FP64."""
+    found = quantise(x, dtype, by_row)
+    return found.values.double() * found.factors.double().unsqueeze(1)
+
+
+@pytest.mark.parametrize("weight_grad", ["half", "fp8"])
+@pytest.mark.parametrize("grad_kind", ["e5m2", "e4m3"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_forward_and_backward_are_the_products_of_the_codes(recipe: Any, grad_kind: Any, weight_grad: Any) -> None:
+    section = FP8Config(recipe=recipe, grad=grad_kind, weight_grad=weight_grad)
+    by_row, kind = recipe == "rowwise", E5M2 if grad_kind == "e5m2" else E4M3
+    x, weight, bias = operand(32, 48), operand(64, 48, seed=1, spread=1.0), operand(1, 64, seed=2)[0]
+    ops = Ops(product=FP8Product(section, Ops().product))
+    got = forward_and_grads(ops.linear, [x.view(2, 16, 48), weight, bias])
+    grad = randn(2, 16, 64, seed=99).to(BF16).view(32, 64)
+    out = decoded(x, E4M3, by_row) @ decoded(weight, E4M3, by_row).t() + bias.double()
+    of_x = decoded(grad, kind, by_row) @ decoded(weight.t(), E4M3, by_row).t()
+    if weight_grad == "half":
+        of_weight = grad.double().t() @ x.double()
+    else:
+        of_weight = decoded(grad.t(), kind, by_row) @ decoded(x.t(), E4M3, by_row).t()
+    for mine, exact in zip(got, (out.view(2, 16, 64), of_x.view(2, 16, 48), of_weight), strict=False):
+        size = exact.abs().amax(-1, keepdim=True)  # of a row, for each has a size of its own
+        assert ((mine.double() - exact).abs() <= 2.0**-7 * size).all()
+    assert torch.equal(got[3], grad.float().sum(0).to(BF16))
+
+
+def test_rows_keep_small_numbers_that_a_scale_of_the_whole_operand_loses() -> None:
+    x = operand(32, 32, spread=8.0)
+    by_row, as_whole = (decoded(x, E4M3, rows)[0] for rows in (True, False))
+    assert by_row.ne(0).all()
+    assert as_whole.eq(0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_overflow_shows_in_every_product(recipe: Any, bad: float) -> None:
+    """A bare cast would make 448 of an inf."""
+    for weight_grad in ("half", "fp8"):
+        ops = Ops(product=FP8Product(FP8Config(recipe=recipe, weight_grad=weight_grad), Ops().product))  # type: ignore[arg-type]
+        x, weight = operand(32, 48).requires_grad_(), operand(64, 48, seed=1).requires_grad_()
+        out = ops.linear(x, weight, None)
+        grad = torch.ones_like(out)
+        grad[3, 5] = bad
+        for found in torch.autograd.grad(out, (x, weight), grad):
+            assert not found.isfinite().all()
+        with torch.no_grad():
+            x[3, 5] = bad
+            assert not ops.linear(x, weight, None)[3].isfinite().any()
+
+
+def fp8_model(**keys: Any) -> tuple[Transformer, list[str]]:
+    torch.manual_seed(0)
+    model = Transformer(LLAMA).to(BF16)
+    return model, use_fp8(model, FP8Config(**keys))
+
+
+def test_layers_are_chosen_by_place_and_by_name() -> None:
+    _, names = fp8_model(recipe="rowwise", half_first=1, half_last=2, but=("*.down", "blocks.*.attention.out"))
+    parts = ["attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"]
+    assert names == [f"blocks.1.{part}" for part in parts]
+    assert fp8_model(recipe="none")[1] == []
+    # A rank of a pipeline has some of the layers, by their numbers in the whole model.
+    part = Transformer.part(LLAMA, [2, 3])
+    use_fp8(part, FP8Config(recipe="rowwise", half_last=1))
+    in_fp8 = (part.blocks[layer].feed_forward.up.ops.product for layer in (2, 3))
+    assert [isinstance(found, FP8Product) for found in in_fp8] == [True, False]
+
+
+def test_a_choice_of_no_layer_and_a_pattern_of_none_are_refused() -> None:
+    for keys, message in (
+        (
+            {"but": ("*.dwn",)},
+            r'precision.fp8.but: got "\*.dwn", the name of no linear layer; .* blocks.0.attention.query',
+        ),
+        ({"but": ("*",)}, 'precision.fp8.recipe: got "rowwise", but all linear layers are left out'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fp8_model(recipe="rowwise", **keys)
+
+
+def test_the_log_names_the_layers() -> None:
+    section = FP8Config(recipe="tensorwise", half_first=1, but=("*.down", "blocks.2.feed_forward.up", "*.v*", "*.k*"))
+    assert in_words(Transformer(LLAMA), section, on_cpu=True) == (
+        "products in FP8, tensorwise, emulated on this CPU | attention.query, attention.out, feed_forward.gate of "
+        "layers 1 to 3; feed_forward.up of layers 1, 3 | the head, experts and all others stay half"
+    )
+    assert in_words(Transformer(LLAMA), FP8Config(), on_cpu=True) == ""
+
+
+def test_an_input_of_several_layers_is_quantised_once() -> None:
+    model, names = fp8_model(recipe="rowwise")
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    with mock.patch.object(fp8, "quantise", side_effect=quantise) as seen:
+        loss = model(tokens, tokens)
+        inputs = len(seen.mock_calls) - len(names)  # each layer's weight beside them
+    assert inputs == 4 * 4  # of query, key and value; of out; of gate and up; of down
+    loss.backward()
+    assert all(param.grad is not None and param.grad.isfinite().all() for param in model.parameters())
+
+
+def test_codes_of_an_input_that_has_changed_are_not_taken_again() -> None:
+    ops = Ops(product=FP8Product(FP8Config(recipe="tensorwise"), Ops().product))
+    x, weight = operand(16, 32), operand(32, 32, seed=1)
+    before = ops.linear(x, weight, None)
+    x.mul_(2)
+    assert torch.equal(ops.linear(x, weight, None), 2 * before)
+
+
+def test_backward_keeps_codes_where_it_multiplies_no_other_numbers() -> None:
+    x, weight = operand(32, 48).requires_grad_(), operand(64, 48, seed=1).requires_grad_()
+    for recipe, weight_grad, of_codes in (
+        ("rowwise", "half", 0), ("rowwise", "fp8", 0), ("tensorwise", "half", 0), ("tensorwise", "fp8", 32 * 48),
+    ):  # fmt: skip
+        ops = Ops(product=FP8Product(FP8Config(recipe=recipe, weight_grad=weight_grad), Ops().product))  # type: ignore[arg-type]
+        with saved_bytes() as kept:
+            ops.linear(x, weight, None)
+        assert kept.get(E4M3, 0) == of_codes
+        assert kept[BF16] == 2 * (weight.numel() + (0 if of_codes else x.numel()))
+
+
+def test_other_dtypes_compute_as_before_and_odd_sizes_are_refused_with_the_layer() -> None:
+    torch.manual_seed(0)
+    model, tokens = Transformer(LLAMA), torch.arange(32).view(2, 16)
+    before = model(tokens, tokens)
+    use_fp8(model, FP8Config(recipe="rowwise"))
+    assert torch.equal(model(tokens, tokens), before)  # FP32
+    with pytest.raises(ValueError, match=r'feed_forward.gate is \[40, 64\].*but = \["blocks.0.feed_forward.gate"\]'):
+        use_fp8(Transformer(LLAMA.model_copy(update={"ffn_hidden_size": 40})), FP8Config(recipe="rowwise"))
