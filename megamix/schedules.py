@@ -1,4 +1,5 @@
-"""Learning rates as lists of floats, one for each update: `AdamW(lr=schedules.cosine(3e-4, steps=1000))`.
+"""Learning rates, and other settings, as lists of floats, one for each update:
+`AdamW(lr=schedules.cosine(3e-4, steps=1000))`.
 
 An update is one that was applied: a step that overflowed takes no entry. The warm-up ends at update warmup_steps - 1
 with the full lr and begins above 0, so no update is spent on nothing; for the same reason the decay begins at the full
@@ -44,6 +45,30 @@ def inverse_sqrt(lr: float, steps: int, warmup_steps: int = 0, min_lr: float = 0
 def constant(lr: float, steps: int, warmup_steps: int = 0) -> Rates:
     """Return lr behind the warm-up. Raises: as `cosine`."""
     return [*map(rule("constant", lr, steps, warmup_steps), range(steps))]
+
+
+def setting(
+    number: float, steps: int, start: float | None = None, warmup_steps: int = 0, end: float | None = None,
+    decay_steps: int | None = None, curve: str = "linear",
+) -> Rates:  # fmt: skip
+    """Return a setting that begins at `start`, has its own number after `warmup_steps`, and moves to `end` over the
+    last `decay_steps`; None: over all updates behind the warm-up.
+
+    `end` would be reached with the update after the last one. `curve`: "linear", or "cosine" for half a cosine. Raises:
+    ValueError naming the numbers of updates that do not fit.
+    """
+    after_warmup = steps - warmup_steps
+    decay_length = after_warmup if decay_steps is None else decay_steps
+    if not (0 <= warmup_steps <= steps and 0 <= decay_length <= after_warmup):
+        raise ValueError(
+            f"there is no schedule of steps {steps}, warmup_steps {warmup_steps}, decay_steps {decay_steps}: give "
+            "warmup_steps and decay_steps that fit into steps"
+        )
+    first, last = (number if bound is None else bound for bound in (start, end))
+    rising = (number + (first - number) * _DECAYS[curve](update / warmup_steps) for update in range(warmup_steps))
+    kept = [number] * (after_warmup - decay_length)
+    falling = (last + (number - last) * _DECAYS[curve](update / decay_length) for update in range(decay_length))
+    return [*rising, *kept, *falling]
 
 
 def rule(

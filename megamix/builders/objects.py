@@ -77,9 +77,23 @@ def build_optimizer(section: OptimizerConfig, lr: Sequence[float], model: Decode
     if section.name == "muon":
         family = family_of(model)
         own |= {"tables": family.tables, "fused": family.fused(model)}
-    keys = own | {"lr": lr, "weight_decay": section.weight_decay, "groups": groups}
+    keys = {"weight_decay": section.weight_decay, **own}
+    keys |= _scheduled(section, keys, len(lr)) | {"lr": lr, "groups": groups}
     optimizer: Optimizer = OPTIMIZERS.registered[section.name](**keys)
     return optimizer.for_model(family_of(model).sketch(model)) if section.name == "muon" else optimizer
+
+
+def _scheduled(section: OptimizerConfig, keys: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Return the settings that have a schedule, by update."""
+    numbers = {**keys, **dict(zip(("beta1", "beta2"), keys.get("betas", ()), strict=False))}
+    found = {
+        name: schedules.setting(numbers[name], steps, **_given(schedule))
+        for name, schedule in section.schedules
+        if schedule is not None
+    }
+    if found.keys() & {"beta1", "beta2"}:
+        found["betas"] = [found.pop(name, numbers[name]) for name in ("beta1", "beta2")]
+    return found
 
 
 def _given(section: Section, but: str = "") -> dict[str, Any]:

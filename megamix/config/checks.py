@@ -19,9 +19,11 @@ from megamix.config.mesh_checks import (
     reading_ranks,
 )
 from megamix.config.model_and_data import ModelConfig
+from megamix.config.optimizers import SettingSchedule
 from megamix.config.sections import Config
 from megamix.config.toml_text import value_text
 from megamix.plugins import Section
+from megamix.settings.optimizers import AdamWSettings, MuonSettings, NAGSettings
 
 
 def check_draft(tree: Tree, bad: Collection[tuple[int | str, ...]]) -> list[str]:
@@ -224,7 +226,9 @@ def _schedule_fits(config: Config) -> Iterator[str]:
 def _half_momentum_moves(config: Config) -> Iterator[str]:
     optimizer: Any = config.optimizer  # typed Any: its sections are those that plugins have registered, too
     nag = optimizer.nag
-    momentum = max(nag.momentum, *(group.momentum or 0.0 for group in optimizer.groups), 0.0)
+    schedule = optimizer.schedules.momentum or SettingSchedule()
+    others = (schedule.start, schedule.end, *(group.momentum for group in optimizer.groups))
+    momentum = max(nag.momentum, *(other or 0.0 for other in others))
     if nag.state_dtype == "bf16" and momentum > 1 - 2**-6:
         yield (
             f"optimizer.nag.state_dtype: got bf16 with momentum {momentum}, at which BF16 rounds away what moves; "
@@ -261,6 +265,35 @@ def _table_has_turns(config: Config) -> Iterator[str]:
     turns, table = optimizer.muon.ns_steps, optimizer.muon.ns_table
     if len(table) > turns:
         yield f"optimizer.muon.ns_steps: got {turns}, ns_table has {len(table)} turns; write ns_steps = {len(table)}"
+
+
+def _settings_have_schedules(config: Config) -> Iterator[str]:
+    own, steps = getattr(config.optimizer, config.optimizer.name), config.training.steps
+    known = {"weight_decay"}
+    known |= {"momentum"} if isinstance(own, NAGSettings | MuonSettings) else set()
+    known |= {"beta1", "beta2"} if isinstance(own, AdamWSettings) else set()
+    for name, schedule in config.optimizer.schedules:
+        if schedule is None:
+            continue
+        key, most = f"optimizer.schedules.{name}", math.inf if name == "weight_decay" else 1.0
+        if name not in known:
+            yield f"{key}: got a schedule, but the optimizer {config.optimizer.name} has no {name}; leave it out"
+        for bound in ("start", "end"):
+            value = getattr(schedule, bound)
+            if value is not None and not 0 <= value < most:
+                limits = "must be at least 0" + " and less than 1" * (most == 1)
+                yield f"{key}.{bound}: got {value}, {limits}; write for example {bound} = {0.85 if most == 1 else 0.0}"
+        for bound, length in (("start", "warmup_steps"), ("end", "decay_steps")):
+            if getattr(schedule, bound) is None and getattr(schedule, length):
+                yield f"{key}.{length}: got {getattr(schedule, length)}, but {bound} is not set; write {bound}, too"
+        if schedule.start is not None and not schedule.warmup_steps:
+            yield f"{key}.start: got {schedule.start} with warmup_steps = 0; write for example warmup_steps = 300"
+        length = schedule.warmup_steps + (schedule.decay_steps or 0)
+        if length > steps:
+            yield (
+                f"{key}: warmup_steps and decay_steps are {length} together, which exceeds training.steps {steps}; "
+                "write smaller ones"
+            )
 
 
 def _fp16_is_scaled(config: Config) -> Iterator[str]:
@@ -415,6 +448,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _dampening_is_classical,
     _groups_suit_the_optimizer,
     _table_has_turns,
+    _settings_have_schedules,
     _fp16_is_scaled,
     _fp8_has_products,
     _sums_suit_gradients,

@@ -5,11 +5,12 @@ The text under a field is the description that `megamix config --schema` prints.
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megamix.config.choices import ChosenTable, OneOf
+from megamix.config.choices import ChosenTable, OneOf, left_out
 from megamix.config.model_and_data import Text
 from megamix.plugins import OPTIMIZERS, Section
+from megamix.settings.limits import Finite
 from megamix.settings.optimizers import AdamWSettings, GroupSettings, MuonSettings, NAGSettings
 
 
@@ -45,6 +46,34 @@ class MuonConfig(AdamWConfig, MuonSettings):  # type: ignore[misc]  # likewise
     """Patterns of parameters that AdamW moves, though they are matrices."""
 
 
+class SettingSchedule(Section):
+    """A setting as a function of applied updates: from start to its own value, and from there to end."""
+
+    start: Finite | None = None
+    """Value at the first update. Not set: the setting's own."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates from start to the setting's own value."""
+    end: Finite | None = None
+    """Value behind the last update. Not set: the setting's own."""
+    decay_steps: PositiveInt | None = None
+    """The run's last updates, in which it moves to end. Not set: all updates after the warm-up."""
+    curve: Literal["linear", "cosine"] = "linear"
+    """Shape of both ways."""
+
+
+class OptimizerSchedules(Section):
+    """The settings of the optimizer that follow the updates. A group's own value stays as it is."""
+
+    weight_decay: SettingSchedule | None = None
+    """Schedule of optimizer.weight_decay. Not set: it stays."""
+    momentum: SettingSchedule | None = None
+    """Schedule of the momentum of nag or muon. Not set: it stays."""
+    beta1: SettingSchedule | None = None
+    """Schedule of the first of the betas of adamw or muon. Not set: it stays."""
+    beta2: SettingSchedule | None = None
+    """Schedule of the second of the betas. Not set: it stays."""
+
+
 OPTIMIZERS.sections |= {"adamw": AdamWConfig, "nag": NAGConfig, "muon": MuonConfig}
 
 
@@ -66,6 +95,8 @@ class OptimizerConfig(Section):
         tuple[OptimizerGroup, ...], Field(strict=False, examples=[[{"pattern": "*.bias", "weight_decay": 0.0}]])
     ] = ()
     """Exceptions by parameter name; the first match wins. Empty: all alike, but no decay on 1-d parameters."""
+    schedules: OptimizerSchedules = left_out()
+    """Settings that follow the updates."""
     compile: bool = True
     """Whether torch.compile fuses the update. With false, or without a working compiler, torch's own kernels run."""
 

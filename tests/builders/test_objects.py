@@ -20,6 +20,7 @@ from megamix import (
     ParamGroup,
     StaticLossScale,
     TorchLossScale,
+    schedules,
 )
 from megamix.builders.objects import build_engine, build_loss_scale, build_optimizer
 from megamix.config import ModelConfig, PrecisionConfig
@@ -91,6 +92,11 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
     assert built(name="nag", nag=forms) == NAG(
         lr=[0.1], momentum=0.7, weight_decay=0.2, groups=group, momentum_form="velocity", decoupled_weight_decay=True
     )
+    classical = {"nesterov": False, "dampening": 0.1}
+    own = [{"pattern": "*.bias", "momentum": 0.5}]
+    assert built(name="nag", nag=classical, groups=own) == NAG(
+        lr=[0.1], weight_decay=0.2, groups=(ParamGroup(pattern="*.bias", momentum=0.5),), **classical
+    )
     numbers = {"momentum": 0.9, "nesterov": False, "ns_steps": 6, "ns_coefficients": (3.0, -3.2, 1.2)}
     others = {"adjust_lr": "original", "adamw_lr_factor": 0.5, "batched": True, "matrix": ("a",), "adamw": ("b",)}
     moments = {"betas": (0.8, 0.9), "eps": 1e-6}
@@ -99,6 +105,16 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
         lr=[0.1], weight_decay=0.2, groups=group, ns_dtype=torch.float32, state_dtype=torch.bfloat16,
         tables=Transformer.tables, **numbers, **others, **moments,
     )  # fmt: skip
+
+
+def test_schedules_of_a_job_are_a_programs(tmp_path) -> None:
+    by_name = {"weight_decay": {"end": 0.0}, "momentum": {"start": 0.85, "warmup_steps": 2}, "beta2": {"end": 0.9}}
+    config = tiny_job(tmp_path, optimizer={"name": "muon", "weight_decay": 0.2, "schedules": by_name})
+    optimizer = build_optimizer(config.optimizer, [0.1] * 4, config.model)
+    assert isinstance(optimizer, Muon)
+    assert optimizer.weight_decay == pytest.approx((0.2, 0.15, 0.1, 0.05))
+    assert optimizer.momentum == pytest.approx((0.85, 0.9, 0.95, 0.95))
+    assert optimizer.betas == (0.9, tuple(schedules.setting(0.95, 4, end=0.9)))
 
 
 class _Salted(Transformer):

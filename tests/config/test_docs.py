@@ -26,7 +26,7 @@ from megamix.config import (
 from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig
 from megamix.config.model_and_data import DataStage
-from megamix.config.optimizers import OptimizerGroup
+from megamix.config.optimizers import OptimizerGroup, OptimizerSchedules, SettingSchedule
 from megamix.config.sections import SECTIONS, AlertConfig, AverageConfig, PrometheusConfig, WandbConfig
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
@@ -51,6 +51,8 @@ TABLES = {
     "[[data.train]]": DataSource,
     "[[data.stages]]": DataStage,
     "[[optimizer.groups]]": OptimizerGroup,
+    "[optimizer.schedules]": OptimizerSchedules,
+    "[optimizer.schedules.momentum]": SettingSchedule,
 }
 
 

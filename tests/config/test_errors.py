@@ -284,6 +284,31 @@ def test_a_factor_that_fp32_does_not_hold_is_refused(key: str, value: float) -> 
             "optimizer.nag.state_dtype: got bf16 with momentum 0.99, at which BF16 rounds away what moves; write "
             'state_dtype = "fp32", or momentum = 0.9',
         ),
+        (
+            {"schedules": {"momentum": {"end": 0.5}}},
+            "optimizer.schedules.momentum: got a schedule, but the optimizer adamw has no momentum; leave it out",
+        ),
+        (
+            {"schedules": {"beta2": {"end": 1.0}}},
+            "optimizer.schedules.beta2.end: got 1.0, must be at least 0 and less than 1; write for example end = 0.85",
+        ),
+        (
+            {"schedules": {"weight_decay": {"start": -1.0, "warmup_steps": 5}}},
+            "optimizer.schedules.weight_decay.start: got -1.0, must be at least 0; write for example start = 0.0",
+        ),
+        (
+            {"schedules": {"weight_decay": {"decay_steps": 5}}},
+            "optimizer.schedules.weight_decay.decay_steps: got 5, but end is not set; write end, too",
+        ),
+        (
+            {"schedules": {"beta1": {"start": 0.5}}},
+            "optimizer.schedules.beta1.start: got 0.5 with warmup_steps = 0; write for example warmup_steps = 300",
+        ),
+        (
+            {"schedules": {"beta1": {"start": 0.5, "warmup_steps": 60, "end": 0.5, "decay_steps": 41}}},
+            "optimizer.schedules.beta1: warmup_steps and decay_steps are 101 together, which exceeds training.steps "
+            "100; write smaller ones",
+        ),
     ],
 )
 def test_groups_and_momentum_that_do_not_go_together_are_named(optimizer: dict[str, Any], want: str) -> None:

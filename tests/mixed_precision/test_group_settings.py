@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, Sharding
+from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, Sharding, schedules, tuned
 from megamix.comm.topology import Topology
+from megamix.mixed_precision import fused_update
 from megamix.mixed_precision.optimizers import Optimizer
 
 LR, DECAY, STEPS = 0.01, 0.1, 7
@@ -29,6 +31,15 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "dampened": NAG(lr=LR, weight_decay=DECAY, nesterov=False, dampening=0.3, groups=MOMENTA),
     "nesterov": NAG(lr=LR, weight_decay=DECAY, groups=MOMENTA),
 }
+# Three numbers for five updates: the last two updates use the last one.
+BETA1, BETA2, DECAYS, MOMENTUM = [0.5, 0.8, 0.9], [0.9, 0.95, 0.99], [0.2, 0.1, 0.0], [0.85, 0.9, 0.95]
+SCHEDULED: dict[str, Optimizer] = {
+    "adamw": AdamW(
+        lr=LR, weight_decay=DECAYS, betas=(BETA1, BETA2),
+        groups=(ParamGroup(pattern="table", betas=(0.8, BETA2), eps=1e-10, weight_decay=DECAY),),
+    ),
+    "nag": NAG(lr=LR, weight_decay=DECAYS, momentum=MOMENTUM),
+}  # fmt: skip
 
 
 class Fed(nn.Module):
@@ -84,12 +95,12 @@ def _torchs(kind: str) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def _trained(kind: str, topology: Topology | None, compiled: bool = False) -> dict[str, Tensor]:
+def _trained(optimizer: Optimizer, topology: Topology | None, compiled: bool = False) -> dict[str, Tensor]:
     """Return the weights after the engine's steps. Halfway another engine goes on."""
 
     def engine() -> ShardedEngine:
         sharding = Sharding(topology=topology, bucket_size=1024)
-        return ShardedEngine(Fed(), OPTIMIZERS[kind], Precision(torch.float32), sharding, compile_update=compiled)
+        return ShardedEngine(Fed(), optimizer, Precision(torch.float32), sharding, compile_update=compiled)
 
     trained = engine()
     for step in range(STEPS):
@@ -112,7 +123,7 @@ def _on_ranks() -> list[str]:
         f"{kind} on {ranks}"
         for kind in OPTIMIZERS
         for ranks, topology in meshes.items()
-        if not _equal(_trained(kind, topology), _torchs(kind))
+        if not _equal(_trained(OPTIMIZERS[kind], topology), _torchs(kind))
     ]
 
 
@@ -122,8 +133,64 @@ def _equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_alone_groups_and_momentum_are_torchs_bit_for_bit(kind: str) -> None:
-    assert _equal(_trained(kind, None), _torchs(kind))
+    assert _equal(_trained(OPTIMIZERS[kind], None), _torchs(kind))
 
 
 def test_on_2_and_4_ranks_they_are_torchs_bit_for_bit(run_ranks) -> None:
     assert run_ranks(_on_ranks, 4) == [[]] * 4
+
+
+def _by_schedule(kind: str) -> dict[str, Tensor]:
+    """Return the weights after the equations, one operation after the other, with each update's own numbers."""
+    weights = {name: param.detach() for name, param in Fed().named_parameters()}
+    held = {name: [torch.zeros_like(weight), torch.zeros_like(weight)] for name, weight in weights.items()}
+    applied = [step for step in range(STEPS) if step not in SKIPPED]
+    for update, step in enumerate(applied):
+        at = min(update, 2)
+        for name, grad in _grads(step).items():
+            weight, states, lr = weights[name], held[name], torch.tensor(LR)
+            is_table = name == "table" and kind == "adamw"
+            decay = torch.tensor(DECAY if is_table else DECAYS[at] if weight.dim() > 1 else 0.0)
+            if kind == "nag":
+                momentum, grad = torch.tensor(MOMENTUM[at]), grad + decay * weight
+                states[0] = momentum * states[0] + grad
+                weights[name] = weight - lr * (grad + momentum * states[0])
+                continue
+            tables = [[0.8] * 3 if is_table else BETA1, BETA2]
+            products = [math.prod(table) * table[2] ** (update - 2) if update > 2 else math.prod(table[: update + 1])
+                        for table in tables]  # fmt: skip
+            states[0] = torch.lerp(states[0], grad, torch.tensor(1 - tables[0][at]))
+            states[1] = torch.lerp(states[1], grad.square(), torch.tensor(1 - tables[1][at]))
+            debias = [torch.tensor(1 / (1 - products[0])), torch.tensor(1 / math.sqrt(1 - products[1]))]
+            denominator = states[1].sqrt() * debias[1] + torch.tensor(1e-10 if is_table else 1e-8)
+            weight = weight - lr * decay * weight
+            weights[name] = weight - lr * debias[0] * (states[0] / denominator)
+    return weights
+
+
+@pytest.mark.parametrize("kind", SCHEDULED)
+def test_schedules_count_applied_updates_and_go_on_after_a_resume_bit_for_bit(kind: str) -> None:
+    assert _equal(_trained(SCHEDULED[kind], None), _by_schedule(kind))
+
+
+def test_one_graph_serves_all_groups_and_their_schedules(monkeypatch) -> None:
+    # Traced as for a compiler, whose own work would cost seconds and prove no more.
+    traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
+    monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
+    monkeypatch.setattr(tuned, "TRIAL", 256)
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    assert _equal(_trained(SCHEDULED["adamw"], None, compiled=True), _by_schedule("adamw"))
+    assert counters["stats"]["unique_graphs"] - before == 3  # the update of each of two engines, and the statistics
+
+
+def test_a_setting_by_update_rises_stays_and_falls() -> None:
+    assert schedules.setting(0.75, 6, start=0.25, warmup_steps=2, end=0.0, decay_steps=3) == pytest.approx(
+        [0.25, 0.5, 0.75, 0.75, 0.5, 0.25]
+    )
+    assert schedules.setting(1.0, 4, end=0.0) == [1.0, 0.75, 0.5, 0.25]
+    assert schedules.setting(1.0, 2, end=0.0, curve="cosine") == pytest.approx([1.0, 0.5])
+    assert schedules.setting(0.9, 2, warmup_steps=2, start=0.8) == pytest.approx([0.8, 0.85])
+    for wrong in ({"warmup_steps": 5}, {"warmup_steps": 3, "decay_steps": 2}, {"warmup_steps": -1}):
+        with pytest.raises(ValueError, match="there is no schedule of steps 4, warmup_steps .*: give warmup_steps and"):
+            schedules.setting(0.9, 4, **wrong)

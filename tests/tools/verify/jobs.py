@@ -18,6 +18,7 @@ from megamix.comm.collectives import GlooCollectives
 from megamix.config import Config, config_from_dict
 from megamix.data.loader import Batch
 from megamix.mixed_precision import engine as engine_module
+from megamix.mixed_precision import group_scalars
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
@@ -245,6 +246,19 @@ def frozen_moves() -> object:
     return _groups(lambda group: group._replace(lr_factor=1.0))
 
 
+def betas_of_the_first_group() -> object:
+    """All groups have the optimizer's betas."""
+    return _groups(lambda group: group._replace(betas=((0.9,), (0.95,))))
+
+
+@contextmanager
+def momentum_one_update_early() -> Iterator[None]:
+    """Every update has the momentum of the one after it."""
+    right = group_scalars.entry
+    with mock.patch.object(group_scalars, "entry", lambda table, update: right(table, update + 1)):
+        yield
+
+
 def decay_by_the_other_rule() -> object:
     """Decay is coupled where it should be decoupled, or the reverse."""
     right = NAG.equation
@@ -398,6 +412,8 @@ BUGS: dict[str, Callable[[], object]] = {
         table_moves_on_skipped,
         decay_on_all,
         frozen_moves,
+        betas_of_the_first_group,
+        momentum_one_update_early,
         decay_by_the_other_rule,
         recomputed_elsewhere,
         wrong_divisor,

@@ -82,7 +82,8 @@ def judge_attempts(
     """
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
     verdict = Verdict(attempts=len(attempts))
-    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
+    lrs = lr_table(config.optimizer, config.lr_schedule, config.training.steps)
+    optimizer = build_optimizer(config.optimizer, lrs, config.model)
     before = assemble([rank.owned for rank in start])
     earlier: RightStep | None = None
     _ownership(verdict, -1, before)
@@ -354,10 +355,10 @@ class _Judged:
                 verdict.note(self.number, "states", name, math.inf, 0.0, told)
                 continue
             before = {state: self.before.tensors[state, name] for state in dtypes}
-            rule: Rule = partial(exact_update, self.optimizer, group)
+            rule: Rule = partial(exact_update, self.optimizer, group, count)
             rules: dict[str, Rule] = {}
-            for text, other, late in other_settings(group, groups, count):
-                rules[text] = partial(exact_update, self.optimizer, other, late=late)
+            for text, other, at_update in other_settings(group, groups, count):
+                rules[text] = partial(exact_update, self.optimizer, other, at_update)
             if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):
                 want = rule(name, grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
                 device = next(self.reference.native.parameters()).device
@@ -384,20 +385,20 @@ class _Judged:
 
 
 def exact_update(
-    optimizer: Optimizer, group: UpdateGroup, name: str, grad: Tensor, before: Mapping[str, Tensor], *, lr: float,
-    weight_decay: float, update: int, late: int = 0,
+    optimizer: Optimizer, group: UpdateGroup, at_update: int, name: str, grad: Tensor, before: Mapping[str, Tensor], *,
+    lr: float, weight_decay: float, update: int,
 ) -> Tensors:  # fmt: skip
     """Return master and states after the optimizer's equation in FP64, by the names in `before`.
 
-    `group`: has the betas, eps and momentum. `late`: they are those of as many updates before this one.
+    `group`: has the betas, eps and momentum, which are taken as they are at `at_update`.
     Shapes: grad FP64 and each of `before` like the parameter.
     """
     values = GroupValues(
-        betas=tuple(_wide(number_at(beta, update - late)) for beta in group.betas),
+        betas=tuple(_wide(number_at(beta, at_update)) for beta in group.betas),
         # the last number holds for all updates past the table
         decayed=tuple(_wide(math.prod(beta[:update]) * beta[-1] ** max(0, update - len(beta))) for beta in group.betas),
         eps=_wide(group.eps),
-        momentum=_wide(number_at(group.momentum, update - late)),
+        momentum=_wide(number_at(group.momentum, at_update)),
     )
     coefficients = tuple(one.double() for one in optimizer.coefficients(_wide(update), values))
     at = UpdateScalars(_wide(lr), _wide(weight_decay), coefficients)
@@ -409,16 +410,16 @@ def exact_update(
 def other_settings(
     group: UpdateGroup, groups: Iterable[UpdateGroup], update: int
 ) -> Iterator[tuple[str, UpdateGroup, int]]:
-    """Yield betas, eps and momentum that an update is easily made with instead: a text, their group, and how many
-    updates late they are.
+    """Yield betas, eps and momentum that an update is easily made with instead: a text, their group, and their
+    update.
     """
-    for late in (1, -1):
+    for at_update in (max(1, update - 1), update + 1):
         for text, tables in (("betas", group.betas), ("momentum", (group.momentum,))):
-            if update > late and any(number_at(it, update) != number_at(it, update - late) for it in tables):
-                yield f"the {text} of update {update - late}, where this is update {update}", group, late
+            if any(number_at(it, update) != number_at(it, at_update) for it in tables):
+                yield f"the {text} of update {at_update}, where this is update {update}", group, at_update
     for other in groups:
         if other.states == group.states and other[3:] != group[3:]:
-            yield "another group's betas, eps or momentum", other, 0
+            yield "another group's betas, eps or momentum", other, update
 
 
 def _wide(number: float) -> Tensor:

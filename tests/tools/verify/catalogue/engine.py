@@ -41,6 +41,8 @@ SENTENCES = {
     "bias_of_own_counts": "Each rank moves the bias of experts by the counts of its own tokens.",
     "average_moves_on_skipped": "An average of the weights moves in a skipped step, too.",
     "average_of_halves": "An average of the weights is taken of their half copies.",
+    "betas_of_the_first_group": "Groups with betas of their own get those of the optimizer.",
+    "momentum_one_update_early": "Each update has the momentum that its schedule has for the next one.",
     "tied_table_not_summed": "Each end of a pipeline trains its own copy of the table.",
 }
 
@@ -214,6 +216,24 @@ _enter(
     job=MUON | {"family": "per_head"},
 )
 _enter("matrices_decay_twice", "Neuron_SP #13", "dp2", "weight", "blocks.", "weight decay twice", job=MUON)
+_enter(
+    "betas_of_the_first_group",
+    "Paddle #63616, DeepSpeed #8440",
+    "dp2",
+    "exp_avg",
+    "embedding.weight",
+    "another group's betas, eps or momentum",
+    job={"groups": [{"pattern": "embedding.*", "betas": [0.5, 0.6], "eps": 1e-6}]},
+)
+_enter(
+    "momentum_one_update_early",
+    "mmcv #1626",
+    "dp2",
+    "weight",
+    "",
+    "the momentum of update 2, where this is update 1",
+    job={"name": "nag", "schedules": {"momentum": {"start": 0.5, "warmup_steps": 2}}},
+)
 MIXTURE = {"model": {"experts": EXPERTS}}
 _enter(
     "expert_gradients_larger",

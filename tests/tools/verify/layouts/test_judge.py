@@ -160,6 +160,17 @@ PARTS = [
         "weight", "embedding.weight", "updated with the lr without its factor",
     ),
     (
+        make_config("dp2", loss_scale=4.0, groups=[{"pattern": "embedding.*", "betas": [0.5, 0.6], "eps": 1e-6}]),
+        "betas_of_the_first_group", "exp_avg", "embedding.weight", "another group's betas, eps or momentum",
+    ),
+    (
+        make_config(
+            "dp2", loss_scale=4.0, name="nag",
+            schedules={"momentum": {"start": 0.5, "warmup_steps": 2}, "weight_decay": {"end": 0.0}},
+        ),
+        "momentum_one_update_early", "weight", "", "the momentum of update 2, where this is update 1",
+    ),
+    (
         make_config("tp2", loss_scale=4.0, model={"recompute": "full"}), "recomputed_elsewhere", "gradient", "blocks.",
         "",
     ),
