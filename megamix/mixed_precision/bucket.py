@@ -453,15 +453,12 @@ class Bucket:
         if self.average is None:
             self.average = torch.empty_like(self.master)
             self.bytes = replace(self.bytes, average=self.average.nbytes)
-        self.average.copy_(self.master)
+        torch.add(self.master, 0.0, out=self.average)  # -0 becomes 0, which no share of 0 changes
 
-    def move_average(self, share: float, found_inf: Tensor) -> None:
-        """Move the average by this share of its distance to the masters, unless `found_inf`, bool (), is set."""
+    def move_average(self, share: Tensor) -> None:
+        """Move the average by a share, FP32 (), of its distance to the masters. 0 leaves each bit as it is."""
         assert self.average is not None
-        size = tuned.chunk(tuned.EQUATION_CHUNK, self.master.numel(), on_gpu=not self.master.is_cpu)
-        for average, master in zip(torch.split(self.average, size), torch.split(self.master, size), strict=True):
-            # The gate selects, as in an update: a share of 0 would turn -0 into 0, and inf into NaN.
-            torch.where(found_inf, average, torch.lerp(average, master, share), out=average)
+        self.average.lerp_(self.master, share)
 
     @property
     def shown(self) -> Tensor:

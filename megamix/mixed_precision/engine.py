@@ -362,7 +362,8 @@ class ShardedEngine:
                     self._gather.updated(bucket)
                     if self.average_decay is not None:
                         with self.clock.span("update"):
-                            bucket.move_average(1 - self.average_decay, stats.found_inf)
+                            # in FP32, whatever torch's default is
+                            bucket.move_average((~stats.found_inf).float() * (1 - self.average_decay))
             self.applied_updates += ~stats.found_inf
             self.skipped_steps += stats.found_inf
             self.loss_scale.update_(stats.found_inf, stats.max_abs, scale_used)

@@ -37,6 +37,7 @@ def least_held(config: Config, world_size: int) -> dict[str, float]:
         "half parameters": 0 if section.shard == "parameters" else part * half,
         "half gradients": part * (4 if config.precision.grad_dtype == "fp32" else half) * (section.shard == "states"),
         "FP32 masters": owned * 4,
+        "FP32 average of the weights": owned * 4 if config.training.average else 0,
         "optimizer states": owned * state * _STATES.get(optimizer.name, 0),
     }
 

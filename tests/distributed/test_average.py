@@ -32,6 +32,7 @@ from megamix import (
     WeightAverage,
 )
 from megamix.comm.topology import Topology
+from tests.checkpoint.state import fp16_engine
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.engines import bf16_engine, train_steps
@@ -267,6 +268,20 @@ def test_a_write_before_the_block_is_found() -> None:
     engine.module.head.weight.data.add_(1.0)
     with pytest.raises(RuntimeError, match=r"parameter head.weight was written past the engine"), average.weights():
         pass
+
+
+def test_a_skipped_step_changes_no_bit() -> None:
+    engine = fp16_engine()
+    weights = {name: torch.full_like(value, -0.0) for name, value in engine.full_weights().items()}
+    engine.load_weights(weights)
+    WeightAverage(engine, DECAY)
+    before = [owned.tensors["average"].clone() for owned in engine.owned_ranges()]
+    engine.backward(loss_of(engine.module, make_batch(0, 0, 0)) * float("inf"))
+    assert engine.step().found_inf
+    after = [owned.tensors["average"] for owned in engine.owned_ranges()]
+    assert all(
+        torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in zip(before, after, strict=True)
+    )
 
 
 def test_loaded_weights_start_it_anew() -> None:

@@ -28,6 +28,7 @@ from megamix import (
     Sharding,
     StaticLossScale,
     TorchLossScale,
+    WeightAverage,
 )
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import ReduceDtype
@@ -84,6 +85,7 @@ def _twenty_steps(
     precision = Precision(torch.float16, loss_scale=scale, reduce_dtype=reduce_dtype)
     sharding = Sharding(units=[*model.blocks], bucket_size=1500)
     engine = ShardedEngine(model, optimizer, precision, sharding, clip_grad=0.5, compile_update=False)
+    WeightAverage(engine, 0.9)
     results = []
     engine.backward(loss_of(model, make_batch(0, rank, 0)))
     with no_host_read():

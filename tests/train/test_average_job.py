@@ -18,7 +18,7 @@ from megamix.cli import main
 from megamix.hub.source import open_source
 from megamix.supervise.status import PreemptedError
 from megamix.train.trainer import Trainer
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
+from tests.train.jobs import EXPERTS, run_on_ranks, tiny_job, write_data
 from tests.train.outcome import differences, end_of, metrics_of
 
 AVERAGE: dict[str, Any] = {"training": {"average": {"decay": 0.9}}}
@@ -60,6 +60,32 @@ def test_an_average_that_keeps_nothing_is_the_weights(data: Path, tmp_path: Path
     names = ("weights.safetensors", "weights_average.safetensors")
     one, other = ((tmp_path / "run" / name).read_bytes() for name in names)
     assert one == other
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"shard": "parameters"},
+    {"tp_size": 2},
+    {"pp_size": 2},
+    {"cp_size": 2, "shard": "gradients"},
+    {"ep_size": 2},
+]
+
+
+def _train_in_turn(folder: Path, data: Path) -> None:
+    for number, layout in enumerate(LAYOUTS):
+        model = {"experts": EXPERTS} if "ep_size" in layout else {}
+        training = {"average": {"decay": 0.0}, "steps": 3, "eval_interval": 2}
+        run_on_ranks(tiny_job(folder / str(number), model=model, training=training, parallelism=layout, tokens=data))
+
+
+@pytest.mark.uncounted
+def test_every_layout_shows_it_whole(run_ranks, data: Path, tmp_path: Path) -> None:
+    run_ranks(_train_in_turn, 2, tmp_path, data)
+    for number, layout in enumerate(LAYOUTS):
+        rows = [row for row in metrics_of(tmp_path / str(number)) if LOSS in row]
+        assert [row[LOSS] - row["valid/loss"] for row in rows] == [0.0, 0.0], layout
+        one, other = (load_file(tmp_path / f"{number}/run/weights{end}.safetensors") for end in ("", "_average"))
+        assert all(torch.equal(one[name], other[name]) for name in {**one, **other}), layout
 
 
 def test_it_is_exported_and_evaluated(averaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

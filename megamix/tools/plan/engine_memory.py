@@ -150,18 +150,11 @@ class EngineMemory:
         return self.sums() + rows + max(landing, compared, *(self._squares(bucket.plan) for bucket in self.buckets))
 
     def update(self) -> int:
-        """Return the bytes of an update that is not compiled: FP32 copies of one chunk's gradient and half states. A
-        chunk of an average that is kept, which is moved by itself, takes less.
-        """
+        """Return the bytes of an update that is not compiled: FP32 copies of one chunk's gradient and half states."""
         if self.compiled:
-            return self.averaging()
+            return 0
         halves = [sum(dtype != torch.float32 for _, dtype in group.states) for group in self._groups]
         return (1 + max(halves)) * FP32 * tuned.chunk(tuned.UPDATE_CHUNK, self.largest_shard, on_gpu=self.on_gpu)
-
-    def averaging(self) -> int:
-        """Return the bytes of the chunk in which an average of the weights moves."""
-        chunk = tuned.chunk(tuned.EQUATION_CHUNK, self.largest_shard, on_gpu=self.on_gpu)
-        return FP32 * chunk if self.buckets[0].average else 0
 
     # Parts of the above.
 
