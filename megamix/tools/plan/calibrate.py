@@ -17,6 +17,7 @@ from megamix.tools.plan.time_model import StepTime, step_time
 from megamix.tools.plan.time_work import TimedJob
 
 STEP_ERROR, PART_ERROR = 0.02, 0.05  # relative, of a median over a run
+UNPROVEN_FACTOR = 5  # of the constants' errors on machines whose kind no published row covers
 COMPUTING = ("products", "attention", "between", "recompute", "tp", "cp", "ep")
 
 
@@ -55,7 +56,8 @@ def calibrate(steps: Sequence[MeasuredStep], constants: FittedConstants) -> Fitt
         times = [step_time(step.job, step.hardware, values) for step in steps]
         return np.log([[time.seconds, _computing(time), time.parts["update"]] for time in times]).ravel()
 
-    fit = ridge(predict, measured, errors, constants.logs, inverse(constants.covariance))
+    factor = 1 if all(step.hardware.proven for step in steps) else UNPROVEN_FACTOR
+    fit = ridge(predict, measured, errors, constants.logs, inverse(factor**2 * constants.covariance))
     return FittedConstants(TimeConstants.of(fit.logs), fit.covariance)
 
 

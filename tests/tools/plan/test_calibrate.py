@@ -12,7 +12,7 @@ from megamix.config import load_config
 from megamix.tools.plan.calibrate import COMPUTING, calibrate, measured_step
 from megamix.tools.plan.time_band import time_band
 from megamix.tools.plan.time_constants import TimeConstants, fitted_constants
-from megamix.tools.plan.time_hardware import load_hardware
+from megamix.tools.plan.time_hardware import Hardware, load_hardware
 from megamix.tools.plan.time_job import timed_job
 from megamix.tools.plan.time_model import step_time
 from megamix.tools.plan.time_work import TimedJob
@@ -21,9 +21,9 @@ HARDWARE = load_hardware("h100-sxm")
 JOB = timed_job(load_config(Path(__file__).parents[3] / "configs" / "llama3.1-8b.toml"), 64)
 
 
-def log_of(folder: Path, job: TimedJob, truth: TimeConstants) -> Path:
+def log_of(folder: Path, job: TimedJob, truth: TimeConstants, hardware: Hardware = HARDWARE) -> Path:
     """Write the metrics.jsonl of a run that takes as long as the model says with these constants."""
-    time = step_time(job, HARDWARE, truth)
+    time = step_time(job, hardware, truth)
     computing, update = sum(time.parts[part] for part in COMPUTING), time.parts["update"]
     row = {
         "throughput/tokens_per_s": job.step_tokens / time.seconds,
@@ -47,6 +47,16 @@ def test_a_run_corrects_the_prediction_and_narrows_the_band(tmp_path: Path) -> N
             step_time(job, HARDWARE, truth).seconds, rel=0.03
         )
         assert time_band(job, HARDWARE, after) < 0.6 * time_band(job, HARDWARE, before)
+
+
+def test_a_cpu_may_be_far_from_what_gpus_taught(tmp_path: Path) -> None:
+    cpu, before = load_hardware("cpu"), fitted_constants()
+    truth = replace(before.values, own=1.8, product_rate=0.95)
+    after = calibrate([measured_step(log_of(tmp_path, JOB, truth, cpu), JOB, cpu)], before)
+    other = replace(JOB, dp=16, global_batch=JOB.global_batch // 4)
+    for job in (JOB, other):
+        foreseen = step_time(job, cpu, after.values).seconds
+        assert foreseen == pytest.approx(step_time(job, cpu, truth).seconds, rel=0.05)
 
 
 def test_a_log_that_is_too_short_is_refused(tmp_path: Path) -> None:
