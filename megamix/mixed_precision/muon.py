@@ -398,6 +398,9 @@ class MuonUpdate(BucketUpdate):
         before = {name: torch.stack([home.states[name] for home in homes]) for name in homes[0].states}
         states = {name: state.view(*matrices.shape[:-2], -1) for name, state in before.items()}
         directions, after = self._muon.direction(matrices, states)
+        if before.keys() != after.keys():
+            told = f"direction of {type(self._muon).__name__} returned the states {[*after]}"
+            raise ValueError(f"{told}, but matrix_states names {[*before]}; return each of them, and no other")
         for name, old in before.items():
             kept = torch.where(found_inf, old, after[name].view(old.shape))
             for home, state in zip(homes, kept, strict=True):

@@ -142,7 +142,9 @@ class Optimizer:
         """Return the lengths of one parameter's `matrix_states`, summed over its matrices. `shape`: as in `states`."""
         lengths = Counter[str]()
         for rows in self.matrices(name, shape):
-            lengths.update(self.matrix_states(rows, shape[-1]))
+            lengths.update(own := self.matrix_states(rows, shape[-1]))
+            if wrong := [state for state, length in own.items() if length < 1]:
+                raise ValueError(f"{type(self).__name__}.matrix_states: {wrong[0]} has no length of at least 1: {own}")
         return lengths
 
     def lr_table(self) -> list[float]:
@@ -172,8 +174,10 @@ class Optimizer:
         Raises: ValueError naming a state whose name or dtype is not allowed.
         """
         states = tuple(self.states(name, shape).items())
-        for state, dtype in (*states, *((state, torch.float32) for state in self.state_lengths(name, shape))):
-            if not re.fullmatch(r"\w{1,100}", state) or state in TAKEN_NAMES or dtype not in STATE_DTYPES:
+        of_matrices = self.state_lengths(name, shape)
+        for state, dtype in (*states, *((state, torch.float32) for state in of_matrices)):
+            is_taken = state in TAKEN_NAMES or (state in dict(states) and state in of_matrices)
+            if not re.fullmatch(r"\w{1,100}", state) or is_taken or dtype not in STATE_DTYPES:
                 raise ValueError(
                     f"{type(self).__name__}.states of {name} has {state!r}: {dtype}; a state has a Python name other "
                     f"than {', '.join(TAKEN_NAMES)} and is torch.float32, torch.bfloat16 or torch.float16"

@@ -256,14 +256,37 @@ def test_a_skipped_step_keeps_the_moments_bit_for_bit() -> None:
     assert torch.equal(before.tensors[DIRECTION_SQ], after.tensors[DIRECTION_SQ])
 
 
-def test_a_state_with_a_name_of_another_is_refused() -> None:
+@pytest.mark.parametrize("name", ["master", "momentum_buffer"])
+def test_a_state_with_a_name_of_another_is_refused(name: str) -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Wrong(Muon):
         def matrix_states(self, rows: int, columns: int) -> Mapping[str, int]:
-            return {"master": 1}
+            return {name: 1}
 
-    with pytest.raises(ValueError, match="Wrong.states of weight has 'master'"):
+    with pytest.raises(ValueError, match=f"Wrong.states of weight has '{name}'"):
         _linear(Wrong(lr=0.1), [])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Silent(Muon):
+    """Declares a state, of a given length, and returns none."""
+
+    length: int = 1
+
+    def matrix_states(self, rows: int, columns: int) -> Mapping[str, int]:
+        return {"count": self.length}
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        (1, r"direction of _Silent returned the states \[\], but matrix_states names \['count'\]; return each of them"),
+        (0, "_Silent.matrix_states: count has no length of at least 1"),
+    ],
+)
+def test_a_state_that_is_not_returned_and_an_empty_one_are_named(length: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _linear(_Silent(lr=0.1, length=length), [1.0])
 
 
 RULES: dict[str, Callable[[int, int], float]] = {
