@@ -72,13 +72,15 @@ def setting(
 
 
 def rule(
-    decay_style: str, lr: float, steps: int, warmup_steps: int = 0, decay_steps: int | None = None, min_lr: float = 0.0
-) -> Callable[[int], float]:
+    decay_style: str, lr: float, steps: int, warmup_steps: int = 0, decay_steps: int | None = None, min_lr: float = 0.0,
+    done: Callable[[int], int] = int,
+) -> Callable[[int], float]:  # fmt: skip
     """Return a function from the number of an update, 0 for the first, to its learning rate.
 
     `decay_style`: the name of a function above. `decay_steps` counts from the end of the warm-up, for wsd back from the
-    end of the run; None: all updates after the warm-up. inverse_sqrt and constant ignore it. Raises: ValueError naming
-    the arguments that do not fit.
+    end of the run; None: all updates after the warm-up. inverse_sqrt and constant ignore it. `done`: what the first n
+    updates have done, in the unit of the three lengths, such as their tokens. Raises: ValueError naming the arguments
+    that do not fit.
     """
     after_warmup = steps - warmup_steps
     decay_length = after_warmup if decay_steps is None else decay_steps
@@ -91,12 +93,13 @@ def rule(
     decay_start = steps - decay_length if decay_style == "wsd" else warmup_steps
 
     def lr_at(update: int) -> float:
-        if update < warmup_steps:
-            return lr * (update + 1) / warmup_steps
+        start, end = done(update), done(update + 1)
+        if start < warmup_steps:
+            return lr * min(end, warmup_steps) / warmup_steps
         if decay_style == "inverse_sqrt":
             # 1 at the last update of the warm-up; without one, at update 0.
-            return max(min_lr, lr * math.sqrt(max(warmup_steps, 1) / (update + 1)))
-        progress = min(max(update - decay_start, 0) / max(decay_length, 1), 1.0)
+            return max(min_lr, lr * math.sqrt(max(warmup_steps, done(1)) / end))
+        progress = min(max(start - decay_start, 0) / max(decay_length, 1), 1.0)
         return min_lr + (lr - min_lr) * _DECAYS[decay_style](progress)
 
     return lr_at

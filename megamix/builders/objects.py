@@ -1,6 +1,7 @@
 """Objects of a job, built from configuration sections; each object gets only its own section."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megamix.config import (
     grad_accum_steps,
     loss_scale_rule,
     stages_per_rank,
+    tokens_of,
 )
 from megamix.config.sections import LrScheduleConfig
 from megamix.data.loader import BatchLoader
@@ -145,7 +147,9 @@ def build_engine(
     engine = ShardedEngine(
         model,
         build_optimizer(
-            config.optimizer, lr_table(config.optimizer, config.lr_schedule, config.training.steps), config.model
+            config.optimizer,
+            lr_table(config.optimizer, config.lr_schedule, config.training.steps, tokens_done(config)),
+            config.model,
         ),
         build_precision(config.precision),
         Sharding(
@@ -189,15 +193,26 @@ def build_training(config: Config, device: torch.device) -> MicroBatchRunner:
     return build_runner(config, engine, model, stages)
 
 
-def lr_table(optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int) -> list[float]:
-    """Return the learning rates of updates 0 .. steps - 1, FP64."""
-    return [*map(lr_rule(optimizer, schedule, steps), range(steps))]
+def tokens_done(config: Config) -> Callable[[int], int] | None:
+    """Return the function from a number of updates to their tokens, if these are the measure of the run."""
+    return partial(tokens_of, config) if config.training.tokens else None
 
 
-def lr_rule(optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int) -> Callable[[int], float]:
+def lr_table(
+    optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int, tokens: Callable[[int], int] | None = None
+) -> list[float]:
+    """Return the learning rates of updates 0 .. steps - 1, FP64. `tokens`: see `tokens_done`."""
+    return [*map(lr_rule(optimizer, schedule, steps, tokens), range(steps))]
+
+
+def lr_rule(
+    optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int, tokens: Callable[[int], int] | None = None
+) -> Callable[[int], float]:
     """Return the function from the number of applied updates to the learning rate, FP64.
 
     It depends on nothing else, so skipped steps do not count.
     """
-    warmup_steps, decay_steps = schedule.warmup_steps, schedule.decay_steps
-    return schedules.rule(schedule.decay_style, optimizer.lr, steps, warmup_steps, decay_steps, optimizer.min_lr)
+    style, lr, min_lr = schedule.decay_style, optimizer.lr, optimizer.min_lr
+    if tokens is None:
+        return schedules.rule(style, lr, steps, schedule.warmup_steps, schedule.decay_steps, min_lr)
+    return schedules.rule(style, lr, tokens(steps), schedule.warmup_tokens, schedule.decay_tokens, min_lr, tokens)

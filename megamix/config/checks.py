@@ -202,24 +202,25 @@ def _lr_falls(config: Config) -> Iterator[str]:
 
 
 def _schedule_fits(config: Config) -> Iterator[str]:
-    warmup_steps, steps = config.lr_schedule.warmup_steps, config.training.steps
-    room = steps - warmup_steps
+    unit = "tokens" if config.training.tokens else "steps"
+    length = getattr(config.training, unit)
+    warmup, decay = getattr(config.lr_schedule, f"warmup_{unit}"), getattr(config.lr_schedule, f"decay_{unit}")
+    room = length - warmup
     if room < 0:
         yield (
-            f"lr_schedule.warmup_steps: got {warmup_steps}, must be at most training.steps {steps}; "
-            f"write warmup_steps = {steps // 10}"
+            f"lr_schedule.warmup_{unit}: got {warmup}, must be at most training.{unit} {length}; "
+            f"write warmup_{unit} = {length // 10}"
         )
-    decay_steps = config.lr_schedule.decay_steps
-    if room > 0 and decay_steps is None and config.lr_schedule.decay_style == "wsd":
+    if room > 0 and decay is None and config.lr_schedule.decay_style == "wsd":
         yield (
-            'lr_schedule.decay_steps: not set, but decay_style = "wsd" needs the length of its final decay; '
-            f"write decay_steps = {max(1, room // 5)}"
+            f'lr_schedule.decay_{unit}: not set, but decay_style = "wsd" needs the length of its final decay; '
+            f"write decay_{unit} = {max(1, room // 5)}"
         )
-    if decay_steps is not None and 0 <= room < decay_steps:
+    if decay is not None and 0 <= room < decay:
         yield (
-            f"lr_schedule.decay_steps: got {decay_steps}, but warmup_steps {warmup_steps} + decay_steps {decay_steps} "
-            f"= {warmup_steps + decay_steps} exceeds training.steps {steps}; "
-            + (f"write decay_steps = {room}" if room else "write a smaller warmup_steps")
+            f"lr_schedule.decay_{unit}: got {decay}, but warmup_{unit} {warmup} + decay_{unit} {decay} "
+            f"= {warmup + decay} exceeds training.{unit} {length}; "
+            + (f"write decay_{unit} = {room}" if room else f"write a smaller warmup_{unit}")
         )
 
 

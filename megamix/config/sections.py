@@ -7,9 +7,10 @@ field live in `checks.py`.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megamix.axes import AXES
+from megamix.config.batch_ramp import with_steps
 from megamix.config.choices import ChosenTable, ExtendedTable, left_out
 from megamix.config.loss_scales import LOSS_SCALE, LossScaleConfig
 from megamix.config.model_and_data import FAMILY, DataConfig, ModelConfig, Text
@@ -29,6 +30,10 @@ class LrScheduleConfig(Section):
     decay_steps: PositiveInt | None = None
     """Updates of the decay, counted from the end of the warm-up. wsd needs it, and counts the run's last updates. Not
     set: all updates after the warm-up."""
+    warmup_tokens: NonNegativeInt = 0
+    """In place of warmup_steps, for a run that is as long as training.tokens: the rate then follows tokens."""
+    decay_tokens: PositiveInt | None = None
+    """In place of decay_steps, for such a run."""
 
 
 class FP8Config(Section):
@@ -94,7 +99,10 @@ class TrainingConfig(Section):
     """Length and batches of the run."""
 
     steps: Annotated[PositiveInt, Field(examples=[1000])]
-    """Number of applied updates, each over one global batch; attempts that overflow do not count."""
+    """Number of applied updates, each over one global batch; attempts that overflow do not count. Not read, and not
+    needed, with tokens."""
+    tokens: NonNegativeInt = 0
+    """In place of steps: tokens of the run, which takes as many updates as reach them. 0: steps says it."""
     micro_batch_size: Annotated[PositiveInt, Field(examples=[8])]
     """Sequences in one forward and backward of one rank."""
     global_batch_size: Annotated[PositiveInt, Field(examples=[16])]
@@ -104,7 +112,8 @@ class TrainingConfig(Section):
         tuple[_BatchFrom, ...], AfterValidator(_check_ramp), Field(strict=False, examples=[[[0, 256], [2000, 512]]])
     ] = ()
     """Pairs of a number of updates and the size of the global batches from there on; the last size is
-    global_batch_size. The learning rate stays one by update. Empty: all batches have global_batch_size."""
+    global_batch_size. The learning rate follows updates, or with training.tokens tokens. Empty: all batches have
+    global_batch_size."""
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1234
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
@@ -265,6 +274,11 @@ class Config(Section):
     checkpoint: CheckpointConfig = left_out()
     metrics: Annotated[MetricsConfig, ExtendedTable(TRACKERS, MetricsConfig)] = left_out()
     profiling: ProfilingConfig = left_out()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, tables: Any) -> Any:
+        return with_steps(tables)
 
     def with_keys(self, **sections: Mapping[str, object]) -> Self:
         """Return the configuration with these keys of its sections changed. Nothing is checked."""

@@ -1,6 +1,7 @@
 """Keys that are read only where another key says so: one table, held by tests against what the code reads."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from pydantic_core import PydanticUndefined
@@ -50,7 +51,11 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "model.experts.top_groups": _at_least("model.experts.num_groups", 2),
     "model.unrotated_layers": _one_of("model.position", "rotary"),
     "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),
+    "lr_schedule.warmup_steps": _one_of("training.tokens", 0),
+    "lr_schedule.warmup_tokens": _at_least("training.tokens", 1),
     "lr_schedule.decay_steps": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),
+    "lr_schedule.decay_tokens": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),
+    "training.steps": _one_of("training.tokens", 0),
     **{
         f"precision.fp8.{key}": _one_of("precision.fp8.recipe", "rowwise", "tensorwise")
         for key in ("grad", "weight_grad", "but", "half_first", "half_last")
@@ -71,6 +76,11 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "metrics.sample_prompt": (Where("data.tokenizer", bool, "runs/data/tokenizer.json"),),
     "profiling.start_step": _at_least("profiling.num_steps", 1),
 }
+# Of some keys a second condition must hold, too.
+_AND_WHERE = {
+    "lr_schedule.decay_steps": _one_of("training.tokens", 0),
+    "lr_schedule.decay_tokens": _at_least("training.tokens", 1),
+}
 
 
 class Unread(NamedTuple):
@@ -89,7 +99,7 @@ def drop_unread(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = 
     `bad`: the paths of unusable values; what they would decide is taken for read.
     """
     read, unread = drop_other_choices(tree)
-    for key, wheres in READ_WHERE.items():
+    for key, wheres in chain(READ_WHERE.items(), _AND_WHERE.items()):
         value, deciders = _found(read, key), tuple(where.key for where in wheres)
         if value is _MISSING or any(_holds(read, where) for where in wheres):
             continue

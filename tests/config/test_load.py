@@ -239,6 +239,7 @@ UNREAD = {
     *("training.eval_batches", "profiling.start_step", "metrics.sample_prompt"),
     *("model.qk_norm_over", "model.window_rope_theta"),
     "checkpoint.copy_keep",
+    *("lr_schedule.warmup_tokens", "lr_schedule.decay_tokens"),
     *("parallelism.pp_schedule", "parallelism.pp_stages_per_rank"),
     *("parallelism.cp_method", "parallelism.ep_method", "parallelism.sequence_parallel"),
 }

@@ -50,7 +50,7 @@ class Layout:
                 settings[axis] = table.model_copy(update={"size": self.size(axis)})
         config = config.with_keys(parallelism=settings)
         batch = config.training.micro_batch_size * reading_ranks(config.parallelism, self.size("dp")) * accumulation
-        return config.with_keys(training={"global_batch_size": batch, "batch_ramp": ()})
+        return config.with_keys(training={"global_batch_size": batch, "batch_ramp": (), "tokens": 0})
 
 
 def parse_layout(name: str) -> Layout:

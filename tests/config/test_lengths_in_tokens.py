@@ -1,0 +1,83 @@
+"""A run can be as long as a number of tokens: it takes as many updates as reach them, through its ramp, and its
+learning rate follows tokens. The file that the run keeps says the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megamix.builders.objects import lr_table, tokens_done
+from megamix.config import Config, ConfigError, config_from_dict, config_to_toml, load_config, tokens_of
+from tests.config.test_errors import GOOD, Tree, without
+
+RAMP = {"batch_ramp": [[0, 4], [3, 8], [5, 16]]}  # of 8 tokens a sequence: 32, 64 and 128 an update
+
+
+def _config(training: Tree, **schedule: object) -> Config:
+    tree = without(GOOD, "training.steps")
+    min_lr = 0.0 if schedule.get("decay_style") == "constant" else 1e-4
+    return config_from_dict(tree, {"training": training, "lr_schedule": schedule, "optimizer": {"min_lr": min_lr}})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"), [(1, 1), (32, 1), (33, 2), (96, 3), (97, 4), (160, 4), (224, 5), (225, 6), (1000, 12)]
+)
+def test_a_run_takes_as_many_updates_as_reach_its_tokens(tokens: int, steps: int) -> None:
+    config = _config({"tokens": tokens, **RAMP})
+    assert config.training.steps == steps
+    assert tokens_of(config, steps - 1) < tokens <= tokens_of(config, steps)
+
+
+def _rates(config: Config) -> list[float]:
+    return lr_table(config.optimizer, config.lr_schedule, config.training.steps, tokens_done(config))
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
+def test_without_a_ramp_the_rates_are_those_by_updates(style: str) -> None:
+    decay = {} if style in ("inverse_sqrt", "constant") else {"decay": 30}
+    lengths = {"warmup": 10, **decay}
+    by_tokens = _config(
+        {"tokens": 128 * 50}, decay_style=style, **{f"{key}_tokens": 128 * it for key, it in lengths.items()}
+    )
+    by_updates = _config({"steps": 50}, decay_style=style, **{f"{key}_steps": it for key, it in lengths.items()})
+    assert _rates(by_tokens) == pytest.approx(_rates(by_updates), rel=1e-12)
+
+
+def test_with_a_ramp_the_rates_follow_tokens() -> None:
+    config = _config({"tokens": 480, **RAMP}, decay_style="linear", warmup_tokens=96)
+    # Tokens in front of each update: 0, 32, 64, 96, 160, 224, 352 of 480.
+    factors = [1 / 3, 2 / 3, 1, 1, 1 - 64 / 384, 1 - 128 / 384, 1 - 256 / 384]
+    assert _rates(config) == pytest.approx(
+        [1e-3 * factor if n < 3 else 1e-4 + 9e-4 * factor for n, factor in enumerate(factors)]
+    )
+
+
+def test_a_run_s_file_says_tokens_and_loads_as_the_same(tmp_path: Path) -> None:
+    config = _config({"tokens": 480, **RAMP}, warmup_tokens=96)
+    (tmp_path / "job.toml").write_text(text := config_to_toml(config))
+    assert "tokens = 480" in text
+    assert "\nsteps" not in text
+    assert load_config(tmp_path / "job.toml") == config
+    longer = load_config(tmp_path / "job.toml", ["training.tokens=481"])
+    assert longer.training.steps == config.training.steps + 1
+
+
+@pytest.mark.parametrize(
+    ("training", "schedule", "told"),
+    [
+        ({}, {}, "training.steps: missing; write for example steps = 1000"),
+        ({"tokens": -1}, {}, "training.tokens: got -1"),
+        ({"tokens": 100, "steps": 3}, {}, "training.steps: got 3, which is not read where training.tokens = 100"),
+        ({"tokens": 100}, {"decay_steps": 3}, "lr_schedule.decay_steps: got 3, which is not read where"),
+        ({"steps": 9}, {"decay_tokens": 3}, "lr_schedule.decay_tokens: got 3, which is not read where"),
+        ({"tokens": 100}, {"warmup_tokens": 200}, "must be at most training.tokens 100; write warmup_tokens = 10"),
+        ({"tokens": 100}, {"decay_style": "wsd"}, "needs the length of its final decay; write decay_tokens = 20"),
+    ],
+)
+def test_lengths_that_do_not_go_together_are_refused(training: Tree, schedule: Tree, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _config(training, **schedule)
+    (problem,) = refused.value.problems
+    assert told in problem
