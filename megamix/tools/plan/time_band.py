@@ -15,6 +15,7 @@ from megamix.tools.plan.time_work import TimedJob
 NINETY = 1.645  # standard deviations on each side that hold 90 % of a normal distribution
 ROW_ERROR = 0.035  # what is left of rows of a program that was fitted
 UNSEEN_ERROR = 0.5  # of parts that no measured row has: context and expert parallelism
+FP8_ERROR = 0.1  # of jobs with products in FP8
 UNPROVEN_ERROR = 0.1  # of machines without measured rows
 
 
@@ -27,5 +28,6 @@ def time_band(job: TimedJob, hardware: Hardware, constants: FittedConstants) -> 
 
     moves = differentiate(predict, constants.logs, predict(constants.logs))[0]
     variance = ROW_ERROR**2 + (0 if hardware.proven else UNPROVEN_ERROR**2) + moves @ constants.covariance @ moves
+    variance += FP8_ERROR**2 if job.fp8 else 0
     unseen = UNSEEN_ERROR * (time.parts["cp"] + time.parts["ep"]) / time.seconds
     return NINETY * math.sqrt(variance + unseen**2)

@@ -17,7 +17,7 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
     Raises: ValueError if the model is of another family than "transformer" or has latent attention, or the optimizer is
     a plugin's.
     """
-    model, ranks, training = config.model, config.parallelism, config.training
+    model, ranks, training, fp8 = config.model, config.parallelism, config.training, config.precision.fp8
     if model.family != "transformer":
         raise ValueError(f'model.family: got "{model.family}"; time is planned for "transformer" alone')
     if model.latent_attention is not None:
@@ -41,6 +41,8 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         stages=stages_per_rank(ranks),
         cp_heads=ranks.cp_method == "heads",
         kernels="compiled" if model.compile else "fused",
+        fp8=0.0 if fp8.recipe == "none" else 1 - (fp8.half_first + fp8.half_last) / model.num_layers,
+        fp8_weights=fp8.weight_grad == "fp8",
         recompute=_recompute(model),
         traffic=_traffic(config, dp_size),
         muon=config.optimizer.name == "muon",
@@ -59,11 +61,14 @@ def _traffic(config: Config, dp_size: int) -> Traffic:
     count = training.global_batch_size // (training.micro_batch_size * dp_size * ranks.replicas)
     by_block = ranks.shard == "parameters"
     reductions = count if ranks.accumulate == "owner" else 1
+    precision = config.precision
+    wide = precision.reduce_dtype == "fp32" or (precision.reduce_dtype is None and precision.grad_dtype == "fp32")
     moved = UPDATE_BYTES[config.optimizer.name][getattr(config.optimizer, config.optimizer.name).state_dtype == "bf16"]
     return Traffic(
         gathers=2 * count if by_block else 1,  # each block before its forward and before its backward
         reductions=reductions,
         pieces=model.num_layers // ranks.pp_size + 1,
         hidden_by=(count if by_block else 1) if ranks.overlap else 0,
+        reduce_bytes=4 if wide else 2,
         update_bytes=moved,
     )

@@ -13,9 +13,13 @@ from megamix.tools.plan.time_work import TimedJob, attention_flops, expert_layer
 
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of a product, on one multiprocessor
 LAUNCH_S = 3e-6  # between two kernels of a product
-# Sequence at which a causal kernel has half its rate: published curves of FlashAttention-2 on H100 follow it.
+# Sequence at which a causal kernel has half its rate, about as in published curves of FlashAttention-2 on H100.
 HALF_RATE_SEQ = 600
 NEWTON_SCHULZ_STEPS = 5
+# Best published rates of one product on H100: 1,403 TFLOP/s of FP8's peak, 795 of BF16's. An operand is read twice, for
+# its scale and its cast, and written once.
+FP8_REACH = (1403 / 1979) / (795 / 989)
+FP8_CAST_BYTES = 5
 SHORT_HOP_S = 1e-6  # between two GPUs of a node
 # The host's own time in an engine, measured on two cores (docs/benchmarks.md): a parameter of a step and of a further
 # micro-batch, a gather of a unit. A layer's launches are an estimate: no host of a GPU was measured.
@@ -158,6 +162,7 @@ class _Step:
         passes = [self._passes(tokens, columns, self.hidden) for columns in projections]
         passes.append(self._passes(tokens, self.hidden, query))
         passes += _scaled(self._feed_forward(tokens, self.ffn / job.tp), 1 - share)
+        passes = [self._in_fp8(each) for each in passes]
         if (experts := self.model.experts) is not None:
             # Tokens of each expert fill whole tiles; ranks of ep hold other experts and as many tokens.
             each = tokens * experts.top_k * job.ep / experts.num_experts
@@ -166,6 +171,14 @@ class _Step:
             if shared := experts.shared_ffn_hidden_size:
                 passes += _scaled(self._feed_forward(tokens, shared / job.tp), share)
         return _sum(passes)
+
+    def _in_fp8(self, passes: Passes) -> Passes:
+        job, hardware = self.job, self.hardware
+        gain = FP8_REACH * (hardware.fp8_flops or hardware.dense_flops) / hardware.dense_flops
+        factor = 1 - job.fp8 + job.fp8 / gain
+        return Passes(
+            factor * passes.forward, factor * passes.inputs, (factor if job.fp8_weights else 1) * passes.weights
+        )
 
     def _feed_forward(self, tokens: float, inner: float) -> list[Passes]:
         first = self._passes(tokens, inner, self.hidden)
@@ -195,15 +208,20 @@ class _Step:
         rotated = self.query + self.key if model.position == "rotary" else 0
         summed = (0 if self.job.fused_projections else 2) + (1 if self.gated else 0)
         middle, norms = cost.gate if self.gated else cost.activation, 4 if model.norm_place == "both" else 2
-        inner = self.ffn * (1 - self.expert_share)
+        wide = self.ffn * (1 - self.expert_share)
+        inner = wide
         if (experts := model.experts) is not None:
             inner += self.expert_share * (
                 experts.top_k * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
             )
+        read = 2 * self.hidden + self.query + wide  # inputs of a layer's products, and then their results
+        made = 2 * self.hidden + self.query + 2 * self.key + wide * (2 if self.gated else 1)
+        cast = [FP8_CAST_BYTES * self.job.fp8 * elements for elements in (read, made)]
         forward, backward = (
             self.hidden * (norms * cost.norm[way] + 2 * cost.residual[way] + way * summed * cost.addition)
             + inner * middle[way]
             + rotated * cost.rotation[way]
+            + cast[way]
             for way in (0, 1)
         )
         tokens = self.tokens / self.job.tp

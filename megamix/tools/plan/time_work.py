@@ -55,6 +55,8 @@ class TimedJob:
     cp_heads: bool = False  # whether context-parallel ranks exchange heads instead of keys and values
     kernels: Kernels = "compiled"
     recompute: Recompute = Recompute()
+    fp8: float = 0.0  # share of the layers whose products are in FP8
+    fp8_weights: bool = False  # whether the products that make gradients of weights are, too
     fused_projections: bool = False  # whether query, key and value are one product
     traffic: Traffic
     muon: bool = False

@@ -115,7 +115,7 @@ def table() -> list[str]:
 
     The last ones are of a program without a factor of its own, predicted by the constants alone.
     """
-    known, blind = published_rows(), published_rows("blind")
+    known, blind = [*published_rows(), *published_rows("fp8")], published_rows("blind")
     values = fitted_constants().values
     seconds = [*np.exp(FITTED.predict(best().logs, known))]
     seconds += [step_time(row.job, row.hardware, values).seconds for row in blind]

@@ -104,6 +104,8 @@ def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> Publis
         stages=row.get("stages", 1),
         kernels=row["kernels"],
         fused_projections=row.get("fused_projections", False),
+        fp8=float(row.get("fp8", False)),
+        fp8_weights=row.get("fp8", False),
         recompute=_recompute(row["recompute"]),
         traffic=_traffic(row, count, layers // pp + 1),
     )
@@ -131,7 +133,7 @@ def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> Publis
 def _note(row: dict[str, Any], tp: int, pp: int) -> str:
     recompute = {"none": "", "full": "recompute", "selective_op": "recompute half"}
     parts = [row["shard"], recompute.get(row["recompute"], "recompute 0.87")]
-    parts += ["eager" if row["kernels"] == "eager" else ""]
+    parts += ["eager" if row["kernels"] == "eager" else "", "FP8" if row.get("fp8") else ""]
     parts += [
         f"tp {tp}{' overlapped' if row.get('tp_overlap') else ''}" if tp > 1 else "",
         f"pp {pp}" if pp > 1 else "",

@@ -83,6 +83,13 @@ def test_a_fifth_program_on_another_machine_is_foreseen_but_for_its_tensor_paral
     assert sum(abs(off) < band for off, band in bands.values()) == 11
 
 
+def test_products_in_fp8_gain_what_was_published() -> None:
+    rows = published_rows("fp8")
+    predicted = np.exp(FITTED.predict(best().logs, rows))
+    assert max(abs(row.seconds / seconds - 1) for row, seconds in zip(rows, predicted, strict=True)) < 0.05
+    assert all(abs(off) < band for off, band in map(off_and_band, rows))
+
+
 def off_and_band(row: PublishedRow) -> tuple[float, float]:
     """Return by which share the throughput foreseen for an unknown program is too high, and the band's half-width."""
     constants = fitted_constants()
