@@ -61,6 +61,8 @@ def _shrunken(name: str, folder: Path, data: Path) -> Config:
         small |= {f"model.experts.{key}": size for key, size in _EXPERTS.items()}
     if whole.lr_schedule.decay_steps is not None:
         small["lr_schedule.decay_steps"] = 3
+    if whole.optimizer.schedules.momentum is not None:
+        small["optimizer.schedules.momentum.warmup_steps"] = 2
     return load_config(path, [f"{key}={json.dumps(value)}" for key, value in small.items()])
 
 
