@@ -284,11 +284,10 @@ def _settings_have_schedules(config: Config) -> Iterator[str]:
             if value is not None and not 0 <= value < most:
                 limits = "must be at least 0" + " and less than 1" * (most == 1)
                 yield f"{key}.{bound}: got {value}, {limits}; write for example {bound} = {0.85 if most == 1 else 0.0}"
-        for bound, length in (("start", "warmup_steps"), ("end", "decay_steps")):
-            if getattr(schedule, bound) is None and getattr(schedule, length):
-                yield f"{key}.{length}: got {getattr(schedule, length)}, but {bound} is not set; write {bound}, too"
-        if schedule.start is not None and not schedule.warmup_steps:
-            yield f"{key}.start: got {schedule.start} with warmup_steps = 0; write for example warmup_steps = 300"
+        if (schedule.start is None) == (schedule.warmup_steps > 0):
+            yield f"{key}: start and warmup_steps go together; write both, such as start = 0.0 and warmup_steps = 300"
+        if schedule.end is None and schedule.decay_steps:
+            yield f"{key}.decay_steps: got {schedule.decay_steps}, but end is not set; write for example end = 0.0"
         length = schedule.warmup_steps + (schedule.decay_steps or 0)
         if length > steps:
             yield (

@@ -1,7 +1,7 @@
 """Adam with decoupled weight decay."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar
 
@@ -33,23 +33,24 @@ class AdamW(AdamWSettings, Optimizer):
 
     group_settings: ClassVar[tuple[str, ...]] = ("betas", "eps")
 
+    chances: tuple[bool, ...] = field(init=False, repr=False)  # of each moment: whether it is rounded by chance
+
+    def __post_init__(self) -> None:
+        super(AdamW, self).__post_init__()
+        # All groups have one equation, so any beta that needs chance decides for all. Worked out here: the compiler
+        # would trace each number of a schedule.
+        every = [self.betas, *(group.betas for group in self.groups if group.betas is not None)]
+        largest = [max(chain.from_iterable(map(table_of, betas))) for betas in zip(*every, strict=True)]
+        chances = tuple(self.state_dtype == torch.bfloat16 and needs_chance(beta) for beta in largest)
+        object.__setattr__(self, "chances", chances)
+
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
         return {"exp_avg": self.state_dtype, "exp_avg_sq": self.state_dtype}
 
     @property
-    def _by_chance(self) -> tuple[bool, bool]:
-        """Return which moments are rounded by chance: those for which any beta of any group needs it."""
-        every = [self.betas, *(group.betas for group in self.groups if group.betas is not None)]
-        needed = (
-            any(map(needs_chance, chain.from_iterable(map(table_of, betas)))) for betas in zip(*every, strict=True)
-        )
-        first, second = (self.state_dtype == torch.bfloat16 and needs for needs in needed)
-        return first, second
-
-    @property
     def takes_chances(self) -> bool:
         """Return whether a moment is rounded by chance."""
-        return any(self._by_chance)
+        return any(self.chances)
 
     def coefficients(self, update: Tensor, values: GroupValues) -> Tensors:
         # The bias corrections are factors, 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t), each rounded once. As divisors
@@ -67,7 +68,7 @@ class AdamW(AdamWSettings, Optimizer):
         master = master - at.lr * at.weight_decay * master
         master = master - at.lr * debias1 * (exp_avg / denom)
         new = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        for name, needs in zip(new, self._by_chance, strict=True):
+        for name, needs in zip(new, self.chances, strict=True):
             if needs:
                 new[name] = by_chance(new[name], master, update)
         return master, new

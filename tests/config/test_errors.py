@@ -298,11 +298,12 @@ def test_a_factor_that_fp32_does_not_hold_is_refused(key: str, value: float) -> 
         ),
         (
             {"schedules": {"weight_decay": {"decay_steps": 5}}},
-            "optimizer.schedules.weight_decay.decay_steps: got 5, but end is not set; write end, too",
+            "optimizer.schedules.weight_decay.decay_steps: got 5, but end is not set; write for example end = 0.0",
         ),
         (
             {"schedules": {"beta1": {"start": 0.5}}},
-            "optimizer.schedules.beta1.start: got 0.5 with warmup_steps = 0; write for example warmup_steps = 300",
+            "optimizer.schedules.beta1: start and warmup_steps go together; write both, such as start = 0.0 and "
+            "warmup_steps = 300",
         ),
         (
             {"schedules": {"beta1": {"start": 0.5, "warmup_steps": 60, "end": 0.5, "decay_steps": 41}}},

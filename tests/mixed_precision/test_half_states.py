@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamix import NAG, AdamW, Precision, Sharding, tuned
+from megamix import NAG, AdamW, ParamGroup, Precision, Sharding, tuned
 from megamix.mixed_precision.fused_update import gated_update_
 from megamix.mixed_precision.group_scalars import GroupScalars
 from megamix.mixed_precision.half_states import by_chance, needs_chance
@@ -130,3 +130,11 @@ def test_wrong_dtypes_are_refused() -> None:
         AdamW(lr=0.1, state_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"momentum 0\.99 is lost in a BF16 state; take state_dtype=torch\.float32"):
         NAG(lr=0.1, momentum=0.99, state_dtype=BF16)
+
+
+def test_any_beta_of_a_group_or_of_a_schedule_decides_by_what_its_moment_is_rounded() -> None:
+    group = ParamGroup(pattern="table", betas=(0.9, 0.999))
+    assert AdamW(lr=0.1, state_dtype=BF16).chances == (False, False)
+    assert AdamW(lr=0.1, groups=(group,), state_dtype=BF16).chances == (False, True)
+    assert AdamW(lr=0.1, betas=([0.9, 0.99], 0.95), state_dtype=BF16).chances == (True, False)
+    assert AdamW(lr=0.1, betas=([0.9, 0.99], 0.95)).chances == (False, False)
