@@ -41,6 +41,7 @@ pytestmark = pytest.mark.uncounted
 
 DECAY = 0.7
 STEPS = 7
+COUNTS = {1: 100, 2: 100, 4: 30} if FULL else {1: 6, 2: 5, 4: 3}
 GROUPS = (ParamGroup(pattern="blocks.1.*", lr_factor=0.5), ParamGroup(pattern="*.gain", weight_decay=0.3))
 OPTIMIZERS = {
     "adamw": AdamW(lr=0.01, groups=GROUPS),
@@ -148,8 +149,8 @@ def _all_wrong(cases: list[Case]) -> list[tuple[list[str], int]]:
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_the_average_is_that_of_torchs_loop(run_ranks, dp_size: int) -> None:
-    cases = _cases(dp_size, 100 if FULL else {1: 6, 2: 5, 4: 3}[dp_size])
-    by_rank = [_all_wrong(cases)] if dp_size == 1 else run_ranks(_all_wrong, dp_size, cases)
+    cases = _cases(dp_size, COUNTS[dp_size])
+    by_rank = [_all_wrong(cases)] if dp_size == 1 else run_ranks(_all_wrong, dp_size, cases, deadline_s=600.0)
     for answers in by_rank:
         assert [line for wrong, _ in answers for line in wrong] == []
         assert all(skipped for case, (_, skipped) in zip(cases, answers, strict=True) if case.dtype == torch.float16)
