@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megamix.config import FP8Config
@@ -156,10 +156,16 @@ def use_fp8(model: LanguageModel, section: FP8Config) -> list[str]:
     Raises: ValueError naming a layer that no GPU would take, or a pattern without a layer, or saying that there is no
     layer, or that the model is not one of our own layers.
     """
-    names = fp8_names(model, section)
+    names = fp8_names(type(model), model.config, section)
+    compute_in_fp8(((name, module) for name, module in model.named_modules() if name in names), section)
+    return names
+
+
+def compute_in_fp8(layers: Iterable[tuple[str, nn.Module]], section: FP8Config) -> None:
+    """Let these layers compute their products as the section says. Raises: ValueError naming one that no GPU takes."""
     changed = dict[Ops, Ops]()
-    for name, layer in model.named_modules():
-        if name in names and isinstance(layer, Linear):
+    for name, layer in layers:
+        if isinstance(layer, Linear):
             if any(size % MULTIPLE for size in layer.weight.shape):
                 raise ValueError(
                     f'precision.fp8.recipe: got "{section.recipe}", and a GPU takes sizes that are multiples of '
@@ -169,18 +175,18 @@ def use_fp8(model: LanguageModel, section: FP8Config) -> list[str]:
             if layer.ops not in changed:
                 changed[layer.ops] = replace(layer.ops, product=FP8Product(section, layer.ops.product))
             layer.ops = changed[layer.ops]
-    return names
 
 
-def fp8_names(model: LanguageModel, section: FP8Config) -> list[str]:
-    """Return the names of the layers whose products are in FP8, in the whole model. Raises: as `use_fp8`."""
+def fp8_names(family: type[LanguageModel], config: Any, section: FP8Config) -> list[str]:
+    """Return the names of the layers whose products are in FP8, in the whole model of this section [model]. Raises: as
+    `use_fp8`.
+    """
     if section.recipe == "none":
         return []
     got = f'precision.fp8.recipe: got "{section.recipe}"'
-    if not isinstance(model, Decoder):
-        raise ValueError(f'{got}, but a {type(model).__name__} computes by modules of its own; write recipe = "none"')
-    # A rank of a pipeline has some of the blocks alone.
-    whole = model.sketch(model.config.model_copy(update={"compile": False}))
+    if not issubclass(family, Decoder):
+        raise ValueError(f'{got}, but a {family.__name__} computes by modules of its own; write recipe = "none"')
+    whole = family.sketch(config)
     layers = {number: block.named_modules(prefix=f"blocks.{number}") for number, block in enumerate(whole.blocks)}
     linear = {name: number for number, block in layers.items() for name, module in block if isinstance(module, Linear)}
     for pattern in section.but:
@@ -203,7 +209,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def in_words(model: LanguageModel, section: FP8Config, *, on_cpu: bool) -> str:
     """Return a line on the layers whose products are in FP8; "" without any."""
     numbers, parts = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)
-    for name in fp8_names(model, section):
+    for name in fp8_names(type(model), model.config, section):
         _, layer, part = name.split(".", 2)
         numbers[part].append(int(layer))
     if not numbers:

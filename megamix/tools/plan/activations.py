@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from megamix.comm.collectives import ShapesAlone
 from megamix.comm.topology import Topology
-from megamix.config import DecoderConfig, ParallelismConfig, axis_sizes
+from megamix.config import DecoderConfig, FP8Config, ParallelismConfig, axis_sizes
 from megamix.live_storage import LiveStorage
 from megamix.model.family import family_of
+from megamix.model.fp8 import compute_in_fp8, fp8_names
 from megamix.model.language_model import LanguageModel
 from megamix.model.ops import Ops
 from megamix.parallel.build import divide_work
@@ -34,6 +35,7 @@ from megamix.tools.plan.stand_ins import (
     GpuShapes,
     crowded_experts,
     few_slices,
+    fused_codes,
     with_kernels,
     without_memory,
 )
@@ -63,6 +65,7 @@ class TracedWork:
     machine: Machine
     packed: bool = False
     division: ParallelismConfig = field(default_factory=ParallelismConfig)
+    fp8: FP8Config = field(default_factory=FP8Config)
     in_halves: bool = False  # each backward is in halves, except the first stage's
     crowded: bool = False  # all tokens choose experts of this rank; else experts get equally many
 
@@ -79,6 +82,10 @@ class TracedWork:
             return nullcontext()
         return crowded_experts(experts.top_k, experts.num_experts // self.division.ep_size)
 
+    def quantising(self) -> AbstractContextManager[None]:
+        """Return a context in which codes are made as by this work's kernels."""
+        return fused_codes() if self.machine == "gpu" and self.model.compile else nullcontext()
+
     @property
     def batch_bytes(self) -> int:
         """Return the bytes of a micro-batch: tokens, targets and positions."""
@@ -94,8 +101,26 @@ class TracedWork:
             0, dp=self.division.ep_size, ep_size=self.division.ep_size, **axis_sizes(self.division)
         )
         take_blocks(part, topology)
+        if in_fp8 := self._in_fp8():
+            blocks = zip(part.get_submodule("blocks").children(), like, strict=True)
+            names = ((name, block.get_submodule(name)) for block, layer in blocks for name in in_fp8.get(layer, ()))
+            compute_in_fp8(names, self.fp8)
         divide_work(part, self.division, topology, ShapesAlone)
         return part
+
+    def _in_fp8(self) -> dict[int, list[str]]:
+        """Return the names of the layers with products in FP8 within each block."""
+        names = defaultdict[int, list[str]](list)
+        for name in fp8_names(family_of(self.model), self.model, self.fp8):
+            _, layer, part = name.split(".", 2)
+            names[int(layer)].append(part)
+        return names
+
+    def alike(self) -> list[int]:
+        """Return for each layer the first one whose block is of the same kind, with the same products in FP8."""
+        first, in_fp8 = dict[tuple[int | str, ...], int](), self._in_fp8()
+        kinds = enumerate(family_of(self.model).alike(self.model))
+        return [first.setdefault((kind, *in_fp8.get(layer, ())), layer) for layer, kind in kinds]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,7 +154,7 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
     computed wide: a compiled block keeps FP32 copies of those. Blocks of a kind that end before those of another kind
     begin are counted with an upper bound, too.
     """
-    alike = family_of(work.model).alike(work.model)
+    alike = work.alike()
     counts = Counter(alike[layer] for layer in reversed(layers))
     kinds = [*reversed(counts)]  # in the order of each kind's last block
     one = _trace(work, tuple(kinds), is_first, is_last)
@@ -148,7 +173,7 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
 def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: bool) -> StageMemory:
     found = StageMemory()
     on_meta = work.machine == "gpu" and family_of(work.model).runs_on_meta
-    with without_memory(on_gpu=on_meta) as device, few_slices(), work.routing():
+    with without_memory(on_gpu=on_meta) as device, few_slices(), work.routing(), work.quantising():
         model = work.build((*like[: not is_first], *like, *like[: not is_last]))  # missing ends get blocks of their own
         place(model, work.dtype, device)
         for module in model.modules() if work.machine == "gpu" else ():

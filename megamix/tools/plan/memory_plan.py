@@ -192,6 +192,7 @@ def _plan_part(
         machine=machine,
         packed=config.data.packing == "documents",
         division=_division(section),
+        fp8=config.precision.fp8,
         in_halves=bool(stages) and section.pp_schedule.endswith("zero_bubble"),
         crowded=crowded,
     )

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megamix.model import fp8, wide
 from megamix.model import ops as operations
-from megamix.model import wide
 from megamix.model.context import Documents
+from megamix.model.fp8 import Codes
 from megamix.model.ops import SEES_ALL, AttentionRule, Ops, Segmented, Segments
 from megamix.model.wide import Crossing, apply
 from megamix.parallel import expert_parallel
@@ -60,6 +61,21 @@ def crowded_experts(top_k: int, num_here: int) -> Iterator[None]:
         yield
     finally:
         operations.host_counts, expert_parallel.rows_of_ranks = even_groups, even_ranks
+
+
+@contextlib.contextmanager
+def fused_codes() -> Iterator[None]:
+    """Let codes in FP8 be made without tensors in between, as by kernels of torch.compile."""
+    in_parts = fp8.quantise
+
+    def fused(x: Tensor, dtype: torch.dtype, by_row: bool) -> Codes:
+        return Codes(x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x) if by_row else 1, dtype=torch.float32))
+
+    fp8.quantise = fused
+    try:
+        yield
+    finally:
+        fp8.quantise = in_parts
 
 
 @contextlib.contextmanager

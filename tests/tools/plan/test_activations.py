@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megamix import tuned
-from megamix.config import ModelConfig
+from megamix.config import FP8Config, ModelConfig
 from megamix.live_storage import LiveStorage
 from megamix.model import cross_entropy
+from megamix.model.fp8 import use_fp8
 from megamix.model.transformer import Transformer
 from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.tools.plan.stand_ins import GpuShapes
@@ -27,9 +28,9 @@ VARIANTS = {
 BATCH = (3, SMALL["seq_len"])
 
 
-def _counted(part: Transformer) -> tuple[int, int, int]:
+def _counted(part: Transformer, shape: tuple[int, int] = BATCH) -> tuple[int, int, int]:
     """Return the bytes kept at the end of forward, and the peaks of forward and of backward, beside the batch."""
-    batch = [torch.zeros(BATCH, dtype=torch.int64) for _ in range(2)]
+    batch = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
     for param in part.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     with LiveStorage() as tracker:
@@ -50,6 +51,34 @@ def test_traced_is_counted(variant: str, dtype: torch.dtype) -> None:
     model = ModelConfig(**{**SMALL, **VARIANTS[variant], "num_layers": 4})
     traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), range(4))
     assert (traced.kept, traced.forward, traced.backward) == _counted(Transformer(model).to(dtype))
+
+
+FP8 = {
+    "rowwise": FP8Config(recipe="rowwise", half_first=1),
+    "tensorwise": FP8Config(recipe="tensorwise", weight_grad="fp8", but=("blocks.2.*", "*.down")),
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recipe", FP8)
+def test_traced_is_counted_in_fp8(recipe: str, recompute: str) -> None:
+    sizes = {"num_layers": 4, "hidden_size": 32, "seq_len": 16, "ffn_hidden_size": 96, "recompute": recompute}
+    model = ModelConfig(**{**SMALL, **VARIANTS["llama"], **sizes})
+    work = TracedWork(model=model, batch=(3, 16), dtype=torch.bfloat16, machine="cpu", fp8=FP8[recipe])
+    traced, part = trace_stage(work, range(4)), Transformer(model).to(torch.bfloat16)
+    use_fp8(part, FP8[recipe])
+    assert (traced.kept, traced.forward, traced.backward) == _counted(part, (3, 16))
+
+
+def test_on_a_gpu_codes_take_the_place_of_inputs() -> None:
+    """Of query, key and value, of gate and up, and of down, a byte for two; attention keeps that of out in half."""
+    sizes = {"num_layers": 4, "hidden_size": 32, "seq_len": 16, "ffn_hidden_size": 96, "compile": True}
+    model = ModelConfig(**{**SMALL, **VARIANTS["llama"], **sizes})
+    half, codes = (
+        trace_stage(TracedWork(model=model, batch=(3, 16), dtype=torch.bfloat16, machine="gpu", fp8=fp8), range(4))
+        for fp8 in (FP8Config(), FP8Config(recipe="tensorwise", weight_grad="fp8"))
+    )
+    assert half.blocks - codes.blocks == 4 * (3 * 16 * (32 + 32 + 96 - 32) - 4 * torch.float32.itemsize)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

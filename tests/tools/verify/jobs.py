@@ -37,6 +37,7 @@ from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.layouts.observe import observe
 from tests.tools.verify.expert_bugs import EXPERT_BUGS
+from tests.tools.verify.fp8_bugs import FP8_BUGS
 from tests.tools.verify.muon_bugs import FAMILY, MUON_BUGS
 
 FAMILIES = {
@@ -460,4 +461,4 @@ def window_ignored() -> object:
 
 
 BUGS |= {bug.__name__: bug for bug in (schedule_one_update_late, documents_seen_across, window_ignored)}
-BUGS |= MUON_BUGS | EXPERT_BUGS
+BUGS |= MUON_BUGS | EXPERT_BUGS | FP8_BUGS

@@ -69,6 +69,22 @@ def test_the_size_is_small_unless_an_override_says_otherwise(
     assert first == f"at training.micro_batch_size={want[0]} model.seq_len={want[1]} (overrides take another size)"
 
 
+def test_products_in_fp8_are_verified_behind_the_same_job_in_half(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def verify_layout(config: Config, *_: object) -> Verdict:
+        seen.append((config.precision.fp8.recipe, config.training.micro_batch_size))
+        return Verdict(attempts=4)
+
+    monkeypatch.setattr(layout_lines, "verify_layout", verify_layout)
+    fp8 = "precision.fp8.recipe=tensorwise", "precision.fp8.weight_grad=fp8"
+    assert main(["verify", CONFIG, "precision.dtype=bf16", *fp8, "--layouts", "dp2"]) == 0
+    assert seen == [("none", 16), ("tensorwise", 16)]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:4]] == ["dp2", "in"]
+
+
 def test_wrong_layouts_are_named_before_any_rank_is_started(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", CONFIG, "--layouts", "dp2,xp4,dp0,tp4"]) == 2
     said = capsys.readouterr().err

@@ -50,6 +50,7 @@ from megamix.tools.verify.core.update_kinds import RightUpdate, Rule
 from megamix.tools.verify.core.verdict import (
     NOISE,
     NOISIEST,
+    NOISIEST_IN_FP8,
     U32,
     UNIT,
     Tensors,
@@ -239,7 +240,9 @@ class _Judged:
         """Compare the gradient with FP64's at the same weights."""
         exact, native, roundings = self.right.exact, self._native(), sum(map(len, self.right.by_rank)) + 1
         judge_choices(verdict, self.number, self.reference.native, self.choices, exact, native)
-        note_noise(verdict, self.number, native.grads, exact.grads, UNIT[self.dtype])
+        in_fp8 = self.config.precision.fp8.recipe != "none"
+        noisiest = NOISIEST_IN_FP8 if in_fp8 else NOISIEST[UNIT[self.dtype]]
+        note_noise(verdict, self.number, native.grads, exact.grads, noisiest)
         self._loss_path(verdict, exact, native)
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
         divisor = self.divisor if self.dtype == torch.float16 else None
@@ -251,7 +254,7 @@ class _Judged:
             explain = partial(self.right.explain, one.of, self.grads, loosest)
             verdict.note(self.number, "gradient", one.name, float((one.grad - one.want).abs().max()), bound, explain)
         # A gradient that is mostly noise has no factor, such as that of a bias which the softmax takes out again.
-        judged = [one for one in matrices if one.relative_noise < NOISIEST[UNIT[self.dtype]]]
+        judged = [one for one in matrices if one.relative_noise < noisiest]
         # One rank's factor may be right by chance, so each is held against the noise of all.
         noise = max((abs(factor_of(one.near, one.want) - 1) for one in judged), default=0.0)
         for one in judged if len(verdict.differences) == known else ():

@@ -18,6 +18,7 @@ from megamix.beside.added_loss import added_losses_times
 from megamix.config import Config
 from megamix.data.loader import IGNORE, Batch
 from megamix.model.family import family_of
+from megamix.model.fp8 import use_fp8
 from megamix.model.ops import Ops
 from megamix.tools.verify.core.choices import Choices, Replays
 from megamix.tools.verify.core.verdict import UNIT, Tensors
@@ -58,6 +59,7 @@ class Reference:
         torch.manual_seed(config.training.seed)
         family = family_of(plain)
         native, exact = family(plain).to(device), family(plain, Ops(wide=False)).to(device).double()
+        use_fp8(native, config.precision.fp8)
 
         z_loss = getattr(plain, "z_loss", 0.0)
 

@@ -23,7 +23,17 @@ from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of
 from megamix.tools.verify.core.norm_kinds import explain_clipping, explain_norm
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite, moved
 from megamix.tools.verify.core.update_kinds import Halves
-from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_noise
+from megamix.tools.verify.core.verdict import (
+    NOISE,
+    NOISIEST,
+    U32,
+    UNIT,
+    Tensors,
+    Verdict,
+    gradient_bound,
+    norm_of,
+    note_noise,
+)
 from megamix.tools.verify.foreign.judge_buffers import check_buffers, check_first_buffers, explain_values
 from megamix.tools.verify.foreign.plain_optimizer import PlainUpdates
 from megamix.tools.verify.foreign.trainer import ForeignTrainer, autocast_entered
@@ -147,7 +157,7 @@ class _Judge:
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
                 verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
             unit = max(self.unit, *(UNIT.get(weights[name].dtype, U32) for name in self.initial))
-            note_noise(verdict, number, native.grads, exact.grads, unit)
+            note_noise(verdict, number, native.grads, exact.grads, NOISIEST[unit])
             norm = norm_of(exact.grads)
             # Noise over all elements at once: the noise of one number, such as the norm, may be zero by chance.
             noise = norm_of({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)

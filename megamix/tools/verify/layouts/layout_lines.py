@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megamix.arguments import Failed
-from megamix.config import Config
+from megamix.config import Config, FP8Config
 from megamix.progress import ProgressLine, duration
 from megamix.supervise.console import say
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
@@ -46,7 +46,8 @@ def verify_lines(
             # One pool of a size serves all layouts of that size.
             pool = pools.setdefault(layout.world_size, pool_for(layout.world_size))
             try:
-                yield from result_lines(layout.name, verify_layout(config, layout, pool, bisect), bisect)
+                for name, job in _by_products(layout.name, config).items():
+                    yield from result_lines(name, verify_layout(job, layout, pool, bisect), bisect)
             except RankFailure as failure:
                 yield Failed(f"{layout.name:<13} fails\n{failure}")
             progress.advance(layout.world_size)
@@ -54,6 +55,15 @@ def verify_lines(
         for pool in pools.values():
             pool.close()
     yield "numbers are the largest error as a share of its bound (docs/parallelism.md); 1 is too much"
+
+
+def _by_products(name: str, config: Config) -> dict[str, Config]:
+    """Return the jobs to verify in a layout. One with products in FP8, whose rounding could hide a small mistake, comes
+    after the same job with products in half.
+    """
+    if config.precision.fp8.recipe == "none":
+        return {name: config}
+    return {name: config.with_keys(precision={"fp8": FP8Config()}), "  in FP8": config}
 
 
 def verify_layout(

@@ -1,0 +1,89 @@
+"""Ranks that compute products in FP8 train as one rank does, in every layout, recipe and `shard`; planted bugs are
+found, and an inf within a product skips the step on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megamix.config import Config, FP8Config
+from megamix.tools.verify.core.verdict import Verdict
+from megamix.tools.verify.layouts.judge import judge
+from tests.conftest import FULL
+from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_case
+
+RECIPES: dict[str, Any] = {
+    "rowwise": {"recipe": "rowwise"},
+    "rowwise in full": {"recipe": "rowwise", "weight_grad": "fp8", "grad": "e4m3"},
+    "tensorwise": {"recipe": "tensorwise", "half_first": 1},
+    "tensorwise in full": {"recipe": "tensorwise", "weight_grad": "fp8"},
+}
+MODEL = {"hidden_size": 64, "ffn_hidden_size": 96, "seq_len": 32}  # as many tokens in a micro-batch as channels
+SHARDS = "states", "gradients", "parameters"
+CASES = [
+    (layout, recipe, shard)
+    for layout in ("dp2", "tp2sp", "cp2", "pp2")
+    for recipe in RECIPES
+    for shard in SHARDS
+    if not (layout == "pp2" and shard == "parameters")
+]
+FEW = [
+    ("dp2", "rowwise", "parameters"), ("tp2sp", "tensorwise in full", "gradients"),
+    ("cp2", "rowwise in full", "states"), ("pp2", "tensorwise", "states"),
+]  # fmt: skip
+
+
+def fp8_job(layout: str, recipe: str, shard: str = "states", **model: Any) -> Config:
+    recompute = {"states": "none", "gradients": "selective", "parameters": "full"}[shard]
+    job = make_config(
+        layout.removesuffix("sp"), dtype="bf16", shard=shard, sequence_parallel=layout.endswith("sp"),
+        model=MODEL | {"recompute": recompute} | model,
+    )  # fmt: skip
+    return job.with_keys(precision={"fp8": FP8Config(**RECIPES[recipe])})
+
+
+def judged(config: Config, ranks: Any, overflow_at: int | None = OVERFLOW_AT) -> Verdict:
+    return judge(config, ranks, torch.device("cpu"), UPDATES, overflow_at)
+
+
+def observe_all(configs: list[Config]) -> list[Any]:
+    return [observe_case(config) for config in configs]
+
+
+@pytest.mark.uncounted
+def test_every_layout_passes(run_ranks) -> None:
+    cases = CASES if FULL else FEW
+    configs = [fp8_job(*case) for case in cases]
+    by_rank = run_ranks(observe_all, 2, configs, deadline_s=900.0)
+    for case, config, *ranks in zip(cases, configs, *by_rank, strict=True):
+        verdict = judged(config, ranks)
+        assert (case, verdict.differences, verdict.skipped) == (case, [], 1)
+
+
+BUGS = {
+    "fp8_gradients_larger": ("tensorwise in full", "it looks like 2 times the right one"),
+    "fp8_scales_transposed": ("rowwise in full", "gradient of "),
+    "fp8_scales_stale": ("tensorwise in full", "gradient of "),
+    "inf_hidden_by_the_cast": ("tensorwise in full", "overflow flag of the planted overflow"),
+}
+
+
+def observe_bugs(jobs: list[tuple[Config, str]]) -> list[Any]:
+    return [observe_bug(*job) for job in jobs]
+
+
+@pytest.mark.uncounted
+def test_planted_bugs_are_found_and_an_inf_in_a_product_skips_on_every_rank(run_ranks) -> None:
+    jobs = [(fp8_job("dp2", recipe), bug) for bug, (recipe, _) in BUGS.items()]
+    jobs.append((fp8_job("dp2", "tensorwise in full"), "inf_in_a_product"))
+    *wrong, right = zip(jobs, *run_ranks(observe_bugs, 2, jobs, deadline_s=900.0), strict=True)
+    for (config, bug), *ranks in wrong:
+        found = judged(config, ranks, OVERFLOW_AT if "inf" in bug else None).differences
+        assert found, bug
+        assert BUGS[bug][1] in str(found[0])
+    (config, _), *ranks = right
+    verdict = judged(config, ranks)
+    assert (verdict.differences, verdict.skipped) == ([], 1)
