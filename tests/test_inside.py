@@ -20,7 +20,7 @@ FACADE = {
     # a step whose passes somebody else calls
     "micro_batches", "backward_pass", "collect", "check_module", "progress",
     # weights and state
-    "whole_parameters", "full_weights", "load_weights", "state_dict", "load_state_dict", "owned_ranges",
+    "whole_parameters", "full_weights", "load_weights", "state_dict", "load_state_dict", "owned_ranges", "held_states",
     "publish_masters", "refuse_unseen_writes", "begin_average", "averaged_weights", "average_decay",
     # what it was given
     "module", "optimizer", "topology", "device", "clip_grad", "grad_accum_steps",

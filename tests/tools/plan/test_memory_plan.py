@@ -189,6 +189,8 @@ SOME = [*[*CONFIGS][::2], *MUON, *[*SHARDED][::2]]
 def held_by(engine: ShardedEngine) -> dict[str, int]:
     """Return the bytes that an engine holds between steps, by the plan's categories."""
     buckets, sums = engine.buckets, [bucket.grad_sum for bucket in engine.buckets]
+    states = [state for bucket in buckets for of_span in bucket.states for state in of_span.values()]
+    states += [state for held in engine.held_states() for state in held.tensors.values()]
     owner_adds = engine.plan.sharding.accumulate == "owner" and engine.grad_accum_steps > 1
     held = {
         "half parameters": [flat for bucket in buckets for flat in (bucket.params, bucket.param_shard)],
@@ -196,7 +198,7 @@ def held_by(engine: ShardedEngine) -> dict[str, int]:
         "FP32 sums of micro-batches": sums if owner_adds else [],
         "FP32 masters": [bucket.master for bucket in buckets],
         "FP32 average of the weights": [bucket.average for bucket in buckets if bucket.average is not None],
-        "optimizer states": engine._states(),
+        "optimizer states": states,
     }
     return {name: storage_bytes(tensors) for name, tensors in held.items()}
 
