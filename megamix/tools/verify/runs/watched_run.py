@@ -81,16 +81,16 @@ def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder
     # A ramp doubles its batches where the run is interrupted, with an overflow on both sides.
     ramp = ((0, batch), (BORDERS[0], 2 * batch)) if config.training.batch_ramp else ((0, batch),)
     here = layout.apply(config)
-    schedule, scale, metrics = here.lr_schedule, here.precision.loss_scale, here.metrics
-    warmup = min(schedule.warmup_steps, 2)
-    decay = None if schedule.decay_steps is None else min(schedule.decay_steps, STEPS - warmup)
+    scale, metrics, schedules = here.precision.loss_scale, here.metrics, here.optimizer.schedules
+    settings = {name: one.model_copy(update=_lengths(one)) for name, one in schedules if one is not None}
     short = {"init_scale": 2.0**10, "growth_interval": 2}
     known = {key: min(value, getattr(scale, key)) for key, value in short.items() if hasattr(scale, key)}
     train, valid = ((data_source({"path": str(folder / key)}),) for key in ("train", "valid"))
     silent = {key: None for key, value in metrics if hasattr(value, "model_fields")}
     updates: dict[str, dict[str, Any]] = {
         "data": {"train": train, "valid": {"": valid}, "stages": (), "split": None, "tokenizer": None},
-        "lr_schedule": {"warmup_steps": warmup, "decay_steps": decay},
+        "optimizer": {"schedules": schedules.model_copy(update=settings)},
+        "lr_schedule": _lengths(here.lr_schedule),
         "precision": {"loss_scale": scale.model_copy(update=known), "max_retries": 3},
         "training": {
             "steps": STEPS,
@@ -112,6 +112,12 @@ def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder
         "profiling": {"num_steps": 0},
     }
     return here.with_keys(**updates)
+
+
+def _lengths(schedule: Any) -> dict[str, int | None]:
+    """Return the lengths of a schedule of any setting that fit into STEPS updates."""
+    warmup, decay = min(schedule.warmup_steps, 2), schedule.decay_steps
+    return {"warmup_steps": warmup, "decay_steps": None if decay is None else min(decay, STEPS - warmup)}
 
 
 def watch_job(part: JobPart) -> list[Seen]:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import pytest
 import torch
 
+from megamix.builders.objects import build_optimizer
 from megamix.cli import main
 from megamix.config import Config
 from megamix.tools.ranks import RankFailure
@@ -112,6 +113,16 @@ def test_a_job_with_experts_passes_and_biases_that_a_resume_loses_are_named(run_
         "resumed twice on dp2, dp2ep2: blocks.1.feed_forward.router.balance.value on rank 1 is off by 0.00"
     )
     assert lost[1].endswith(" after the first resume; it looks like it was not loaded, and is zero")
+
+
+def test_schedules_of_long_runs_fit_into_the_few_updates(tmp_path: Path) -> None:
+    tree = make_config("dp1", name="nag").model_dump()
+    momentum, decay = {"start": 0.85, "warmup_steps": 300}, {"end": 0.0, "warmup_steps": 0, "decay_steps": 400}
+    tree["optimizer"]["schedules"] = {"momentum": momentum, "weight_decay": decay}
+    layout = parse_layout("dp1")
+    optimizer = build_optimizer(run_config(Config.model_validate(tree), [layout], layout, tmp_path, "run"))
+    assert optimizer.momentum == (0.85, 0.875, *[0.9] * 7)
+    assert optimizer.weight_decay[-1] == pytest.approx(optimizer.weight_decay[0] / 9)
 
 
 def test_a_job_has_the_same_global_batch_on_every_layout(tmp_path: Path) -> None:
