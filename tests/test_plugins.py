@@ -17,7 +17,7 @@ import pytest
 from pydantic import Field, create_model
 
 from megamix import AdamW
-from megamix.builders.objects import build_optimizer
+from megamix.builders.objects import build_optimizer, lr_table
 from megamix.checkpoint.manifest import RunRecord, read_manifest
 from megamix.cli import main
 from megamix.config import (
@@ -284,7 +284,7 @@ def test_the_page_s_example_goes(here: Path) -> None:
     (here / "my_module.py").write_text(module)
     base = _write(here, "base.toml", config_to_toml(config_from_dict(changed())).replace(": not set", ""))
     config = load_config(_write(here, "job.toml", f'base = "{base.name}"\n{toml}'))
-    assert build_optimizer(config.optimizer, [0.1], config.model) == AdamW(lr=[0.1], betas=(0.8, 0.95))
+    assert build_optimizer(config) == AdamW(lr=lr_table(config), betas=(0.8, 0.95))
 
 
 @pytest.mark.parametrize(

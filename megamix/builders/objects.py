@@ -11,7 +11,6 @@ from megamix import schedules
 from megamix.comm.topology import Topology
 from megamix.config import (
     Config,
-    DecoderConfig,
     OptimizerConfig,
     PrecisionConfig,
     axis_sizes,
@@ -20,7 +19,6 @@ from megamix.config import (
     stages_per_rank,
     tokens_of,
 )
-from megamix.config.sections import LrScheduleConfig
 from megamix.data.loader import BatchLoader
 from megamix.data.source import SampleSource
 from megamix.mixed_precision.adamw import AdamW
@@ -66,12 +64,9 @@ def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
     return scale
 
 
-def build_optimizer(section: OptimizerConfig, lr: Sequence[float], model: DecoderConfig) -> Optimizer:
-    """Return the optimizer of a run.
-
-    `lr`: one learning rate per update. `model`: the section [model], by which the family knows which parameters are no
-    matrices.
-    """
+def build_optimizer(config: Config) -> Optimizer:
+    """Return the optimizer of a run. The model's family knows which parameters are no matrices."""
+    section, model, lrs = config.optimizer, config.model, lr_table(config)
     groups = tuple(ParamGroup(**_given(group)) for group in section.groups)
     own = _given(getattr(section, section.name))
     if section.name in ("adamw", "nag", "muon"):
@@ -80,7 +75,7 @@ def build_optimizer(section: OptimizerConfig, lr: Sequence[float], model: Decode
         family = family_of(model)
         own |= {"tables": family.tables, "fused": family.fused(model)}
     keys = {"weight_decay": section.weight_decay, **own}
-    keys |= _scheduled(section, keys, len(lr)) | {"lr": lr, "groups": groups}
+    keys |= _scheduled(section, keys, len(lrs)) | {"lr": lrs, "groups": groups}
     optimizer: Optimizer = OPTIMIZERS.registered[section.name](**keys)
     return optimizer.for_model(family_of(model).sketch(model)) if section.name == "muon" else optimizer
 
@@ -146,11 +141,7 @@ def build_engine(
     """
     engine = ShardedEngine(
         model,
-        build_optimizer(
-            config.optimizer,
-            lr_table(config.optimizer, config.lr_schedule, config.training.steps, tokens_done(config)),
-            config.model,
-        ),
+        build_optimizer(config),
         build_precision(config.precision),
         Sharding(
             units=units,
@@ -193,26 +184,18 @@ def build_training(config: Config, device: torch.device) -> MicroBatchRunner:
     return build_runner(config, engine, model, stages)
 
 
-def tokens_done(config: Config) -> Callable[[int], int] | None:
-    """Return the function from a number of updates to their tokens, if these are the measure of the run."""
-    return partial(tokens_of, config) if config.training.tokens else None
+def lr_table(config: Config) -> list[float]:
+    """Return the learning rates of updates 0 .. steps - 1, FP64."""
+    return [*map(lr_rule(config), range(config.training.steps))]
 
 
-def lr_table(
-    optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int, tokens: Callable[[int], int] | None = None
-) -> list[float]:
-    """Return the learning rates of updates 0 .. steps - 1, FP64. `tokens`: see `tokens_done`."""
-    return [*map(lr_rule(optimizer, schedule, steps, tokens), range(steps))]
-
-
-def lr_rule(
-    optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int, tokens: Callable[[int], int] | None = None
-) -> Callable[[int], float]:
+def lr_rule(config: Config) -> Callable[[int], float]:
     """Return the function from the number of applied updates to the learning rate, FP64.
 
     It depends on nothing else, so skipped steps do not count.
     """
-    style, lr, min_lr = schedule.decay_style, optimizer.lr, optimizer.min_lr
-    if tokens is None:
-        return schedules.rule(style, lr, steps, schedule.warmup_steps, schedule.decay_steps, min_lr)
-    return schedules.rule(style, lr, tokens(steps), schedule.warmup_tokens, schedule.decay_tokens, min_lr, tokens)
+    schedule, steps, done = config.lr_schedule, config.training.steps, partial(tokens_of, config)
+    style, lr, min_lr = schedule.decay_style, config.optimizer.lr, config.optimizer.min_lr
+    if config.training.tokens:
+        return schedules.rule(style, lr, done(steps), schedule.warmup_tokens, schedule.decay_tokens, min_lr, done)
+    return schedules.rule(style, lr, steps, schedule.warmup_steps, schedule.decay_steps, min_lr)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megamix.builders.objects import lr_rule, tokens_done
+from megamix.builders.objects import lr_rule
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read_on_all
@@ -59,11 +59,7 @@ def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, ranks
     lines = judge(checkpoint.path, checkpoint.manifest, config, record, ranks)
     progress = Progress.read(checkpoint.manifest.run.progress)
     if 0 < progress.applied < config.training.steps:
-        schedules = (
-            lr_rule(it.optimizer, it.lr_schedule, it.training.steps, tokens_done(it))
-            for it in (saved_config(checkpoint.manifest), config)
-        )
-        old, new = (rate(progress.applied) for rate in schedules)
+        old, new = (lr_rule(it)(progress.applied) for it in (saved_config(checkpoint.manifest), config))
         if old != new:
             lines.append(f"learning rate of update {progress.applied + 1}: {old:.3g} -> {new:.3g}")
     if checkpoint.path.parent != checkpoint_folder(config):

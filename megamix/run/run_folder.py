@@ -260,13 +260,11 @@ def _optimizer_doubts(config: Config) -> Iterator[str]:
     section = config.optimizer
     own = getattr(section, section.name)
     if section.groups or any(getattr(own, key, ()) for key in ("matrix", "adamw")):
-        from megamix.builders.objects import build_optimizer, lr_table
+        from megamix.builders.objects import build_optimizer
         from megamix.model.family import family_of
 
         family = family_of(config.model)
-        lrs = lr_table(section, config.lr_schedule, config.training.steps)
-        optimizer = build_optimizer(section, lrs, config.model)
-        yield from optimizer.doubts(family.sketch(config.model), family.shapes(config.model))
+        yield from build_optimizer(config).doubts(family.sketch(config.model), family.shapes(config.model))
 
 
 def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:

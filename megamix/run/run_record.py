@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from pydantic import Field, ValidationError
 
 from megamix.builders.data import token_prefixes
-from megamix.builders.objects import build_loss_scale, build_optimizer, lr_table
+from megamix.builders.objects import build_loss_scale, build_optimizer
 from megamix.checkpoint.manifest import AVERAGE, BUFFER, Count, Manifest, StateSet, states_text
 from megamix.checkpoint.snapshot import state_set
 from megamix.config import Config, ConfigError, DecoderConfig
@@ -100,8 +100,7 @@ def check_states(path: Path, manifest: Manifest, config: Config) -> None:
     home = OPTIMIZERS.sections[name].__module__
     what = f"optimizer.name: {name}" + f" of plugin {home}" * (not home.startswith("megamix."))
     try:
-        lrs = lr_table(config.optimizer, config.lr_schedule, config.training.steps)
-        optimizer = build_optimizer(config.optimizer, lrs, config.model)
+        optimizer = build_optimizer(config)
         sets = [
             (param.name, _but_average(manifest.states[param.state_set]), state_set(optimizer, param.name, param.shape))
             for param in manifest.params

@@ -7,7 +7,7 @@ import pytest
 
 from megamix.builders.objects import lr_table
 from megamix.config.optimizers import OptimizerConfig
-from megamix.config.sections import LrScheduleConfig
+from megamix.config.sections import Config, LrScheduleConfig, TrainingConfig
 
 STYLES = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
@@ -16,8 +16,12 @@ def table(
     decay_style: str, warmup_steps: int, decay_steps: int | None, steps: int, min_lr: float, lr: float = 1.0
 ) -> list[float]:
     schedule = {"decay_style": decay_style, "warmup_steps": warmup_steps, "decay_steps": decay_steps}
-    section = OptimizerConfig.model_construct(lr=lr, min_lr=min_lr)  # unchecked, because min_lr may be wrong
-    return lr_table(section, LrScheduleConfig.model_construct(**schedule), steps)
+    config = Config.model_construct(  # unchecked, because min_lr may be wrong
+        optimizer=OptimizerConfig.model_construct(lr=lr, min_lr=min_lr),
+        lr_schedule=LrScheduleConfig.model_construct(**schedule),
+        training=TrainingConfig.model_construct(steps=steps),
+    )
+    return lr_table(config)
 
 
 HALF_ROOT = math.sqrt(0.5)

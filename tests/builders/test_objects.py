@@ -22,7 +22,7 @@ from megamix import (
     TorchLossScale,
     schedules,
 )
-from megamix.builders.objects import build_engine, build_loss_scale, build_optimizer
+from megamix.builders.objects import build_engine, build_loss_scale, build_optimizer, lr_table
 from megamix.config import ModelConfig, PrecisionConfig
 from megamix.model.layers import Embedding
 from megamix.model.transformer import Block, Transformer
@@ -80,37 +80,38 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
     groups = [{"pattern": "*.bias", "lr_factor": 2.0, "weight_decay": 0.5}]
     keys = {"weight_decay": 0.2, "groups": groups}
     group = (ParamGroup(pattern="*.bias", lr_factor=2.0, weight_decay=0.5),)
+    lrs = lr_table(tiny_job(tmp_path))
 
     def built(**table: object) -> Optimizer:
         config = tiny_job(tmp_path, optimizer=keys | table)
-        return build_optimizer(config.optimizer, [0.1], config.model)
+        return build_optimizer(config)
 
     assert built(adamw={"betas": [0.8, 0.9], "eps": 1e-6}) == AdamW(
-        lr=[0.1], betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, groups=group
+        lr=lrs, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, groups=group
     )
     forms = {"momentum": 0.7, "momentum_form": "velocity", "decoupled_weight_decay": True}
     assert built(name="nag", nag=forms) == NAG(
-        lr=[0.1], momentum=0.7, weight_decay=0.2, groups=group, momentum_form="velocity", decoupled_weight_decay=True
+        lr=lrs, momentum=0.7, weight_decay=0.2, groups=group, momentum_form="velocity", decoupled_weight_decay=True
     )
     classical = {"nesterov": False, "dampening": 0.1}
     own = [{"pattern": "*.bias", "momentum": 0.5}]
     assert built(name="nag", nag=classical, groups=own) == NAG(
-        lr=[0.1], weight_decay=0.2, groups=(ParamGroup(pattern="*.bias", momentum=0.5),), **classical
+        lr=lrs, weight_decay=0.2, groups=(ParamGroup(pattern="*.bias", momentum=0.5),), **classical
     )
     numbers = {"momentum": 0.9, "nesterov": False, "ns_steps": 6, "ns_coefficients": (3.0, -3.2, 1.2)}
     others = {"adjust_lr": "original", "adamw_lr_factor": 0.5, "batched": True, "matrix": ("a",), "adamw": ("b",)}
     moments = {"betas": (0.8, 0.9), "eps": 1e-6}
     dtypes = {"ns_dtype": "fp32", "state_dtype": "bf16"}
     assert built(name="muon", muon=numbers | others | moments | dtypes) == Muon(
-        lr=[0.1], weight_decay=0.2, groups=group, ns_dtype=torch.float32, state_dtype=torch.bfloat16,
+        lr=lrs, weight_decay=0.2, groups=group, ns_dtype=torch.float32, state_dtype=torch.bfloat16,
         tables=Transformer.tables, **numbers, **others, **moments,
     )  # fmt: skip
 
 
 def test_schedules_of_a_job_are_a_programs(tmp_path) -> None:
     by_name = {"weight_decay": {"end": 0.0}, "momentum": {"start": 0.85, "warmup_steps": 2}, "beta2": {"end": 0.9}}
-    config = tiny_job(tmp_path, optimizer={"name": "muon", "weight_decay": 0.2, "schedules": by_name})
-    optimizer = build_optimizer(config.optimizer, [0.1] * 4, config.model)
+    keys = {"name": "muon", "weight_decay": 0.2, "schedules": by_name}
+    optimizer = build_optimizer(tiny_job(tmp_path, optimizer=keys, training={"steps": 4}))
     assert isinstance(optimizer, Muon)
     assert optimizer.weight_decay == pytest.approx((0.2, 0.15, 0.1, 0.05))
     assert optimizer.momentum == pytest.approx((0.85, 0.9, 0.95, 0.95))
@@ -130,7 +131,7 @@ def test_a_family_s_tables_are_known_by_their_type(tmp_path, monkeypatch) -> Non
     """The optimizer itself knows them, without an engine: `plan`, `verify` and the check of a checkpoint ask it."""
     monkeypatch.setattr("megamix.builders.objects.family_of", lambda model: _Salted)
     config = tiny_job(tmp_path, optimizer={"name": "muon"})
-    optimizer = build_optimizer(config.optimizer, [0.1], config.model)
+    optimizer = build_optimizer(config)
     names = [name for name, shape in _Salted.shapes(config.model).items() if optimizer.matrices(name, shape)]
     assert "blocks.1.attention.query.weight" in names
     assert not any("salt" in name for name in names)

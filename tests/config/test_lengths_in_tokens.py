@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.builders.objects import lr_table, tokens_done
+from megamix.builders.objects import lr_table
 from megamix.config import Config, ConfigError, config_from_dict, config_to_toml, load_config, tokens_of
 from tests.config.test_errors import GOOD, Tree, without
 
@@ -30,10 +30,6 @@ def test_a_run_takes_as_many_updates_as_reach_its_tokens(tokens: int, steps: int
     assert tokens_of(config, steps - 1) < tokens <= tokens_of(config, steps)
 
 
-def _rates(config: Config) -> list[float]:
-    return lr_table(config.optimizer, config.lr_schedule, config.training.steps, tokens_done(config))
-
-
 @pytest.mark.parametrize("style", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
 def test_without_a_ramp_the_rates_are_those_by_updates(style: str) -> None:
     decay = {} if style in ("inverse_sqrt", "constant") else {"decay": 30}
@@ -42,14 +38,14 @@ def test_without_a_ramp_the_rates_are_those_by_updates(style: str) -> None:
         {"tokens": 128 * 50}, decay_style=style, **{f"{key}_tokens": 128 * it for key, it in lengths.items()}
     )
     by_updates = _config({"steps": 50}, decay_style=style, **{f"{key}_steps": it for key, it in lengths.items()})
-    assert _rates(by_tokens) == pytest.approx(_rates(by_updates), rel=1e-12)
+    assert lr_table(by_tokens) == pytest.approx(lr_table(by_updates), rel=1e-12)
 
 
 def test_with_a_ramp_the_rates_follow_tokens() -> None:
     config = _config({"tokens": 480, **RAMP}, decay_style="linear", warmup_tokens=96)
     # Tokens in front of each update: 0, 32, 64, 96, 160, 224, 352 of 480.
     factors = [1 / 3, 2 / 3, 1, 1, 1 - 64 / 384, 1 - 128 / 384, 1 - 256 / 384]
-    assert _rates(config) == pytest.approx(
+    assert lr_table(config) == pytest.approx(
         [1e-3 * factor if n < 3 else 1e-4 + 9e-4 * factor for n, factor in enumerate(factors)]
     )
 

@@ -12,7 +12,7 @@ import torch
 from megamix import AdamW, Checkpoints, DynamicLossScale, Precision, ShardedEngine, schedules
 from megamix.builders.objects import lr_table
 from megamix.config.optimizers import OptimizerConfig
-from megamix.config.sections import LrScheduleConfig
+from megamix.config.sections import Config, LrScheduleConfig, TrainingConfig
 from tests.distributed.models import loss_of, make_batch
 from tests.engines import make_engine
 
@@ -27,8 +27,12 @@ RATES = {
 
 @pytest.mark.parametrize("style", RATES)
 def test_a_program_has_the_rates_of_a_job(style: str) -> None:
-    section = LrScheduleConfig(decay_style=style, warmup_steps=4, decay_steps=20)
-    assert RATES[style] == lr_table(OptimizerConfig.model_construct(lr=3e-3, min_lr=1e-4), section, 30)
+    config = Config.model_construct(
+        optimizer=OptimizerConfig.model_construct(lr=3e-3, min_lr=1e-4),
+        lr_schedule=LrScheduleConfig(decay_style=style, warmup_steps=4, decay_steps=20),
+        training=TrainingConfig.model_construct(steps=30),
+    )
+    assert RATES[style] == lr_table(config)
     assert len({*RATES[style]}) >= 4
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamix.builders.objects import build_optimizer, build_precision, lr_table, plan_pipeline
+from megamix.builders.objects import build_optimizer, build_precision, plan_pipeline
 from megamix.checkpoint.snapshot import pinned_sizes
 from megamix.comm.topology import Topology
 from megamix.config import Config, ParallelismConfig, axis_sizes, grad_accum_steps
@@ -158,8 +158,7 @@ def _plan_part(
     topology = Topology.place(rank, dp=dp_size, ep_size=section.ep_size, **axis_sizes(section))
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, section, topology, stages)
-    lrs = lr_table(config.optimizer, config.lr_schedule, config.training.steps)
-    optimizer = build_optimizer(config.optimizer, lrs, config.model)
+    optimizer = build_optimizer(config)
     precision, micro_batches = build_precision(config.precision), grad_accum_steps(config, dp_size)
     sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
     census = take_census(module, optimizer, topology, sharding)

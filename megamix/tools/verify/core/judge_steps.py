@@ -83,8 +83,7 @@ def judge_attempts(
     """
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
     verdict = Verdict(attempts=len(attempts))
-    lrs = lr_table(config.optimizer, config.lr_schedule, config.training.steps)
-    optimizer = build_optimizer(config.optimizer, lrs, config.model)
+    optimizer = build_optimizer(config)
     before = assemble([rank.owned for rank in start])
     earlier: RightStep | None = None
     _ownership(verdict, -1, before)
@@ -338,11 +337,11 @@ class _Judged:
 
     def update(self, verdict: Verdict) -> None:
         """Check masters and states by the optimizer's equation, from the gathered gradient and the values before."""
-        table = lr_table(self.config.optimizer, self.config.lr_schedule, self.config.training.steps)
+        table = tuple(lr_table(self.config))
         clip = self.config.optimizer.clip_grad
         coefficient = min(1.0, clip / (norm_of(self.grads) + 1e-6)) if clip else 1.0
         count = int(self.of["applied_updates"])
-        lr = table[min(count, len(table)) - 1]
+        lr = number_at(table, count)
         told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
         verdict.note(self.number, "lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
         groups = {self.optimizer.group_of(name, tuple(grad.shape)) for name, grad in self.grads.items()}

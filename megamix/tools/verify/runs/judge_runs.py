@@ -33,7 +33,7 @@ from megamix.tools.verify.core.observed_step import assemble, elements
 from megamix.tools.verify.core.reference import Reference
 from megamix.tools.verify.core.verdict import equal_bits
 from megamix.tools.verify.runs.data_order import DataOrder, Read, write_data
-from megamix.tools.verify.runs.watched_run import BORDERS, STEPS, JobPart, Seen, run_config, watch_job
+from megamix.tools.verify.runs.watched_run import BORDERS, JobPart, Seen, run_config, watch_job
 
 Call = Callable[..., list[Any]]  # (function, part) -> the function's result on each rank
 PARTS = len(BORDERS) + 1
@@ -175,8 +175,7 @@ def _kind_of_state(got: Tensor, want: Tensor, dtype: torch.dtype, last: Sequence
 
 
 def _lr_problems(run: WatchedRun) -> Iterator[str]:
-    config = run.configs[0]
-    table = torch.tensor(lr_table(config.optimizer, config.lr_schedule, STEPS), dtype=torch.float32).tolist()
+    table = torch.tensor(lr_table(run.configs[0]), dtype=torch.float32).tolist()
     for seen, *_ in run.attempts:
         want, got = table[seen.update - 1], seen.numbers["lr"]
         if got != want:
