@@ -29,6 +29,7 @@ CONFIGS: list[dict[str, Any]] = [
 # As their makers publish them; transformers counts the same.
 PUBLISHED = {
     "gpt2-124m": 124_439_808 + 47 * 768,  # its table has 50,304 rows, not 50,257
+    "llama-1.3b": 1_345_423_360,  # Sheared-LLaMA's
     "llama3.2-1b": 1_235_814_400,
     "llama3.1-8b": 8_030_261_248,
     "llama3.1-8b-long": 8_030_261_248,
@@ -37,6 +38,7 @@ PUBLISHED = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-0.6b": 596_049_920,
     "qwen3-30b-a3b": 30_532_122_624,
+    "olmoe-1b-7b": 6_919_161_856,
 }
 CONFIG_FILES = Path(__file__).parents[2] / "configs"
 
@@ -93,6 +95,7 @@ def test_every_configuration_is_counted() -> None:
     assert {path.stem for path in CONFIG_FILES.glob("*.toml")} == {
         *PUBLISHED,
         "base",
+        "nanochat-d24",  # without the parts that are nanochat's own
         "quickstart",
         "quickstart_adamw",
         "quickstart_moe",
