@@ -34,7 +34,8 @@ VERBS_FOR = {
         Verb("prepare", "data.prepare", "make tokenizer and token files from text",
              "what is encoded is kept beside --output; the same command goes on"),
         Verb("config", "config", "show a configuration with every key that is read, or its schema"),
-        Verb("plan", "tools.plan", "the memory that each rank of a job will need; exit status 1 if that does not fit"),
+        Verb("plan", "tools.plan",
+             "the memory that each rank of a job will need, or its fastest layouts; exit status 1 if nothing fits"),
         Verb("train", "train", "train by a configuration file (many ranks: launch/pretrain.sh)"),
     ],
     "see whether it is right": [

@@ -21,4 +21,8 @@ time_model       time of a step from its parts
 time_band        how far a predicted time may be off
 calibrate        constants from runs of one's own
 ridge            least squares with priors, by which the constants were fitted
+
+layouts          ways to divide a job among GPUs, with the time of each
+least_memory     fewest bytes that a layout needs
+layout_report    the table of the fastest layouts that fit
 """

@@ -1,22 +1,27 @@
-"""The verb `plan`: it checks its request before it imports torch, then prints the report."""
+"""The verb `plan`: it checks its request before it imports torch, then prints the report, or the fastest layouts."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING
 
 from megamix.arguments import Parser, add_config, lines_told
-from megamix.config import Config, ConfigError, axis_sizes, check_world_size, load_config
+from megamix.config import Config, ConfigError, axis_sizes, check_world_size, data_parallel_size, load_config
 from megamix.supervise.console import say
-from megamix.tools.plan.limits import MOST_RANKS, bytes_of
+from megamix.tools.plan.limits import MOST_RANKS, RESERVED, bytes_of, gpus_of
 
 if TYPE_CHECKING:
     from megamix.tools.plan.activations import Machine
+    from megamix.tools.plan.calibrate import MeasuredStep
+    from megamix.tools.plan.time_hardware import Hardware
 
+WITH_GPUS = ("hardware", "rates", "calibrate")
 PATIENCE_S = 2.0  # seconds for which a user sees nothing
 
 
@@ -26,13 +31,70 @@ def plan_arguments(parser: Parser) -> None:
     parser.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
     parser.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GiB (this machine's GPU, if any)")
     parser.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (gpu)")
-    parser.add_argument("--json", action="store_true", help="every number, in bytes")
+    parser.add_argument("--json", action="store_true", help="every number, in bytes and seconds")
+    parser.add_argument("--gpus", metavar="N..M", help="the fastest layouts on N GPUs, or on each power of two up to M")
+    parser.add_argument("--hardware", metavar="NAME", help="with --gpus: h100-sxm (default), h200, and others")
+    parser.add_argument("--rates", metavar="FILE", type=Path, help="with --gpus: output of megamix doctor --json there")
+    parser.add_argument(
+        "--calibrate", metavar="RUN/metrics.jsonl", type=Path, nargs="+", help="with --gpus: runs to learn from"
+    )
 
 
 @lines_told
 def run_plan(arguments: argparse.Namespace) -> Iterator[str]:
     config = load_config(arguments.config, arguments.overrides)
+    others = ("world", "device") if arguments.gpus else WITH_GPUS
+    fix = "leave it out: --gpus says for what" if arguments.gpus else "write --gpus 8..1024 beside it"
+    if wrong := [name for name in others if getattr(arguments, name) is not None]:
+        raise ConfigError(
+            [f"--{name}: got it {'with' if arguments.gpus else 'without'} --gpus; {fix}" for name in wrong], "plan"
+        )
+    if arguments.gpus:
+        return _layout_lines(config, arguments)
     return plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json)
+
+
+def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str]:
+    from megamix.tools.plan.calibrate import calibrate  # numpy takes a third of a second
+    from megamix.tools.plan.layout_report import layout_lines
+    from megamix.tools.plan.layouts import LayoutSearch
+    from megamix.tools.plan.this_machine import measured_hardware
+    from megamix.tools.plan.time_constants import fitted_constants
+    from megamix.tools.plan.time_hardware import load_hardware
+
+    problems = list[str]()
+    gpus = gpus_of(arguments.gpus, problems)
+    hardware = load_hardware(arguments.hardware or "h100-sxm")
+    limit = int(hardware.memory_bytes) - RESERVED
+    if arguments.memory is not None:
+        limit = bytes_of(arguments.memory, problems) or limit
+    if problems:
+        raise ConfigError(problems, "plan")
+    if arguments.rates is not None:
+        hardware = measured_hardware(json.loads(arguments.rates.read_text(encoding="utf-8")), hardware)
+    before = constants = fitted_constants()
+    if arguments.calibrate:
+        constants = calibrate([_measured(path, hardware) for path in arguments.calibrate], before)
+    search = LayoutSearch(config, hardware, constants.values, limit)
+    yield from layout_lines(search, gpus, before, constants, arguments.progress, as_json=arguments.json)
+
+
+def _measured(metrics: Path, hardware: Hardware) -> MeasuredStep:
+    """Return the median step of a run, from the files in its folder.
+
+    Raises: ValueError for a folder that is no run's, or whose run was too short; ConfigError.
+    """
+    from megamix.report.journal import read_rows
+    from megamix.tools.plan.calibrate import measured_step
+    from megamix.tools.plan.time_job import timed_job
+
+    ranks = [row["ranks"] for row in read_rows(metrics.parent) if "ranks" in row]
+    if not ranks:
+        raise ValueError(
+            f"--calibrate: got {metrics}, beside which no events.jsonl names a run's ranks; name a run's own"
+        )
+    config = load_config(metrics.parent / "config.toml", imports=False)
+    return measured_step(metrics, timed_job(config, data_parallel_size(config, ranks[-1])), hardware)
 
 
 def plan_lines(

@@ -16,10 +16,8 @@ from megamix.mixed_precision.settings import Shard
 from megamix.tools.plan.activations import Machine
 from megamix.tools.plan.advice import Advice, advise, by_shard
 from megamix.tools.plan.expert_rows import ExpertRows, expert_rows
+from megamix.tools.plan.limits import RESERVED
 from megamix.tools.plan.memory_plan import MemoryPlan, amount, plan_memory
-
-# Part of a GPU's memory for its context, the workspaces of cuBLAS and cuDNN, and NCCL. Not measured.
-RESERVED = 2 * 2**30
 
 
 def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | None, as_json: bool) -> Iterator[str]:

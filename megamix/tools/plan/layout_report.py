@@ -1,0 +1,167 @@
+"""Output of `plan --gpus`: the fastest layouts for each number of GPUs, each of which the traced plan says fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Any
+
+from megamix.arguments import Failed
+from megamix.config import Config, FirstLayers
+from megamix.config.batch_ramp import tokens_of
+from megamix.progress import ProgressLine
+from megamix.tools.plan.layouts import LayoutSearch, TimedLayout, mesh_text
+from megamix.tools.plan.time_band import time_band
+from megamix.tools.plan.time_constants import FittedConstants
+
+ROWS, ROWS_OF_SEVERAL = 5, 2  # for one number of GPUs, and for each of several
+PARTS = {
+    "products": "slower products",
+    "attention": "slower attention",
+    "between": "more memory traffic between products",
+    "recompute": "more recompute",
+    "tp": "more exposed tensor-parallel traffic",
+    "bubble": "a longer wait in the pipeline",
+    "dp": "more exposed data-parallel traffic",
+    "cp": "more exposed context-parallel traffic",
+    "ep": "more exposed expert-parallel traffic",
+    "update": "a longer update",
+    "host": "more waits for the host",
+}
+EXPOSED = ("tp", "dp", "cp", "ep")
+TITLES = (
+    f"{'GPUs':>6} {'memory':>7} {'step':>9} {'tokens/s':>9} {'MFU':>6} {'exposed':>7} {'days':>8} {'GPU-hours':>11}"
+)
+TITLES += f" {'band':>6}  layout"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRow:
+    """One layout that fits."""
+
+    layout: TimedLayout
+    peak: int  # bytes of a GPU, traced
+    band: float  # relative half-width of the step's 90 % band
+    lost_by: str  # what the fastest layout of as many GPUs has less of
+
+
+def layout_lines(
+    search: LayoutSearch, gpus: Sequence[int], before: FittedConstants, constants: FittedConstants,
+    progress: ProgressLine, *, as_json: bool,
+) -> Iterator[str]:  # fmt: skip
+    """Yield the lines to print, as they become known; `Failed` for a number of GPUs without a layout.
+
+    `before`: the constants without runs of one's own.
+    """
+    rows, wanted = dict[int, list[LayoutRow]](), ROWS if len(gpus) == 1 else ROWS_OF_SEVERAL
+    progress.begin("tracing the memory of layouts", total=wanted * len(gpus))
+    if not as_json:
+        yield TITLES
+    for number in gpus:
+        rows[number] = []
+        for layout, peak in fastest(search, number, wanted):
+            band = time_band(layout.job, search.hardware, constants)
+            lost = lost_by(rows[number][0].layout, layout) if rows[number] else ""
+            rows[number].append(LayoutRow(layout, peak, band, lost))
+            progress.advance(1)
+            if not as_json:
+                yield _line(search, rows[number][-1])
+        if not rows[number] and not as_json:
+            yield Failed(f"{number:>6} {why_none(search, number)}")
+    best = next((found[0] for found in rows.values() if found), None)
+    wide = None if best is None else time_band(best.layout.job, search.hardware, before)
+    if as_json:
+        records = {number: [_record(search, row) for row in found] for number, found in rows.items()}
+        text = json.dumps({"layouts": records, "band_without_runs": wide}, indent=2)
+        yield text if all(rows.values()) else Failed(text)
+    elif best is not None:
+        if constants is not before:
+            yield f"with the runs the first row's band narrows from {wide:.1%} to {best.band:.1%}"
+        if len(gpus) == 1:
+            yield f"the first row as settings: {' '.join(settings(best.layout.config))}"
+
+
+def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[TimedLayout, int]]:
+    """Yield the fastest layouts that fit, with the traced peak of each. Those that do not fit are replaced by slower
+    ones of the same mesh.
+    """
+    from megamix.tools.plan.memory_plan import plan_memory  # imports torch, which takes seconds
+
+    turn, seen = count(), set[str]()
+    heap = [(layout.time.seconds, next(turn), layout) for layout in search.layouts(gpus)]
+    heapify(heap)
+    while heap and wanted:
+        _, _, layout = heappop(heap)
+        text = mesh_text(layout.config)
+        if text in seen or layout.problems():
+            continue
+        seen.add(text)
+        peak = plan_memory(layout.config, layout.job.dp, "gpu").peak
+        if peak <= search.limit:
+            wanted -= 1
+            yield layout, peak
+            continue
+        for other in search.after(layout, peak):
+            heappush(heap, (other.time.seconds, next(turn), other))
+
+
+def lost_by(best: TimedLayout, other: TimedLayout) -> str:
+    """Return in words what a slower layout has most of."""
+    more = {name: other.time.parts[name] - best.time.parts[name] for name in PARTS}
+    part = max(more, key=more.__getitem__)
+    share = other.time.seconds / best.time.seconds - 1
+    return f"{share:+.1%} by {PARTS[part]}" if more[part] > 0 else f"{share:+.1%}"
+
+
+def why_none(search: LayoutSearch, gpus: int) -> str:
+    """Return why no layout of so many GPUs can be: the batch, or the memory."""
+    if any(True for _ in search.meshes(gpus)):
+        return f"no layout fits {search.limit / 2**30:,.1f} GiB; take more GPUs"
+    sizes = [size for size in (2**power for power in range(15)) if any(True for _ in search.meshes(size))]
+    batch = search.config.training.global_batch_size
+    return (
+        f"training.global_batch_size: got {batch}, which no layout of {gpus} GPUs divides; take one of "
+        f"{', '.join(map(str, sizes))} GPUs, or a multiple of {gpus} sequences"
+    )
+
+
+def settings(config: Config) -> Iterator[str]:
+    """Yield a layout as overrides of the command line."""
+    ranks, full = config.parallelism, config.model.recompute
+    names = ["dp_size", "replicas", "tp_size", "pp_size", "cp_size", "ep_size", "shard"]
+    names += ["pp_schedule", "pp_stages_per_rank"] if ranks.pp_size > 1 else []
+    yield from (f"parallelism.{name}={getattr(ranks, name)}" for name in names)
+    yield f"model.recompute{f'.full={full.full}' if isinstance(full, FirstLayers) else f'={full}'}"
+    yield f"training.micro_batch_size={config.training.micro_batch_size}"
+
+
+def _line(search: LayoutSearch, row: LayoutRow) -> str:
+    record = _record(search, row)
+    lost = f"; {row.lost_by}" if row.lost_by else ""
+    return (
+        f"{record['gpus']:>6} {row.peak / 2**30:>3.0f} GiB {record['step_s']:>7.3g} s {record['tokens_per_s']:>9,.0f} "
+        f"{record['mfu']:>6.1%} {record['exposed_share']:>7.1%} {record['days']:>8,.3g} {record['gpu_hours']:>11,.0f} "
+        f"{row.band:>5.0%}   {mesh_text(row.layout.config)}{lost}"
+    )
+
+
+def _record(search: LayoutSearch, row: LayoutRow) -> dict[str, Any]:
+    layout, time = row.layout, row.layout.time
+    hours = tokens_of(layout.config, layout.config.training.steps) / (time.tokens_per_s(layout.job) * 3600)
+    return {
+        "gpus": layout.job.gpus,
+        "settings": [*settings(layout.config)],
+        "memory": row.peak,
+        "step_s": time.seconds,
+        "parts_s": time.parts,
+        "tokens_per_s": time.tokens_per_s(layout.job),  # of one GPU
+        "mfu": time.mfu(layout.job, search.hardware),
+        "exposed_share": sum(time.parts[part] for part in EXPOSED) / time.seconds,
+        "days": hours / layout.job.gpus / 24,
+        "gpu_hours": hours,
+        "band": row.band,
+        "lost_by": row.lost_by,
+    }

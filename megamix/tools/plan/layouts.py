@@ -1,0 +1,172 @@
+"""Ways to divide a job among a number of GPUs, with the time of each. No torch is imported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, get_args
+
+from megamix.config import Config, FirstLayers, ParallelismConfig, axis_sizes, check_world_size
+from megamix.config.batch_ramp import sizes_by_key
+from megamix.config.checks import check_config
+from megamix.tools.plan.least_memory import LeastMemory
+from megamix.tools.plan.time_constants import TimeConstants
+from megamix.tools.plan.time_hardware import Hardware
+from megamix.tools.plan.time_job import timed_job
+from megamix.tools.plan.time_model import StepTime, step_time
+from megamix.tools.plan.time_work import TimedJob
+
+# Positions of a sequence on each context-parallel rank, at least: the model hides none of their traffic.
+LEAST_POSITIONS = 4096
+STAGES = {"1f1b": (1,), "interleaved_1f1b": (2, 4), "interleaved_zero_bubble": (2,), "zbv_zero_bubble": (2,)}
+SHARDS = get_args(ParallelismConfig.model_fields["shard"].annotation)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedLayout:
+    """One division of a job."""
+
+    config: Config
+    job: TimedJob
+    time: StepTime
+
+    def problems(self) -> list[str]:
+        """Return why the configuration's own checks refuse it."""
+        return [*check_config(self.config), *check_world_size(self.config, self.job.gpus)]
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """Layouts of one job on one machine, for any number of GPUs. `limit`: bytes that a GPU may hold."""
+
+    config: Config
+    hardware: Hardware
+    constants: TimeConstants
+    limit: int
+
+    def layouts(self, gpus: int) -> list[TimedLayout]:
+        """Return those whose least memory fits, the fastest first."""
+        found = (layout for mesh in self.meshes(gpus) for layout in self._fitting(mesh))
+        return sorted(found, key=lambda layout: layout.time.seconds)
+
+    def timed(self, config: Config) -> TimedLayout:
+        """Return a layout, whose dp_size is set."""
+        dp_size = config.parallelism.dp_size or 1
+        job = timed_job(config, dp_size)
+        return TimedLayout(config, job, step_time(job, self.hardware, self.constants))
+
+    def meshes(self, gpus: int) -> Iterator[dict[str, Any]]:
+        """Yield the keys of [parallelism] of each mesh whose ranks can share the global batch."""
+        model = self.config.model
+        most_cp = max(1, model.seq_len // LEAST_POSITIONS)
+        experts = model.experts.num_experts if model.experts else 1
+        for tp in _divisors(gpus, self.hardware.node_size):
+            for pp in _divisors(gpus // tp, model.num_layers):
+                for cp in _divisors(gpus // tp // pp, most_cp):
+                    readers = gpus // tp // pp // cp
+                    if self._batch % readers:
+                        continue
+                    in_node = max(1, self.hardware.node_size // (tp * cp))
+                    for replicas in {1, readers // in_node if readers % in_node == 0 else 1}:
+                        dp = readers // replicas
+                        for ep in _divisors(math.gcd(experts, dp * cp), experts):
+                            sizes = {"tp_size": tp, "pp_size": pp, "cp_size": cp, "ep_size": ep}
+                            for schedule in self._schedules(sizes):
+                                yield sizes | schedule | {"dp_size": dp, "replicas": replicas}
+
+    @cached_property
+    def _batch(self) -> int:
+        """Sequences that every global batch of the job is a multiple of."""
+        return math.gcd(*(size for _, size in sizes_by_key(self.config.training)))
+
+    @cached_property
+    def _known(self) -> dict[tuple[object, ...], list[dict[str, Any]]]:
+        return {}
+
+    def _schedules(self, sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Return the schedules and settings of `shard` that the configuration's checks take with these sizes."""
+        key = tuple(sizes.values())
+        if key not in self._known:
+            schedules = [
+                {"pp_schedule": name, "pp_stages_per_rank": count} for name in STAGES for count in STAGES[name]
+            ]
+            several = schedules if sizes["pp_size"] > 1 else [{}]
+            self._known[key] = [
+                schedule | {"shards": shards}
+                for schedule in several
+                if (shards := [shard for shard in SHARDS if self._can_be({**sizes, **schedule, "shard": shard})])
+            ]
+        return self._known[key]
+
+    def _can_be(self, keys: Mapping[str, Any]) -> bool:
+        whole: dict[str, Any] = {"dp_size": None, "replicas": 1, **keys}
+        return not check_config(self.config.with_keys(parallelism=whole, training={"micro_batch_size": 1}))
+
+    def _fitting(self, mesh: dict[str, Any]) -> Iterator[TimedLayout]:
+        """Yield the layouts of a mesh. Larger micro-batches are tried until they cost time or memory."""
+        shards = mesh.pop("shards")
+        share = self._batch // (mesh["dp_size"] * mesh["replicas"])
+        best = math.inf
+        for size in _powers(share):
+            config = self.config.with_keys(parallelism=mesh, training={"micro_batch_size": size})
+            layouts = [*self._with_shards(config, shards)]
+            yield from layouts
+            before, best = best, min((layout.time.seconds for layout in layouts), default=math.inf)
+            if best >= before:
+                break
+
+    def _with_shards(self, config: Config, shards: Sequence[str], more: int = 0) -> Iterator[TimedLayout]:
+        """Yield a layout for each setting of `shard` that saves work: those that save memory send more. `more`: bytes
+        that are needed beside the least.
+        """
+        done: list[object] = []
+        for shard in shards:
+            for recompute in self._recomputes(config.with_keys(parallelism={"shard": shard}), more):
+                if recompute not in done:
+                    done.append(recompute)
+                    yield self.timed(config.with_keys(parallelism={"shard": shard}, model={"recompute": recompute}))
+            if "none" in done:
+                return
+
+    def after(self, layout: TimedLayout, peak: int) -> Iterator[TimedLayout]:
+        """Yield the layouts to try instead of one whose traced `peak` does not fit: the same mesh with less memory."""
+        more = peak - LeastMemory(layout.config, layout.job.dp).peak()
+        yield from self._with_shards(layout.config, SHARDS[SHARDS.index(layout.config.parallelism.shard) :], more)
+
+    def _recomputes(self, config: Config, more: int) -> Iterator[str | FirstLayers]:
+        """Yield what must be computed again, the least of each kind that fits."""
+        least, limit = LeastMemory(config, config.parallelism.dp_size or 1), self.limit - more
+        if least.of("none") <= limit:
+            yield "none"
+            return
+        if least.of("selective") <= limit:
+            yield "selective"
+        fewest = least.fewest_first(limit)
+        if fewest is not None:
+            # In a pipeline the first layers alone would slow the first rank, for which all others wait.
+            every = fewest >= config.model.num_layers or config.parallelism.pp_size > 1
+            yield "full" if every else FirstLayers(full=fewest)
+
+
+def mesh_text(config: Config) -> str:
+    """Return a layout in words."""
+    ranks, model = config.parallelism, config.model
+    sizes = {"dp": ranks.dp_size or 1, **axis_sizes(ranks), "ep": ranks.ep_size}
+    parts = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank", ranks.shard]
+    full = model.recompute
+    parts += [f"recompute {full.full:g} layers" if isinstance(full, FirstLayers) else f"recompute {full}"]
+    parts += [f"micro-batch {config.training.micro_batch_size}"]
+    if ranks.pp_size > 1:
+        parts.append(f"{ranks.pp_schedule} x {ranks.pp_stages_per_rank}")
+    return ", ".join(parts)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
+
+
+def _powers(share: int) -> list[int]:
+    """Return the powers of two that divide `share`."""
+    return [2**power for power in range((share & -share).bit_length())]

@@ -1,0 +1,117 @@
+"""Fewest bytes that a GPU of a layout needs: arithmetic that lies below the traced plan. No torch is imported."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from megamix.config import Config, FirstLayers, ModelConfig, stages_per_rank
+from megamix.model import sizes
+from megamix.tools.plan.time_work import expert_params
+
+HALF, FP32 = 2, 4
+STATES = {"adamw": 2, "nag": 1, "muon": 1}  # of each element, at least
+
+
+class LeastMemory:
+    """A lower bound of the peak of the GPU that needs the most, by what backward recomputes.
+
+    Counted are parameters, gradients that stay, masters, states, what blocks keep, a pipeline's buffers, and the head's
+    gradient in FP32. Left out are padding, most temporary memory, and what a pipeline's last ranks hold.
+    """
+
+    def __init__(self, config: Config, dp_size: int):
+        ranks, training, data = config.parallelism, config.training, config.data
+        self._model, self._ranks = config.model, ranks
+        self._half = FP32 if config.precision.dtype == "fp32" else HALF
+        self._count = training.global_batch_size // (training.micro_batch_size * dp_size * ranks.replicas)
+        self._tokens = training.micro_batch_size * config.model.seq_len / ranks.cp_size
+        self._kept_half = self._half / (1 if config.precision.fp8.recipe == "none" else 2)
+        self._evaluates = data.valid is not None or data.split is not None
+        self._held = self._between_steps(config, dp_size)
+
+    def peak(self) -> int:
+        """Return the bytes with the configured `recompute`."""
+        model = self._model
+        if isinstance(model.recompute, FirstLayers):
+            return self.first(sum(sizes.is_repeated(model, layer) for layer in range(model.num_layers)))
+        return self.of(model.recompute)
+
+    def of(self, recompute: str) -> int:
+        """Return the bytes with a word of `recompute`."""
+        if self._ranks.pp_size > 1:
+            return int(self._held + self._in_pipeline(self._kept(recompute)))
+        return self.first(self._model.num_layers) if recompute == "full" else self._whole(0, self._kept(recompute))
+
+    def first(self, full: int) -> int:
+        """Return the bytes if backward computes the first `full` layers again; in a pipeline those without layers."""
+        return self.of("full") if self._ranks.pp_size > 1 else self._whole(full, self._kept("none"))
+
+    def fewest_first(self, limit: int) -> int | None:
+        """Return how many first layers must be computed again to keep to `limit` bytes; None if all are too few."""
+        if self.of("full") > limit:
+            return None
+        saved = self._kept("none") - self._kept("full")
+        return min(self._model.num_layers, max(1, ceil((self.of("none") - limit) / saved)))
+
+    def _between_steps(self, config: Config, dp_size: int) -> float:
+        ranks, update = self._ranks, getattr(config.optimizer, config.optimizer.name)
+        whole, experts = sizes.fewest_params(self._model), expert_params(self._model)
+        parts = ranks.tp_size * ranks.pp_size
+        stays = ranks.shard == "states" or (self._count > 1 and ranks.accumulate == "local")
+        copies = (ranks.shard != "parameters") + stays
+        of_state = HALF if update.state_dtype == "bf16" else FP32
+        owned = FP32 * (1 + (config.training.average is not None)) + STATES[config.optimizer.name] * of_state
+        held = (whole - experts + experts / ranks.ep_size) * self._half * copies
+        return (held + whole * owned / (dp_size * ranks.cp_size)) / parts
+
+    def _whole(self, full: int, kept: float) -> int:
+        """Return the bytes without a pipeline: at the end of forward, or while backward computes the last block."""
+        model, ranks = self._model, self._ranks
+        table = model.vocab_size * model.hidden_size / ranks.tp_size
+        beside = FP32 * table + (self._half * table if ranks.shard == "parameters" else 0)
+        if full == model.num_layers:
+            beside = max(beside, self._kept("selective") - self._kept("full"))
+        return int(self._held + full * self._kept("full") + (model.num_layers - full) * kept + beside)
+
+    def _in_pipeline(self, kept: float) -> float:
+        """Return the bytes of the first rank's activations and buffers. `kept`: of a layer."""
+        ranks, on_rank = self._ranks, stages_per_rank(self._ranks)
+        stages = ranks.pp_size * on_rank
+        # The last stage has the head, so the others have more layers, all about equally many.
+        in_stage = (self._model.num_layers - ceil(self._model.num_layers / stages)) // (stages - 1)
+        in_stage = max(1, in_stage - (self._model.experts is not None))
+        at_once = min(ranks.pp_size, self._count)
+        under_way = at_once * on_rank
+        if ranks.pp_schedule == "interleaved_1f1b":
+            under_way = (on_rank - 1) * at_once + 2 * ranks.pp_size - 1
+        elif ranks.pp_schedule.endswith("zero_bubble"):
+            under_way //= 2
+        layers = in_stage * max(1, min(under_way, self._count * on_rank))
+        # Hidden states of all micro-batches of a step, at each end of the rank's stages: buffers for those that arrive,
+        # in training and in an evaluation; with several stages those that were sent stay, too, until the step ends.
+        ends = 2 if ranks.pp_schedule == "zbv_zero_bubble" else 2 * on_rank - 1
+        hidden = ends * self._count * self._tokens * self._half * self._model.hidden_size
+        arriving = hidden / (ranks.tp_size if ranks.sequence_parallel else 1)
+        sent = arriving if ranks.pp_schedule.startswith("interleaved") else 0.0
+        return arriving + hidden * ranks.cp_size * self._evaluates + max(layers * kept, sent)
+
+    def _kept(self, recompute: str) -> float:
+        """Return the bytes that a layer keeps for backward, of one micro-batch."""
+        model, tp = self._model, self._ranks.tp_size
+        width = model.hidden_size
+        if recompute == "full":
+            return self._tokens * self._half * width / tp
+        # Inputs of products are gathered and kept whole, where ranks divide the layers.
+        normed = 2 * width if tp > 1 or recompute == "none" else 0
+        head = 0 if model.latent_attention else sizes.head_dim(model)
+        attention = 2 * head * (model.num_heads + sizes.num_kv_heads(model))
+        middle = _least_inner(model) * (sizes.is_gated(model.activation) + 1 + (recompute == "none"))
+        return self._tokens * self._kept_half * ((2 * width + attention + middle) / tp + normed)
+
+
+def _least_inner(model: ModelConfig) -> int:
+    """Return the inner width that each token passes in every layer, at least."""
+    if (experts := model.experts) is None:
+        return sizes.ffn_hidden_size(model)
+    inner = experts.top_k * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
+    return min(inner, sizes.ffn_hidden_size(model)) if experts.dense_layers else inner

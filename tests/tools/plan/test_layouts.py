@@ -1,0 +1,193 @@
+"""`plan --gpus` finds layouts that fit: its filter never drops one that the traced plan takes, every published row that
+ran passes it, and the table's settings are those of a job that starts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megamix.arguments import Failed
+from megamix.cli import main
+from megamix.config import Config, FirstLayers, check_world_size, load_config
+from megamix.config.checks import check_config
+from megamix.tools.plan.layout_report import fastest, why_none
+from megamix.tools.plan.layouts import LayoutSearch
+from megamix.tools.plan.least_memory import LeastMemory
+from megamix.tools.plan.limits import RESERVED
+from megamix.tools.plan.memory_plan import plan_memory
+from megamix.tools.plan.time_constants import fitted_constants
+from megamix.tools.plan.time_hardware import load_hardware
+from tests.conftest import FULL
+from tests.tools.plan.published import PublishedRow, published_rows, settings_of
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+HARDWARE, CONSTANTS = load_hardware("h100-sxm"), fitted_constants()
+SMALL = [str(CONFIGS / "gpt2-124m.toml"), "model.num_layers=4"]
+
+
+def search(config: Config, limit: int = int(HARDWARE.memory_bytes) - RESERVED) -> LayoutSearch:
+    return LayoutSearch(config, HARDWARE, CONSTANTS.values, limit)
+
+
+def drawn(rng: random.Random) -> tuple[Config, int]:
+    """Draw a job that the configuration's checks take, and the size of its dp."""
+    while True:
+        names = ["gpt2-124m", "llama3.2-1b", "qwen3-0.6b", "qwen3-30b-a3b", "gemma3-270m", "llama3.1-8b"]
+        config, layers = load_config(CONFIGS / f"{rng.choice(names)}.toml"), rng.choice([4, 8, 12])
+        size, dp, count = rng.choice([1, 2, 4]), rng.choice([1, 2, 8, 64]), rng.choice([1, 2, 4, 8])
+        model = {
+            "recompute": rng.choice(["none", "selective", "full", FirstLayers(full=rng.randint(1, layers))]),
+            "num_layers": layers,
+            "seq_len": rng.choice([256, 1024, 4096]),
+            "compile": rng.choice([True, False]),
+            "windows": (),
+        }
+        parallelism = {
+            "tp_size": rng.choice([1, 1, 2, 4]),
+            "pp_size": rng.choice([1, 1, 2, 4]),
+            "cp_size": rng.choice([1, 1, 2]),
+            "ep_size": 1 if config.model.experts is None else rng.choice([1, 2, 4]),
+            "shard": rng.choice(["states", "gradients", "parameters"]),
+            "accumulate": rng.choice(["local", "owner"]),
+            "sequence_parallel": rng.choice([True, False]),
+            "pp_schedule": rng.choice(["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"]),
+        }
+        training = {"micro_batch_size": size, "global_batch_size": size * dp * count, "batch_ramp": ()}
+        config = config.with_keys(model=model, parallelism=parallelism, training=training)
+        if not check_config(config) and not check_world_size(config, dp * _others(config)):
+            return config, dp
+
+
+def _others(config: Config) -> int:
+    ranks = config.parallelism
+    return ranks.tp_size * ranks.pp_size * ranks.cp_size
+
+
+@pytest.mark.parametrize("seed", range(100 if FULL else 6))
+def test_the_filter_drops_nothing_that_the_trace_takes(seed: int) -> None:
+    config, dp = drawn(random.Random(seed))
+    assert LeastMemory(config, dp).peak() <= plan_memory(config, dp, "gpu").peak
+
+
+def configs_of(row: PublishedRow) -> Iterator[Config]:
+    """Yield a published row as jobs of megamix that share out as much: one, or one for each setting it may mean."""
+    for job in settings_of(row):
+        again, fully = job.recompute, job.traffic.gathers > job.micro_batches
+        first = FirstLayers(full=again.products) if again.attention else "selective"
+        # Rows that do not say what they compute again may do so.
+        least = "selective" if row.unpublished else "none"
+        recompute = "full" if again.products == 1 else first if again.products else least
+        parallelism = {"dp_size": job.dp, "replicas": job.replicas, "tp_size": job.tp, "pp_size": job.pp}
+        parallelism |= {"pp_schedule": job.schedule if job.stages > 1 else "1f1b", "pp_stages_per_rank": job.stages}
+        parallelism |= {"shard": "parameters", "accumulate": "owner"} if fully else {"shard": "gradients"}
+        yield (
+            load_config(CONFIGS / "llama3.1-8b.toml")
+            .model_copy(update={"model": job.model.model_copy(update={"recompute": recompute, "compile": True})})
+            .with_keys(
+                parallelism=parallelism,
+                training={"micro_batch_size": job.micro_batch, "global_batch_size": job.global_batch},
+                data={"valid": None},
+            )
+        )
+
+
+def test_every_published_row_that_ran_fits_in_memory() -> None:
+    for row in published_rows():
+        peaks = [LeastMemory(config, row.job.dp).peak() for config in configs_of(row)]
+        assert min(peaks) < row.hardware.memory_bytes, (row.model, row.note)
+        if FULL and not row.unpublished:
+            (config,) = configs_of(row)
+            assert plan_memory(config, row.job.dp, "gpu").peak < row.hardware.memory_bytes, (row.model, row.note)
+
+
+def test_layouts_fit_and_come_in_the_order_of_their_time() -> None:
+    limit = 2 * 2**30
+    config = load_config(SMALL[0], SMALL[1:])
+    found = [*fastest(search(config, limit), 8, 3)]
+    seconds = [layout.time.seconds for layout, _ in found]
+    assert seconds == sorted(seconds)
+    for layout, peak in found:
+        assert not check_config(layout.config)
+        assert not check_world_size(layout.config, 8)
+        assert plan_memory(layout.config, layout.job.dp, "gpu").peak == peak <= limit
+
+
+def test_the_table_has_a_row_a_layout_and_settings_that_make_the_first_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--gpus", "8"]) == 0
+    titles, *rows, said = capsys.readouterr().out.splitlines()
+    assert titles.split() == [
+        "GPUs",
+        "memory",
+        "step",
+        "tokens/s",
+        "MFU",
+        "exposed",
+        "days",
+        "GPU-hours",
+        "band",
+        "layout",
+    ]
+    assert len(rows) == 5
+    assert all(re.search(r"; \+\d+\.\d% by (more|slower|a longer) ", row) for row in rows[1:])
+    settings = said.removeprefix("the first row as settings: ").split()
+    assert check_world_size(load_config(SMALL[0], [*SMALL[1:], *settings]), 8) == []
+    assert main(["plan", *SMALL, "--gpus", "8..32", "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert [*layouts] == ["8", "16", "32"]
+    best = layouts["8"][0]
+    assert best["settings"] == settings
+    assert sum(best["parts_s"].values()) == pytest.approx(best["step_s"])
+    assert best["days"] == pytest.approx(best["gpu_hours"] / 8 / 24)
+
+
+def test_numbers_of_gpus_without_a_layout_say_why() -> None:
+    config = load_config(SMALL[0], SMALL[1:])
+    assert why_none(search(config, 2**20), 8) == "no layout fits 0.0 GiB; take more GPUs"
+    said = why_none(search(config.with_keys(training={"global_batch_size": 12})), 1024)
+    assert said.startswith(
+        "training.global_batch_size: got 12, which no layout of 1024 GPUs divides; take one of 1, 2,"
+    )
+
+
+def test_a_run_of_ones_own_narrows_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text(f'base = "{SMALL[0]}"\nmodel.num_layers = 4\n')
+    start = {"t": 1.0, "at": 0.0, "starts": 1, "step": 0, "kind": "start", "phase": "start", "seconds": {}, "ranks": 8}
+    (tmp_path / "events.jsonl").write_text(f"{json.dumps(start)}\n")
+    shares = {"time_share/forward_backward": 0.8, "time_share/update": 0.05}
+    row = json.dumps({"throughput/tokens_per_s": 3e6} | shares)
+    (tmp_path / "metrics.jsonl").write_text(f"{row}\n" * 3)
+    assert main(["plan", *SMALL, "--gpus", "8", "--calibrate", str(tmp_path / "metrics.jsonl")]) == 0
+    said = re.search(r"the first row's band narrows from ([\d.]+)% to ([\d.]+)%", capsys.readouterr().out)
+    assert said is not None
+    assert float(said[2]) < float(said[1])
+    (tmp_path / "events.jsonl").unlink()
+    assert main(["plan", *SMALL, "--gpus", "8", "--calibrate", str(tmp_path / "metrics.jsonl")]) == 2
+    assert "no events.jsonl names a run's ranks; name a run's own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gpus", "0"], "--gpus: got '0', must be a number from 1 to 16384"),
+        (["--gpus", "9..15"], "two of them with a power of two between them; write --gpus 8..1024"),
+        (["--gpus", "8", "--world", "8"], "--world: got it with --gpus; leave it out"),
+        (["--hardware", "h200"], "--hardware: got it without --gpus; write --gpus 8..1024 beside it"),
+        (["--gpus", "8", "--hardware", "h101"], 'hardware: got "h101", known are a100, b200, '),
+        (["--gpus", "8", "--memory", "many"], "--memory: got 'many'"),
+    ],
+)
+def test_wrong_flags_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_number_without_a_layout_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--gpus", "8", "--memory", "1MiB"]) == 1
+    assert "no layout fits 0.0 GiB" in capsys.readouterr().out
+    assert issubclass(Failed, str)
