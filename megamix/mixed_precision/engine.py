@@ -528,11 +528,13 @@ class ShardedEngine:
         self._require_between_steps("load_state_dict()", writes=True)
         refusals.require_own_state(state, self.plan.fingerprint, self.topology.world.rank)
         masters = [bucket.master for bucket in self.buckets]
-        averages = state.get("average") or state["master"]
+        averages = self._averages() if state.get("average") else []
         torch._foreach_copy_(  # checks all first
-            [*masters, *self._states(), *self._averages()],
-            [*state["master"], *state["states"], *averages[: len(self._averages())]],
+            [*masters, *self._states(), *averages],
+            [*state["master"], *state["states"], *state.get("average", [])[: len(averages)]],
         )
+        if self.average_decay is not None and not averages:
+            self.begin_average()
         self.publish_masters()
         self.applied_updates.copy_(state["applied_updates"])
         self.skipped_steps.copy_(state["skipped_steps"])

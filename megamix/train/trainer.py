@@ -181,7 +181,7 @@ class Trainer:
         steps = self.config.training.steps
         intervals = (self.config.training.eval_interval, *self._save_intervals)
         stops = {stop for interval in intervals if interval for stop in range(interval, steps, interval)}
-        stops |= {first for first, _ in self.config.training.batch_ramp if first < steps}
+        stops |= {first for first, _ in self.config.training.batch_ramp if 0 < first < steps}
         return sorted(stop for stop in {*stops, steps} if stop >= self.batch_plan.applied)
 
     def _stops_for(self, update: int, interval: int) -> bool:

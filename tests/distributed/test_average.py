@@ -271,11 +271,15 @@ def test_a_write_before_the_block_is_found() -> None:
         pass
 
 
-def test_a_skipped_step_changes_no_bit() -> None:
-    engine = fp16_engine()
-    weights = {name: torch.full_like(value, -0.0) for name, value in engine.full_weights().items()}
-    engine.load_weights(weights)
-    WeightAverage(engine, DECAY)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_skipped_step_changes_no_bit(loaded: bool) -> None:
+    engine, plain = fp16_engine(), fp16_engine()
+    plain.load_weights({name: torch.full_like(value, -0.0) for name, value in plain.full_weights().items()})
+    if loaded:
+        WeightAverage(engine, DECAY)
+    engine.load_state_dict(plain.state_dict())  # which has no average
+    if not loaded:
+        WeightAverage(engine, DECAY)
     before = [owned.tensors["average"].clone() for owned in engine.owned_ranges()]
     engine.backward(loss_of(engine.module, make_batch(0, 0, 0)) * float("inf"))
     assert engine.step().found_inf

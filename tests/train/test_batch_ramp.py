@@ -100,3 +100,9 @@ def test_a_ramp_is_a_run_that_is_started_again_with_each_size(run_ranks, tmp_pat
         cut = _job(tmp_path / f"cut{crash_at}", data, layout, on_overflow, ramp)
         _runs(run_ranks, layout, [(cut, crash_at), (cut, None)])
         assert differences(end_of(tmp_path / "whole"), end_of(tmp_path / f"cut{crash_at}")) == []
+
+
+def test_no_checkpoint_is_saved_where_a_ramp_begins(tmp_path, data) -> None:
+    ramp = {"steps": 2, "global_batch_size": 8, "batch_ramp": [[0, 4], [1, 8]]}
+    run_on_ranks(tiny_job(tmp_path, tokens=data, training=ramp, checkpoint={"keep_every": 2}))
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000002"]

@@ -50,7 +50,18 @@ class Layout:
                 settings[axis] = table.model_copy(update={"size": self.size(axis)})
         config = config.with_keys(parallelism=settings)
         batch = config.training.micro_batch_size * reading_ranks(config.parallelism, self.size("dp")) * accumulation
+        config = config.with_keys(lr_schedule=_by_updates(config))
         return config.with_keys(training={"global_batch_size": batch, "batch_ramp": (), "tokens": 0})
+
+
+def _by_updates(config: Config) -> dict[str, object]:
+    """Return the lengths of the learning rate's schedule in updates, of a run that has them in tokens."""
+    schedule, training = config.lr_schedule, config.training
+    if not training.tokens:
+        return {}
+    warmup = schedule.warmup_tokens * training.steps // training.tokens
+    decay = None if schedule.decay_tokens is None else max(1, schedule.decay_tokens * training.steps // training.tokens)
+    return {"warmup_steps": warmup, "decay_steps": decay, "warmup_tokens": 0, "decay_tokens": None}
 
 
 def parse_layout(name: str) -> Layout:

@@ -18,6 +18,7 @@ import torch
 from megamix.builders.objects import build_optimizer
 from megamix.cli import main
 from megamix.config import Config
+from megamix.config.checks import check_config
 from megamix.tools.ranks import RankFailure
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.runs import run_lines
@@ -87,6 +88,16 @@ def test_a_job_that_is_right_passes(run_ranks, tmp_path: Path, seed: int) -> Non
     assert [problems for _, problems, _ in found] == [[], [], []]
     assert all(run.skipped >= 4 for run, *_ in found)  # those that are planted
     assert 0 < found[2][2] < 1
+
+
+def test_a_schedule_in_tokens_has_the_same_shares_of_the_updates(tmp_path: Path) -> None:
+    tree = make_config("dp1", dtype="fp16").model_dump()
+    tree["training"]["tokens"] = 10**6
+    tree["lr_schedule"] = {"decay_style": "wsd", "warmup_tokens": 10**5, "decay_tokens": 5 * 10**5}
+    config, layout = Config.model_validate(tree), parse_layout("dp1")
+    steps, by_updates = config.training.steps, layout.apply(config).lr_schedule
+    assert (by_updates.warmup_steps, by_updates.decay_steps) == (steps // 10, steps // 2)
+    assert check_config(run_config(config, [layout], layout, tmp_path, "one")) == []
 
 
 def test_a_border_of_a_ramp_that_drops_a_waiting_batch_is_named(run_ranks, tmp_path: Path) -> None:
