@@ -100,7 +100,8 @@ class FP8Linear(torch.autograd.Function):
         grad_x = grad_weight = None
         codes = quantise(grad, recipe.grad_dtype, recipe.by_row)
         if ctx.needs_input_grad[0]:
-            grad_x = product(codes, quantise(weight.t(), E4M3, recipe.by_row), ctx.dtype)
+            turned_weight = quantise(_only_now(weight, grad).t(), E4M3, recipe.by_row)
+            grad_x = product(codes, turned_weight, ctx.dtype)
         if ctx.needs_input_grad[3]:
             if not recipe.weight_grad_in_fp8:
                 grad_weight = ctx.ops.whole_linear(grad.t(), x.t(), None)
@@ -111,6 +112,14 @@ class FP8Linear(torch.autograd.Function):
                 turned = Codes(codes.values.t().contiguous(), codes.factors), Codes(x.t().contiguous(), factors)
                 grad_weight = product(*turned, ctx.dtype)
         return grad_x, None, None, grad_weight, None, None
+
+
+def _only_now(weight: Tensor, grad: Tensor) -> Tensor:
+    """Return the weight, such that the compiler does not take its codes in forward and keep them until backward: a byte
+    a parameter in each micro-batch.
+    """
+    first = grad.view(-1)[0] if torch.compiler.is_compiling() else None
+    return weight if first is None else weight.where(first == first, torch.nan)  # NaN where the product is NaN, too
 
 
 class Recipe(NamedTuple):

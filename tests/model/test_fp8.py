@@ -130,6 +130,23 @@ def test_forward_and_backward_are_the_products_of_the_codes(recipe: Any, grad_ki
     assert torch.equal(got[3], grad.float().sum(0).to(BF16))
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < fp8.FP8_CAPABILITY, reason="no GPU with FP8"
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_has_the_same_codes_and_near_products(recipe: str) -> None:
+    by_row, x, weight = recipe == "rowwise", operand(256, 512), operand(128, 512, seed=1, spread=1.0)
+    here = [quantise(one, E4M3, by_row) for one in (x, weight)]
+    there = [quantise(one.cuda(), E4M3, by_row) for one in (x, weight)]
+    for mine, its in zip(here, there, strict=True):
+        assert torch.equal(mine.values.view(torch.uint8), its.values.cpu().view(torch.uint8))
+        assert torch.equal(mine.factors, its.factors.cpu())
+    exact = product(here[0], here[1], BF16).float()
+    for fast in (False, True):
+        found = product(there[0], there[1], BF16, fast=fast).cpu().float()
+        assert ((found - exact).abs() <= 2.0**-6 * exact.abs().amax(1, keepdim=True)).all()
+
+
 def test_rows_keep_small_numbers_that_a_scale_of_the_whole_operand_loses() -> None:
     x = operand(32, 32, spread=8.0)
     by_row, as_whole = (decoded(x, E4M3, rows)[0] for rows in (True, False))

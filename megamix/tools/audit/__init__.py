@@ -3,6 +3,7 @@
 facts      facts on each parameter; the ranks' parts put together
 finite     first loss, gradient, state or weight that is not finite
 watch      dtypes that a step computes and sends with, and its gradients, seen operation by operation
+fp8_codes  products in FP8, and shares of their codes
 updates    changes by an update: of a torch optimizer, or of a `ShardedEngine`
 holders    tensors that the optimizer updates for each parameter, and the dtypes that DDP and FSDP2 declare
 report     rows by pattern, and the page

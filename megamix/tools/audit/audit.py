@@ -16,8 +16,9 @@ from megamix.comm.collectives import make_collectives
 from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.tools.audit.facts import NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, local, sum_of_bits
+from megamix.tools.audit.facts import FP8, NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, local, sum_of_bits
 from megamix.tools.audit.finite import first_not_finite
+from megamix.tools.audit.fp8_codes import codes_told
 from megamix.tools.audit.holders import find_masters, fully_sharded, innermost, is_compiled, wires_told
 from megamix.tools.audit.report import AuditReport
 from megamix.tools.audit.updates import engine_updates, optimizer_updates
@@ -99,6 +100,7 @@ def watched(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
         stack.callback(watch.release)
         watch.handles += _follow(model, facts, watch)
         stack.enter_context(losses_told(watch))
+        stack.enter_context(codes_told(facts))
         stack.enter_context(watch)
         yield
     _settle_compute(facts.values(), watch, any(map(is_compiled, model.modules())))
@@ -124,6 +126,8 @@ def _settle_compute(facts: Iterable[ParamFacts], watch: Watch, compiled: bool) -
     A parameter with a gradient and no operation was in a compiled function.
     """
     for one in facts:
+        if one.dtypes["compute"] == FP8:  # what its scales and codes are made in is no product
+            continue
         if seen := watch.computed[one.name]:
             one.dtypes["compute"] = "/".join(sorted(map(dtype_name, seen)))
         elif one.dtypes["compute"] == NOWHERE and (compiled or "gradient" in one.largest):

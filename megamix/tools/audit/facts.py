@@ -21,6 +21,7 @@ NOWHERE, UNKNOWN = "-", "?"  # no dtype, and an unknown one: the reason follows 
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 HALVES = ("fp16", "bf16")
+FP8 = "fp8"  # of products whose operands are codes
 EXACT, ESTIMATED = "zeroed", "perhaps_zeroed"  # counts of gradient elements among `looked_at` ones
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
@@ -98,6 +99,16 @@ class ParamFacts:
     def zeroed(self) -> float | None:
         """Return the share of gradient elements that became zero, or look so (`zeroed_is_exact`)."""
         return self.share(EXACT if self.zeroed_is_exact else ESTIMATED, "looked_at")
+
+    @property
+    def at_largest(self) -> float | None:
+        """Return the share of the codes in FP8, of both operands of all products, that are the largest."""
+        return self.share("codes_largest", "codes")
+
+    @property
+    def at_zero(self) -> float | None:
+        """Return the share of these codes that are zero."""
+        return self.share("codes_zero", "codes")
 
     @property
     def headroom(self) -> float | None:

@@ -12,7 +12,7 @@ from megamix.tools.audit.facts import COLUMNS, NOWHERE, UNKNOWN, ParamFacts, joi
 from megamix.tools.audit.warnings import AuditWarning, warnings_of
 
 WIDTH = 120
-_NUMBERS = ("lost", "zeroed", "zeroed_is_exact", "headroom", "update_to_weight", "lr")
+_NUMBERS = ("lost", "zeroed", "zeroed_is_exact", "headroom", "update_to_weight", "lr", "at_largest", "at_zero")
 _TOLD = ("name", "dtypes", *_NUMBERS, "parameters", "moments", "direction")  # fields of a row in JSON
 _HEADS = ("store", "compute", "grad", "wire", "sum", "master", "moments", "saved", "lost", "zeroed", "room", "upd/w")
 _LEGEND = (
@@ -21,6 +21,9 @@ _LEGEND = (
     "largest gradient element until its dtype ends; upd/w: rms of the update over rms of the weight, the largest"
 )
 _MATRICES = "direct: dtype in which Muon multiplies matrices and sends them; AdamW moves the parameters without one"
+_CODES = (
+    "compute fp8, at max, at 0: products of codes of one byte, and the shares of codes that are the largest or zero"
+)
 _TOO_EARLY = "audit: nothing is known before the step is over; read the report after the block of megamix.audit"
 
 
@@ -48,6 +51,10 @@ def _cells(row: ParamFacts) -> list[str]:
     forms = "{:.1%}", about + "{:.1%}", "{:.1f}", "{:.1e}"
     told = (NOWHERE if number is None else form.format(number) for form, number in zip(forms, numbers, strict=True))
     return [*(row.dtypes[column].partition(" ")[0] for column in COLUMNS), *told]
+
+
+def _share(number: float | None) -> str:
+    return NOWHERE if number is None else f"{number:.1%}"
 
 
 @dataclass(slots=True)
@@ -83,6 +90,9 @@ class AuditReport:
         directions = [row.direction for row in self.rows]
         if has_matrices := any(kind != NOWHERE for kind in directions):
             table = [[*cells, more] for cells, more in zip(table, ["direct", *directions], strict=True)]
+        if in_fp8 := any(row.at_zero is not None for row in self.rows):
+            shares = [[_share(row.at_largest), _share(row.at_zero)] for row in self.rows]
+            table = [[*cells, *more] for cells, more in zip(table, [["at max", "at 0"], *shares], strict=True)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         names = ["parameters", *(row.name for row in self.rows)]
         room = min(WIDTH - sum(widths) - len(widths), max(map(len, names)))
@@ -93,6 +103,8 @@ class AuditReport:
         yield _LEGEND
         if has_matrices:
             yield _MATRICES
+        if in_fp8:
+            yield _CODES
         yield f"moments: {', '.join(moments) or 'none'}; loss scale: {self.loss_scale or 'none seen'}"
         unknown = Counter(cell for row in self.rows for cell in row.dtypes.items() if cell[1][0] == UNKNOWN)
         yield from (f"{name} {why} ({number} row(s))" for (name, why), number in unknown.items())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megamix.tools.audit.facts import ALL, DTYPES, HALVES, NOWHERE, ParamFacts
+from megamix.tools.audit.facts import ALL, DTYPES, FP8, HALVES, NOWHERE, ParamFacts
 from megamix.tools.audit.finite import KINDS
 
 _TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("warnings.toml").read_text())
@@ -126,7 +126,9 @@ def _rounding(dtype: str) -> float:
 
 def _odd_ones(facts: Sequence[ParamFacts]) -> Iterator[AuditWarning]:
     """Yield a warning for each parameter kept otherwise than most of its kind, unless all of its pattern are."""
-    columns = ("storage", "compute", "master", "moments")
+    # Which layers have products in FP8 is a setting.
+    in_fp8 = any(one.dtypes["compute"] == FP8 for one in facts)
+    columns = ("storage", *([] if in_fp8 else ["compute"]), "master", "moments")
     alike: defaultdict[tuple[str, str], list[tuple[str, tuple[str, ...]]]] = defaultdict(list)
     votes: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
     for one in facts:

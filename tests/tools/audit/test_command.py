@@ -36,6 +36,21 @@ def test_it_prints_the_page_of_the_quickstart_and_finds_no_harm(capsys: pytest.C
     assert rows[-2] == "no number is lost that should be kept"
 
 
+def test_products_in_fp8_have_a_dtype_and_shares_of_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    fp8 = "precision.dtype=bf16", "precision.fp8.recipe=tensorwise", "precision.fp8.half_first=1"
+    sizes = "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_hidden_size=48"
+    assert main(["audit", str(CONFIG), *SMALL, *sizes, *fp8, "--updates", "1"]) == 0
+    page = capsys.readouterr().out
+    assert page.splitlines()[1].endswith(" at max at 0")
+    assert "\ncompute fp8, at max, at 0: " in page
+    assert main(["audit", str(CONFIG), *SMALL, *sizes, *fp8, "--updates", "1", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    half, codes = (rows[f"blocks.{layer}.feed_forward.up.weight"] for layer in (0, 1))
+    assert (half["at_largest"], codes["dtypes"]["compute"]) == (None, "fp8")
+    assert 0 < codes["at_largest"] < 0.05
+    assert 0 <= codes["at_zero"] < 0.2
+
+
 def test_ranks_that_divide_the_model_are_started(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(CONFIG), *SMALL, "parallelism.tp_size=2", "--json", "--updates", "1"]) == 0
     told = json.loads(capsys.readouterr().out)

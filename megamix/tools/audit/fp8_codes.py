@@ -1,0 +1,47 @@
+"""Products in FP8 of an audited step: their dtype, and shares of the codes that are the largest or zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from megamix.model import fp8
+from megamix.model.fp8 import Codes, FP8Linear
+from megamix.tools.audit.facts import FP8, ParamFacts
+
+
+@contextmanager
+def codes_told(facts: Mapping[nn.Parameter, ParamFacts]) -> Iterator[None]:
+    """Count the codes that each weight's products multiply within the block, in forward and in backward. Compiled
+    products are not observed.
+    """
+    multiply, within = fp8.product, list[ParamFacts]()
+
+    def product(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        for values in (a.values, b.values) if within else ():
+            size = values.float().abs()
+            largest = (size == torch.finfo(values.dtype).max).sum()
+            within[-1].count(codes=values.numel(), codes_largest=largest, codes_zero=(size == 0).sum())
+        return multiply(a, b, dtype, fast=fast)
+
+    def inside(method: Any, weight_of: Any, ctx: Any, *args: Any) -> Any:
+        one = facts.get(weight_of(ctx, *args))
+        if one is None:
+            return method(ctx, *args)
+        one.dtypes["compute"] = FP8
+        within.append(one)
+        try:
+            return method(ctx, *args)
+        finally:
+            within.pop()
+
+    forward = staticmethod(partial(inside, FP8Linear.forward, lambda ctx, x, values, factors, weight, *_: weight))
+    backward = staticmethod(partial(inside, FP8Linear.backward, lambda ctx, grad: ctx.saved_tensors[2]))
+    with mock.patch.object(fp8, "product", product), mock.patch.multiple(FP8Linear, forward=forward, backward=backward):
+        yield
