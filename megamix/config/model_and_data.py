@@ -122,16 +122,16 @@ class ExpertsConfig(Section):
     """Factor of the mean of logsumexp(router logits)^2 in a training's gradient. 1e-3 is usual."""
 
 
-def _number_or_share(value: float) -> float:
-    if value > 1 and value != int(value):
+def _number_or_share(value: object) -> object:
+    if isinstance(value, float) and value >= 1:  # 1.0 is no share: does it mean one layer, or all?
         raise ValueError("must be a whole number of layers, or a share below 1")
-    return value if value < 1 else int(value)
+    return value
 
 
 class FirstLayers(Section):
     """The first layers of the whole model, whose blocks backward computes again; the others keep everything."""
 
-    full: Annotated[PositiveFloat, AfterValidator(_number_or_share), Field(examples=[12])]
+    full: Annotated[PositiveInt | PositiveFloat, BeforeValidator(_number_or_share), Field(examples=[12])]
     """Number of these layers, or their share of all layers."""
 
 

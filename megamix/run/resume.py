@@ -26,16 +26,16 @@ class Start:
     record: RunRecord  # the record that every checkpoint of this run gets, without its progress
     lines: list[str]  # lines of the log on the changes since the checkpoint
 
-    def told(self, steps: int) -> list[str]:
-        """Return the lines that say from where the run continues. `steps`: the number of updates of the whole run."""
+    def told(self, config: Config) -> list[str]:
+        """Return the lines that say from where the run continues."""
         if self.checkpoint is None:
             return []
         path, applied = self.checkpoint.path, self.progress.applied
         if applied == 0:  # imported weights
             return [f"begins with the weights of {path}", *self.lines]
         told = [f"goes on from {path} after update {applied}"]
-        if applied == steps:
-            told.append(f"the run {no_step_left(applied)}; its weights and sample are written again")
+        if applied == config.training.steps:
+            told.append(f"the run {no_step_left(config, applied)}; its weights and sample are written again")
         return [*told, *self.lines]
 
 

@@ -21,6 +21,7 @@ from megamix.config import (
     data_source,
     effective_tables,
     first_weights,
+    tokens_of,
     whole_weights,
 )
 from megamix.config.toml_text import value_text
@@ -76,7 +77,7 @@ def _start_words(config: Config) -> str:
             continue
         goes_on = f"would go on from step {manifest.applied_updates} of {folder} to step {steps}"
         if manifest.applied_updates == steps:
-            goes_on = f"{folder} {no_step_left(steps)}"
+            goes_on = f"{folder} {no_step_left(config, steps)}"
         first = goes_on if own else f"would start a new run in {folder} from {resume}"
         told = [f"damaged: {line}" for line in damaged]
         return "\n  ".join([first, *told, *lines])
@@ -134,8 +135,14 @@ def _other_code(manifest: Manifest, config: Config, now: RunRecord) -> bool:
     return manifest.run.code != now.code or bool(config.plugins)
 
 
-def no_step_left(steps: int) -> str:
-    return f"is after step {steps} already, so no step is left; training.steps = {steps + 1} or more has some"
+def no_step_left(config: Config, applied: int) -> str:
+    key, more = _length(config, applied + 1)
+    return f"is after step {applied} already, so no step is left; training.{key} = {more} or more has some"
+
+
+def _length(config: Config, updates: int) -> tuple[str, int]:
+    """Return the key of [training] that says how long the run is, and its value for this number of updates."""
+    return ("tokens", tokens_of(config, updates)) if config.training.tokens else ("steps", updates)
 
 
 def none_is_whole(config: Config) -> ConfigError:
@@ -165,9 +172,10 @@ def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord, ranks:
     """
     applied = manifest.applied_updates
     if applied > config.training.steps:
+        key, least = _length(config, applied)
         problem = (
-            f"training.steps: got {config.training.steps}, but {path} is after update {applied}; "
-            f"write steps = {applied} or more, or another checkpoint.folder to begin a new run"
+            f"training.{key}: got {getattr(config.training, key)}, but {path} is after update {applied}; "
+            f"write {key} = {least} or more, or another checkpoint.folder to begin a new run"
         )
         raise ConfigError([problem], "job")
     own = path.parent == checkpoint_folder(config)

@@ -69,7 +69,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
 
             # 3. The state of a run that goes on. From here on the folder is this run's.
             start = job.start = load_start(job.start, config, engine, job.all_or_none)
-            for line in filter(None, (*start.told(config.training.steps), checkpoint_words(config))):
+            for line in filter(None, (*start.told(config), checkpoint_words(config))):
                 console.line(line)
             job.on_first_rank(lambda: job.begin(start, claims=True))
             job.journal.tell("loaded")
