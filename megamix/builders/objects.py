@@ -67,7 +67,6 @@ def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
 def build_optimizer(config: Config) -> Optimizer:
     """Return the optimizer of a run. The model's family knows which parameters are no matrices."""
     section, model, lrs = config.optimizer, config.model, lr_table(config)
-    groups = tuple(ParamGroup(**_given(group)) for group in section.groups)
     own = _given(getattr(section, section.name))
     if section.name in ("adamw", "nag", "muon"):
         own |= {key: DTYPES[value] for key, value in own.items() if key in ("state_dtype", "ns_dtype")}
@@ -75,8 +74,9 @@ def build_optimizer(config: Config) -> Optimizer:
         family = family_of(model)
         own |= {"tables": family.tables, "fused": family.fused(model)}
     keys = {"weight_decay": section.weight_decay, **own}
-    keys |= _scheduled(section, keys, len(lrs)) | {"lr": lrs, "groups": groups}
-    optimizer: Optimizer = OPTIMIZERS.registered[section.name](**keys)
+    keys |= _scheduled(section, keys, len(lrs))
+    groups = tuple(_group(group, section.weight_decay, keys["weight_decay"]) for group in section.groups)
+    optimizer: Optimizer = OPTIMIZERS.registered[section.name](**keys, lr=lrs, groups=groups)
     return optimizer.for_model(family_of(model).sketch(model)) if section.name == "muon" else optimizer
 
 
@@ -91,6 +91,14 @@ def _scheduled(section: OptimizerConfig, keys: Mapping[str, Any], steps: int) ->
     if found.keys() & {"beta1", "beta2"}:
         found["betas"] = [found.pop(name, numbers[name]) for name in ("beta1", "beta2")]
     return found
+
+
+def _group(section: Section, weight_decay: float, scheduled: float | Sequence[float]) -> ParamGroup:
+    """Return a group, whose own weight decay changes in proportion to the optimizer's."""
+    keys = _given(section)
+    if weight_decay and isinstance(scheduled, Sequence) and "weight_decay" in keys:
+        keys["weight_decay"] = [keys["weight_decay"] * (decay / weight_decay) for decay in scheduled]
+    return ParamGroup(**keys)
 
 
 def _given(section: Section, but: str = "") -> dict[str, Any]:

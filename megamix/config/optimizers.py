@@ -62,7 +62,8 @@ class SettingSchedule(Section):
 
 
 class OptimizerSchedules(Section):
-    """The settings of the optimizer that follow the updates. A group's own value stays as it is."""
+    """The settings of the optimizer that follow the updates. A group's own weight decay follows in proportion; its own
+    betas and momentum stay."""
 
     weight_decay: SettingSchedule | None = None
     """Schedule of optimizer.weight_decay. Not set: it stays."""

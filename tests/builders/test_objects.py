@@ -110,10 +110,15 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
 
 def test_schedules_of_a_job_are_a_programs(tmp_path) -> None:
     by_name = {"weight_decay": {"end": 0.0}, "momentum": {"start": 0.85, "warmup_steps": 2}, "beta2": {"end": 0.9}}
-    keys = {"name": "muon", "weight_decay": 0.2, "schedules": by_name}
+    groups = [{"pattern": "*.up.*", "weight_decay": 0.4}, {"pattern": "head.*", "weight_decay": 0.0}, {"pattern": "*"}]
+    keys = {"name": "muon", "weight_decay": 0.2, "schedules": by_name, "groups": groups}
     optimizer = build_optimizer(tiny_job(tmp_path, optimizer=keys, training={"steps": 4}))
     assert isinstance(optimizer, Muon)
     assert optimizer.weight_decay == pytest.approx((0.2, 0.15, 0.1, 0.05))
+    tall, head, others = (group.weight_decay for group in optimizer.groups)
+    assert tall == pytest.approx((0.4, 0.3, 0.2, 0.1))
+    assert head == (0.0,) * 4
+    assert others is None
     assert optimizer.momentum == pytest.approx((0.85, 0.9, 0.95, 0.95))
     assert optimizer.betas == (0.9, tuple(schedules.setting(0.95, 4, end=0.9)))
 
