@@ -28,6 +28,9 @@ class WeightAverage:
     def __init__(self, engine: ShardedEngine, decay: float):
         """Start from the masters. Every rank must call it. `decay`: the share of the average that stays at each
         update, in [0, 1).
+
+        Raises: TypeError or ValueError for an argument that does not fit, for ranks that give different decays, and for
+        an engine that keeps an average; RuntimeError in the middle of a step.
         """
         if not isinstance(engine, ShardedEngine):
             raise TypeError(f"engine is a {type(engine).__name__}; pass the ShardedEngine whose weights are averaged")
