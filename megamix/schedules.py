@@ -51,8 +51,8 @@ def setting(
     number: float, steps: int, start: float | None = None, warmup_steps: int = 0, end: float | None = None,
     decay_steps: int | None = None, curve: str = "linear",
 ) -> Rates:  # fmt: skip
-    """Return a setting that begins at `start`, has its own number after `warmup_steps`, and moves to `end` over the
-    last `decay_steps`; None: over all updates behind the warm-up.
+    """Return the numbers of a setting that begins at `start`, has its own number after `warmup_steps`, and moves to
+    `end` over the last `decay_steps`; None: over all updates behind the warm-up.
 
     `end` would be reached with the update after the last one. `curve`: "linear", or "cosine" for half a cosine. Raises:
     ValueError naming the numbers of updates that do not fit.

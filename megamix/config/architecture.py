@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from megamix.config.model_and_data import TABLE, WORD, WORD_OR_TABLE, FamilyConfig, FirstLayers, Text
+from megamix.config.model_and_data import FamilyConfig, Recompute, Text
 from megamix.plugins import FAMILIES
 
 _MOST_BYTES = 1 << 20
@@ -110,9 +110,7 @@ class TransformersConfig(FamilyConfig):
     init: Literal["auto", "random", "folder"] = "auto"
     """The first weights: drawn by transformers' rules and training.seed, or the folder's; auto: the folder's if it has
     any."""
-    recompute: Annotated[Annotated[Literal["none", "full"], WORD] | Annotated[FirstLayers, TABLE], WORD_OR_TABLE] = (
-        "none"
-    )
+    recompute: Recompute[Literal["none", "full"]] = "none"
     """Values that backward recomputes instead of keeping them: none, or whole blocks, { full = 12 } those of the first
     12 layers, { full = 0.5 } of half. The gradients are the same."""
     compile: bool = False

@@ -26,9 +26,8 @@ def batch_size(training: Any, applied: int) -> int:
 
 def tokens_of(config: Any, updates: int) -> int:
     """Return the tokens of a run's first updates."""
-    borders = pairwise([*_sizes(config.training), (updates, 0)])
     seq_len: int = config.model.seq_len
-    return seq_len * sum(size * max(0, min(stop, updates) - first) for (first, size), (stop, _) in borders)
+    return seq_len * _sequences(_sizes(config.training), updates)
 
 
 def with_steps(tables: Any) -> Any:
@@ -38,12 +37,17 @@ def with_steps(tables: Any) -> Any:
         return tables
     steps = 1  # stands in where another value is unusable, which is reported
     with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        run: Any = SimpleNamespace(training=SimpleNamespace(**{"batch_ramp": (), **training}))
-        run.model = SimpleNamespace(seq_len=tables["model"]["seq_len"])
-        steps += bisect_left(range(1, 2**48), training["tokens"], key=lambda updates: tokens_of(run, updates))
+        sizes, seq_len = _sizes(SimpleNamespace(**{"batch_ramp": (), **training})), tables["model"]["seq_len"]
+        steps += bisect_left(range(1, 2**48), training["tokens"], key=lambda n: seq_len * _sequences(sizes, n))
     return {**tables, "training": {**training, "steps": steps}}
 
 
 def _sizes(training: Any) -> list[tuple[int, int]]:
     """Return pairs of a number of updates and the size of the batches from there on."""
     return [*training.batch_ramp] or [(0, training.global_batch_size)]
+
+
+def _sequences(sizes: list[tuple[int, int]], updates: int) -> int:
+    """Return the sequences in the batches of the first updates."""
+    borders = pairwise([*sizes, (updates, 0)])
+    return sum(size * max(0, min(stop, updates) - first) for (first, size), (stop, _) in borders)

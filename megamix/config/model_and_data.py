@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -137,8 +137,12 @@ class FirstLayers(Section):
 
 # What stands behind `recompute` where it is no word: an error's place has a tag, which nobody has written.
 RECOMPUTE_TAGS = ("a word", "a table")
-WORD, TABLE = map(Tag, RECOMPUTE_TAGS)
-WORD_OR_TABLE = Discriminator(lambda value: RECOMPUTE_TAGS[isinstance(value, Mapping | FirstLayers)])
+_WORD, _TABLE = map(Tag, RECOMPUTE_TAGS)
+_Words = TypeVar("_Words")
+Recompute = Annotated[
+    Annotated[_Words, _WORD] | Annotated[FirstLayers, _TABLE],
+    Discriminator(lambda value: RECOMPUTE_TAGS[isinstance(value, Mapping | FirstLayers)]),
+]
 
 
 class FamilyConfig(Section):
@@ -169,9 +173,7 @@ class DecoderConfig(FamilyConfig):
     z_loss: NonNegativeFloat = 0.0
     """Factor of logsumexp(logits)^2 in the loss of a training, which keeps logits small; validation has none. 1e-4 is
     usual."""
-    recompute: Annotated[
-        Annotated[Literal["none", "selective", "full"], WORD] | Annotated[FirstLayers, TABLE], WORD_OR_TABLE
-    ] = "none"
+    recompute: Recompute[Literal["none", "selective", "full"]] = "none"
     """Values that backward recomputes instead of keeping them: none, the outputs of norms and activation function, or
     whole blocks, { full = 12 } those of the first 12 layers, { full = 0.5 } of half. The gradients are the same."""
     compile: bool = False

@@ -1,4 +1,4 @@
-"""Keys that are read only where another key says so: one table, held by tests against what the code reads."""
+"""Keys that are read only where other keys say so, in tables that tests hold against what the code reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain

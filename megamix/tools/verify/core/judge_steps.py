@@ -419,8 +419,9 @@ def other_settings(
         for text, tables in (("betas", group.betas), ("momentum", (group.momentum,))):
             if any(number_at(it, update) != number_at(it, at_update) for it in tables):
                 yield f"the {text} of update {at_update}, where this is update {update}", group, at_update
+    own = group.betas, group.eps, group.momentum
     for other in groups:
-        if other.states == group.states and other[3:] != group[3:]:
+        if other.states == group.states and (other.betas, other.eps, other.momentum) != own:
             yield "another group's betas, eps or momentum", other, update
 
 
