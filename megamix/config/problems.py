@@ -143,6 +143,8 @@ def _explain_unknown(loc: tuple[int | str, ...], value: object, tree: Mapping[st
     what = f"{path}: unknown section" if len(loc) == 1 and isinstance(value, dict) else f"{path}: unknown key"
     what = f"{what}, got {short(value)}"
     home = next((home for home in _homes(tree) if name in _fields(home.split("."), tree)), None)
+    if any(isinstance(part, int) for part in loc) or "schedules" in loc[:-1]:
+        home = None  # what is meant for some parameters, or follows the updates, is no setting of all
     if home is None and (told := called_here(name)):
         return f"{what}; {told}"
     if guess := nearest(name, known):
@@ -157,7 +159,7 @@ def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
     yield from SECTIONS
     for section in SECTIONS:
         for name, field in _fields([section], tree).items():
-            if isinstance(field.default, dict):
+            if isinstance(field.default, dict) and name != "schedules":  # its keys are tables, named like the settings
                 yield f"{section}.{name}"
 
 
@@ -204,7 +206,10 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
 
 def _items(field: FieldInfo, text: str) -> str:
     """Count the items of a list of fixed length, and say by the field's text, if it has one, what they are."""
-    kind = next(kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is tuple)
+    kinds: list[Any] = [field.annotation]
+    while get_origin(kinds[0]) is not tuple:  # a list that may be left out, or that has its checks
+        kinds = [*get_args(kinds[0]), *kinds[1:]]
+    kind = kinds[0]
     if get_args(kind)[-1] is Ellipsis:  # a list of any length, of lists of fixed length
         kind, *_ = get_args(get_args(kind)[0])
     named = f" ({text.partition('. ')[0].rstrip('.')})" if text else ""

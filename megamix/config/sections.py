@@ -101,7 +101,7 @@ class TrainingConfig(Section):
     steps: Annotated[PositiveInt, Field(examples=[1000])]
     """Number of applied updates, each over one global batch; attempts that overflow do not count. Not read, and not
     needed, with tokens."""
-    tokens: NonNegativeInt = 0
+    tokens: Annotated[NonNegativeInt, Field(examples=[20_000_000_000])] = 0
     """In place of steps: tokens of the run, which takes as many updates as reach them. 0: steps says it."""
     micro_batch_size: Annotated[PositiveInt, Field(examples=[8])]
     """Sequences in one forward and backward of one rank."""

@@ -33,6 +33,8 @@ def _has_window(windows: object) -> bool:
     return isinstance(windows, list | tuple) and any(windows)
 
 
+_LONG_IN_TOKENS = (Where("training.tokens", bool, 20_000_000_000),)
+
 # A key is read where any one of these holds. Keys that are not listed are always read: also a number that another
 # number takes the sense of, such as momentum_form beside momentum = 0, for a sweep passes through such values.
 # A table stands before its own keys.
@@ -52,7 +54,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "model.unrotated_layers": _one_of("model.position", "rotary"),
     "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),
     "lr_schedule.warmup_steps": _one_of("training.tokens", 0),
-    "lr_schedule.warmup_tokens": _at_least("training.tokens", 1),
+    "lr_schedule.warmup_tokens": _LONG_IN_TOKENS,
     "lr_schedule.decay_steps": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),
     "lr_schedule.decay_tokens": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),
     "training.steps": _one_of("training.tokens", 0),
@@ -79,7 +81,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
 # Of some keys a second condition must hold, too.
 _AND_WHERE = {
     "lr_schedule.decay_steps": _one_of("training.tokens", 0),
-    "lr_schedule.decay_tokens": _at_least("training.tokens", 1),
+    "lr_schedule.decay_tokens": _LONG_IN_TOKENS,
 }
 
 

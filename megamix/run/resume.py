@@ -27,7 +27,7 @@ class Start:
     lines: list[str]  # lines of the log on the changes since the checkpoint
 
     def told(self, config: Config) -> list[str]:
-        """Return the lines that say from where the run continues."""
+        """Return the lines that say from where the run of this configuration continues."""
         if self.checkpoint is None:
             return []
         path, applied = self.checkpoint.path, self.progress.applied
@@ -35,7 +35,7 @@ class Start:
             return [f"begins with the weights of {path}", *self.lines]
         told = [f"goes on from {path} after update {applied}"]
         if applied == config.training.steps:
-            told.append(f"the run {no_step_left(config, applied)}; its weights and sample are written again")
+            told.append(f"the run {no_step_left(config)}; its weights and sample are written again")
         return [*told, *self.lines]
 
 

@@ -77,7 +77,7 @@ def _start_words(config: Config) -> str:
             continue
         goes_on = f"would go on from step {manifest.applied_updates} of {folder} to step {steps}"
         if manifest.applied_updates == steps:
-            goes_on = f"{folder} {no_step_left(config, steps)}"
+            goes_on = f"{folder} {no_step_left(config)}"
         first = goes_on if own else f"would start a new run in {folder} from {resume}"
         told = [f"damaged: {line}" for line in damaged]
         return "\n  ".join([first, *told, *lines])
@@ -135,14 +135,10 @@ def _other_code(manifest: Manifest, config: Config, now: RunRecord) -> bool:
     return manifest.run.code != now.code or bool(config.plugins)
 
 
-def no_step_left(config: Config, applied: int) -> str:
-    key, more = _length(config, applied + 1)
-    return f"is after step {applied} already, so no step is left; training.{key} = {more} or more has some"
-
-
-def _length(config: Config, updates: int) -> tuple[str, int]:
-    """Return the key of [training] that says how long the run is, and its value for this number of updates."""
-    return ("tokens", tokens_of(config, updates)) if config.training.tokens else ("steps", updates)
+def no_step_left(config: Config) -> str:
+    steps, tokens = config.training.steps, config.training.tokens
+    more = f"training.tokens = {tokens_of(config, steps) + 1}" if tokens else f"training.steps = {steps + 1}"
+    return f"is after step {steps} already, so no step is left; {more} or more has some"
 
 
 def none_is_whole(config: Config) -> ConfigError:
@@ -172,10 +168,13 @@ def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord, ranks:
     """
     applied = manifest.applied_updates
     if applied > config.training.steps:
-        key, least = _length(config, applied)
+        name, got, least = "steps", f"{config.training.steps}", applied
+        if tokens := config.training.tokens:
+            got = f"{tokens}, {config.training.steps} updates"
+            name, least = "tokens", tokens_of(config, applied)
         problem = (
-            f"training.{key}: got {getattr(config.training, key)}, but {path} is after update {applied}; "
-            f"write {key} = {least} or more, or another checkpoint.folder to begin a new run"
+            f"training.{name}: got {got}, but {path} is after update {applied}; "
+            f"write {name} = {least} or more, or another checkpoint.folder to begin a new run"
         )
         raise ConfigError([problem], "job")
     own = path.parent == checkpoint_folder(config)

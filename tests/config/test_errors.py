@@ -123,6 +123,13 @@ SINGLE: list[tuple[str, str, Any, str]] = [
         "must have 2 items (Decay rates of the first and second moment, each in [0, 1)); write for example",
     ),
     ("optimizer.adamw", "betas", [], "got [], must have 2 items (Decay rates of the first and second moment, each"),
+    ("optimizer", "groups", [{"pattern": "*", "betas": [0.9]}], "groups[0].betas: got [0.9], must have 2 items"),
+    (
+        "optimizer",
+        "groups",
+        [{"pattern": "*", "lr": 0.1}],
+        "groups[0].lr: unknown key, got 0.1; known are pattern, lr_",
+    ),
     ("optimizer.muon", "ns_table", [[1.0, 2.0]], "ns_table[0]: got [1.0, 2.0], must have 3 items"),
     ("optimizer.muon", "ns_table", 1.0, "got 1.0, must be a list; write for example ns_table = []"),
     ("optimizer.muon", "ns_steps", 1, "got 1, ns_table has 2 turns; write ns_steps = 2"),
@@ -414,6 +421,21 @@ def test_the_page_s_table_of_other_trainers_agrees_with_the_hints() -> None:
 
 def ticked(cell: str) -> list[str]:
     return re.findall(r"`([\w.-]+)`", cell)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "want"),
+    [
+        ("optimizer.schedules", "lr", {"end": 0.1}, "unknown key, got { end = 0.1 }; known are weight_decay"),
+        ("optimizer", "momentum", 0.9, "unknown key, got 0.9; write it in the table of nag or muon"),
+        ("training", "ema_decay", 0.99, "unknown key, got 0.99; it is training.average.decay here"),
+        ("training", "tokens", "20B", "must be a whole number; write for example tokens = 20000000000"),
+        ("lr_schedule", "warmup_tokens", 5, "where training.tokens = 0; write training.tokens = 20000000000, or leave"),
+    ],
+)
+def test_what_is_said_elsewhere_or_otherwise_here_is_told(section: str, key: str, value: Any, want: str) -> None:
+    (problem,) = problems_of(with_value(section, key, value))
+    assert want in problem
 
 
 def test_misspelt_section_is_one_mistake() -> None:
