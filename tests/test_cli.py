@@ -132,7 +132,7 @@ def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.Monkey
     job, preflight, ahead = (
         ModuleType(f"megamix.{name}") for name in ("train.job", "run.run_folder", "run.resume_rules")
     )
-    monkeypatch.setattr(job, "run_job", lambda config, memory_line: ran.append(config), raising=False)
+    monkeypatch.setattr(job, "run_job", lambda config, memory_line, **_: ran.append(config), raising=False)
     nothing = "no problems"
     monkeypatch.setattr(preflight, "check", lambda config, *_, **__: checked.append(config) or nothing, raising=False)
     monkeypatch.setattr(ahead, "outlook", lambda config: "a new run", raising=False)

@@ -23,7 +23,7 @@ JOB = """
 import os, sys, types
 from tests.programs import fresh_pages
 
-def run_job(config, memory_line):
+def run_job(config, memory_line, **_):
     print(os.environ["OMP_NUM_THREADS"], threads_at_import, fresh_pages(), fresh_pages())
 
 class Finder:  # of the stand-in for torch: what does it find when it is imported?

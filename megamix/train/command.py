@@ -48,7 +48,7 @@ def run_train(arguments: argparse.Namespace) -> None:
             load_compiler(config, say_phase)
     if not has_gpu():
         keep_freed_memory()
-    run_job(config, _memory_line)
+    run_job(config, _memory_line, time_line=_time_line)
 
 
 def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config:
@@ -121,3 +121,10 @@ def _memory_line(config: Config, engine: ShardedEngine) -> str:
     except ImportError as error:
         return f"memory | NOT compared with what was planned: {error}"
     return memory_line(config, engine)
+
+
+def _time_line(config: Config, engine: ShardedEngine, tokens_per_s: float) -> str:
+    """Return the log's line on predicted and measured time; empty for devices whose rates nobody has written down."""
+    from megamix.tools.plan.time_line import time_line
+
+    return time_line(config, engine.topology.dp.size, engine.device, tokens_per_s)

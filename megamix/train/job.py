@@ -25,15 +25,22 @@ from megamix.run.run_folder import checkpoint_words
 from megamix.supervise.console import phase
 from megamix.supervise.status import EndedEarlyError
 from megamix.train.joined import join, supervised
-from megamix.train.trainer import MakeTrainer, MemoryLine, Trainer
+from megamix.train.trainer import MakeTrainer, MemoryLine, TimeLine, Trainer
 
 
-def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTrainer = Trainer) -> float | None:
+def run_job(
+    config: Config,
+    memory_line: MemoryLine | None = None,
+    make: MakeTrainer = Trainer,
+    *,
+    time_line: TimeLine | None = None,
+) -> float | None:
     """Train by `config` on the ranks that torchrun started, or alone. Every rank must call it; the first one writes.
 
     `memory_line`: returns the log's line on memory, after the second update; None: no such line. `make`: makes the
-    trainer from the arguments of Trainer; a caller may pass its own, for instance to observe the training. Returns the
-    last validation loss (nats per token), with several sets the mean over all their targets.
+    trainer from the arguments of Trainer; a caller may pass its own, for instance to observe the training. `time_line`:
+    returns the log's line on time, behind the first detailed line after compiling. Returns the last validation loss
+    (nats per token), with several sets the mean over all their targets.
     Raises: EndedEarlyError if the run gave up or was asked to leave, after saving the last weights, or if the data have
     changed during the run, without saving; ConfigError if another job holds the run's folder, or if the ranks were not
     started alike.
@@ -103,6 +110,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTra
                 start.progress,
                 memory_line,
                 job.journal,
+                time_line,
             )
             job.trainer = trainer
             valid_loss, early = None, None

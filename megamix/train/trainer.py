@@ -35,6 +35,7 @@ from megamix.train.batches import RankBatches, Validation
 MEMORY_AT_UPDATE = 2  # by then all memory that lives from step to step is allocated
 
 MemoryLine = Callable[[Config, ShardedEngine], str]
+TimeLine = Callable[[Config, ShardedEngine, float], str]
 MakeTrainer = Callable[..., "Trainer"]  # takes the arguments of Trainer's constructor
 
 
@@ -56,6 +57,7 @@ class Trainer:
         start: Progress,  # progress from which the run goes on
         memory_line: MemoryLine | None,  # returns the log's line on memory
         journal: Journal,
+        time_line: TimeLine | None = None,  # returns the log's line on time, from tokens/s; empty: nothing is known
     ):
         self.config, self.runner = config, runner
         engine = self.engine = runner.engine
@@ -63,6 +65,7 @@ class Trainer:
         self.validation = Validation(config, runner, validation) if validation else None
         self.report, self.console, self.writer, self.checkpoints = report, console, writer, checkpoints
         self.memory_line = memory_line if writer is not None else None
+        self.time_line = time_line if writer is not None else None
         self.journal, self.ledger = journal, journal.ledger
         self.device = engine.device
         training, precision = config.training, config.precision
@@ -275,6 +278,10 @@ class Trainer:
         steps, interval = self.config.training.steps, self.config.metrics.log_interval
         detailed = update in (1, steps) or update % (DETAILED_EVERY * interval) == 0
         self.console.line(format_lines(update, steps, metrics, detailed=detailed, counts=counts))
+        if detailed and update > self._first and self.time_line is not None:  # the first interval compiles
+            if told := self.time_line(self.config, self.engine, metrics.tokens_per_s):
+                self.console.line(told)
+            self.time_line = None
         self.console.show(f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s")
         slowest = self.rank_times.exchange(update, self.report.span_s, detailed=detailed)
         if self.writer is not None:

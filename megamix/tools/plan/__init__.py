@@ -19,6 +19,7 @@ this_machine     rates of the machine at hand, as doctor measured them
 time_constants   constants of the time model
 time_model       time of a step from its parts
 time_band        how far a predicted time may be off
+time_line        a run's step, planned and measured, for its log
 calibrate        constants from runs of one's own
 ridge            least squares with priors, by which the constants were fitted
 

@@ -1,0 +1,48 @@
+"""A run on a known GPU logs its step's planned and measured time; elsewhere it says nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamix.config import load_config
+from megamix.supervise.console import Console
+from megamix.tools.plan.time_line import time_line
+from megamix.train.job import run_job
+from tests.train.jobs import tiny_job, write_data
+
+CONFIG = load_config(Path(__file__).parents[3] / "configs" / "llama3.1-8b.toml")
+GPU = torch.device("cuda", 0)
+
+
+def test_a_known_gpu_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    line = time_line(CONFIG, 64, GPU, 512 * 8192 / 10)
+    said = re.fullmatch(r"time \| a step: planned ([\d.]+) s within \d+%, measured 10 s \((.*)%\)", line)
+    assert said is not None
+    assert float(said[2]) == pytest.approx(100 * (10 / float(said[1]) - 1), abs=1)
+    other = CONFIG.with_keys(model={"family": "mine"})
+    assert time_line(other, 64, GPU, 1.0).startswith("time | NOT compared with what was planned: model.family: got")
+
+
+def test_nothing_is_said_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    assert time_line(CONFIG, 64, GPU, 1.0) == ""
+    assert time_line(CONFIG, 64, torch.device("cpu"), 1.0) == ""
+
+
+def test_a_run_compares_once_behind_its_first_detailed_line_after_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Console, "line", lambda _, line: told.append(line))
+    write_data(tmp_path / "data")
+    training = {"steps": 3, "eval_interval": 0}
+    job = tiny_job(tmp_path, training=training, lr_schedule={"warmup_steps": 0}, metrics={"log_interval": 1})
+    run_job(job, time_line=lambda config, engine, tokens_per_s: f"time | {tokens_per_s > 0}")
+    lines = [line for line in told if line.startswith(("step", "time")) and "valid loss" not in line]
+    assert [line.split()[1] for line in lines] == ["1/3", "2/3", "3/3", "|"]
+    assert lines[-1] == "time | True"
