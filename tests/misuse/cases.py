@@ -295,7 +295,7 @@ SETTINGS = [
     Case("a rate that is NaN", "built", lambda s: AdamW(lr=float("nan")), "lr must be"),
     Case("betas of Adam that are swapped out of range", "built", lambda s: AdamW(lr=1.0, betas=(0.9, 1.5)), "betas"),
     Case("a pattern without its name", "built", lambda s: ParamGroup("*.bias"), "ParamGroup"),
-    Case("betas of a group", "built", lambda s: ParamGroup(pattern="*.bias", betas=(0.9, 0.99)), "betas"),
+    Case("momentum of a group", "built", lambda s: AdamW(lr=1.0, groups=(ParamGroup(pattern="*", momentum=0.9),)), "momentum"),
     Case("torch's groups", "built", lambda s: AdamW(lr=1.0, groups=[{"params": [], "lr": 0.1}]), "ParamGroup"),
     Case("a word that is no shard", "built", lambda s: Sharding(shard="full"), "shard of Sharding must be"),
     Case("parameters without units", "built", lambda s: Sharding(shard="parameters"), "units"),

@@ -76,9 +76,9 @@ WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
         r"ParamGroup: too many positional .*; write its settings by name: ParamGroup\(pattern=..., lr_factor=",
     ),
     (
-        lambda: ParamGroup(pattern="*.bias", betas=(0.9, 0.99)),
+        lambda: ParamGroup(pattern="*.bias", amsgrad=True),
         TypeError,
-        r"ParamGroup: got an unexpected .* 'betas'; write its settings by name: ParamGroup\(pattern=..., lr_factor=",
+        r"ParamGroup: got an unexpected .* 'amsgrad'; write its settings by name: ParamGroup\(pattern=..., lr_factor=",
     ),
     (lambda: Checkpoints(make_model(), "runs"), TypeError, "engine is a .*; pass the ShardedEngine that trains it"),
     (lambda: bf16_engine(nn.ReLU()), ValueError, "no trainable parameter: it has none, or"),

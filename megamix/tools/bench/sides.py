@@ -103,6 +103,11 @@ class _Blocks(nn.ModuleList):
             x = block(x, *context)
         return x
 
+    @property
+    def is_repeated(self) -> bool:
+        """Return whether backward computes them again."""
+        return bool(self[0].is_repeated)
+
 
 def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     """Return the dtype in which autocast and torch's own operations multiply.

@@ -123,7 +123,7 @@ def test_other_states_than_the_job_s_are_told() -> None:
     assert len(told) == 14 == len(verdict.differences)
     assert told[0] == (
         "attempt 0: states of blocks.1.feed_forward.down.weight: ranks keep exp_avg, exp_avg_sq, master; "
-        "the job's optimizer has master, momentum_buffer"
+        "the job has master, momentum_buffer"
     )
 
 
