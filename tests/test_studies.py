@@ -29,6 +29,8 @@ import torch
 import vanishing
 from long_runs import Curve, Curves
 
+from tests.conftest import FULL
+
 pytestmark = pytest.mark.uncounted
 
 ROOT = Path(__file__).parents[1]
@@ -142,6 +144,7 @@ def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(tmp_path, monk
     _shows(overflow, findings, tmp_path, monkeypatch)
 
 
+@pytest.mark.skipif(not FULL, reason="--full: a study, trained again")
 def test_moments_in_bf16_move_the_loss_less_than_another_seed(tmp_path, monkeypatch) -> None:
     findings = bf16_moments.measure(small=True)
     assert len({*map(tuple, findings.losses.values())}) == len(bf16_moments.WAYS)  # no two ways are one
@@ -151,6 +154,7 @@ def test_moments_in_bf16_move_the_loss_less_than_another_seed(tmp_path, monkeypa
     _shows(bf16_moments, findings, tmp_path, monkeypatch)
 
 
+@pytest.mark.skipif(not FULL, reason="--full: a study, trained again")
 def test_headroom_overflows_in_under_a_fiftieth_of_a_percent_of_20_000_steps(tmp_path, monkeypatch) -> None:
     findings = loss_scales.measure(small=True)
     for world in ("drift", loss_scales.NOISY):

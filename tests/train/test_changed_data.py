@@ -217,11 +217,11 @@ def _replace_before_it_is_opened(config: Config, path: Path, victim: int) -> str
     """Return the run's error if one rank finds another file than those whose fingerprints were compared."""
     build = job.build_model
 
-    def replace_and_build(model: Any, parallelism: Any, topology: Topology, *rest: Any) -> Any:
+    def replace_and_build(model: Any, parallelism: Any, topology: Topology, *rest: Any, **keys: Any) -> Any:
         if topology.world.rank == victim:
             path.with_name("valid.bin").rename(path)
             path.with_name("valid.idx").rename(path.with_suffix(".idx"))
-        return build(model, parallelism, topology, *rest)
+        return build(model, parallelism, topology, *rest, **keys)
 
     with mock.patch.object(job, "build_model", replace_and_build), pytest.raises(WrongDataError) as told:
         run_on_ranks(config)
