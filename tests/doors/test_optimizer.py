@@ -250,8 +250,8 @@ def _observed(config: Config, name: str) -> tuple[list[ObservedStep], int, int]:
     """What `verify` sees of a rank; bytes of states that the rank holds, and those that are planned for it."""
     held: list[int] = []
 
-    def built(section: object, lr: list[float], model: object) -> Optimizer:
-        return replace(_optimizer(name), lr=lr)
+    def built(config: Config) -> Optimizer:
+        return replace(_optimizer(name), lr=objects.lr_table(config))
 
     def note(engine: ShardedEngine) -> list[OwnedRange]:
         held.append(_held_bytes(engine))
@@ -276,7 +276,7 @@ def _observed(config: Config, name: str) -> tuple[list[ObservedStep], int, int]:
 def test_verify_passes_and_plan_counts_its_bytes(run_ranks, monkeypatch, name: str, layout: str) -> None:
     config = make_config(layout, dtype="bf16")
     ranks = run_ranks(_observed, 2, config, name)
-    monkeypatch.setattr(judge_steps, "build_optimizer", lambda section, lr, model: _optimizer(name))
+    monkeypatch.setattr(judge_steps, "build_optimizer", lambda config: _optimizer(name))
     verdict = judge(config, [steps for steps, _, _ in ranks], torch.device("cpu"), 2, 1)
     assert verdict.differences == []
     assert (verdict.attempts, verdict.skipped) == (3, 1)
