@@ -135,7 +135,7 @@ class FirstLayers(Section):
     """Number of these layers, or their share of all layers."""
 
 
-# What stands behind `recompute` where it is no word: an error's place has a tag, which nobody has written.
+# pydantic puts the tag of a union's part into the place of an error, which leaves it out: nobody has written it.
 RECOMPUTE_TAGS = ("a word", "a table")
 _WORD, _TABLE = map(Tag, RECOMPUTE_TAGS)
 _Words = TypeVar("_Words")

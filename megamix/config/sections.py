@@ -40,7 +40,7 @@ class FP8Config(Section):
     """Products in FP8: which layers, and what of them. Embedding, head, router and experts stay half."""
 
     recipe: Literal["none", "rowwise", "tensorwise"] = "none"
-    """What of a product's operands has a scale. rowwise: each row, which keeps small rows; needs dtype "bf16".
+    """Part of a product's operand that has one scale. rowwise: a row, which keeps small rows; needs dtype "bf16".
     tensorwise: the whole operand. none: all products are of dtype. A GPU must be at least SM 8.9."""
     grad: Literal["e5m2", "e4m3"] = "e5m2"
     """Format of gradients in products. e5m2 has the range of FP16, e4m3 one digit more."""

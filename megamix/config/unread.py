@@ -78,7 +78,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "metrics.sample_prompt": (Where("data.tokenizer", bool, "runs/data/tokenizer.json"),),
     "profiling.start_step": _at_least("profiling.num_steps", 1),
 }
-# Of some keys a second condition must hold, too.
+# A second condition of some keys, which must hold, too.
 _AND_WHERE = {
     "lr_schedule.decay_steps": _one_of("training.tokens", 0),
     "lr_schedule.decay_tokens": _LONG_IN_TOKENS,

@@ -39,8 +39,8 @@ class AdamW(AdamWSettings, Optimizer):
         super(AdamW, self).__post_init__()
         # All groups have one equation, so any beta that needs chance decides for all. Worked out here: the compiler
         # would trace each number of a schedule.
-        every = [self.betas, *(group.betas for group in self.groups if group.betas is not None)]
-        largest = [max(chain.from_iterable(map(table_of, betas))) for betas in zip(*every, strict=True)]
+        each = zip(*self.own_and_groups("betas"), strict=True)
+        largest = [max(chain.from_iterable(map(table_of, betas))) for betas in each]
         chances = tuple(self.state_dtype == torch.bfloat16 and needs_chance(beta) for beta in largest)
         object.__setattr__(self, "chances", chances)
 

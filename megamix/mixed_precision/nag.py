@@ -43,8 +43,7 @@ class NAG(NAGSettings, Optimizer):
 
     def __post_init__(self) -> None:
         super(NAG, self).__post_init__()
-        own = (group.momentum for group in self.groups if group.momentum is not None)
-        largest = max(chain.from_iterable(map(table_of, (self.momentum, *own))))
+        largest = max(chain.from_iterable(map(table_of, self.own_and_groups("momentum"))))
         if self.state_dtype == torch.bfloat16 and needs_chance(largest):
             raise ValueError(f"momentum {largest} is lost in a BF16 state; take state_dtype=torch.float32")
         if self.dampening and (self.nesterov or self.momentum_form == "velocity"):

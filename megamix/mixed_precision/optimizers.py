@@ -160,6 +160,11 @@ class Optimizer:
         except (OverflowError, TypeError, ValueError):
             return []
 
+    def own_and_groups(self, setting: str) -> list[Any]:
+        """Return the optimizer's own value of a setting, and those of the groups that have one."""
+        of_groups = (getattr(group, setting) for group in self.groups)
+        return [getattr(self, setting), *(value for value in of_groups if value is not None)]
+
     def setting_of(self, name: str, setting: str) -> Any:
         """Return a setting of a parameter: its group's, or the optimizer's."""
         own = getattr(self._group(name), setting, None)

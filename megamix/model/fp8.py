@@ -123,7 +123,7 @@ def _only_now(weight: Tensor, grad: Tensor) -> Tensor:
 
 
 class Recipe(NamedTuple):
-    """What a product does with its operands."""
+    """Says how a product turns its operands into codes."""
 
     by_row: bool  # whether each row has a scale
     grad_dtype: torch.dtype

@@ -530,6 +530,12 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
         "got 1.5, must be a whole number of layers, or a share below 1; write full = 2",
         {"model": {"recompute": {"full": 0.5}}},
     ),
+    (
+        {"model": {"recompute": {"full": 1.0}}},
+        "model.recompute.full",
+        "got 1.0, must be a whole number of layers, or a share below 1; write full = 1",
+        {"model": {"recompute": {"full": 0.5}}},
+    ),
     ({"model": {"recompute": "fully"}}, "model.recompute", "must be 'none', 'selective' or 'full'; write", {}),
     (
         {"training": {"batch_ramp": [[0, 8]]}},

@@ -301,7 +301,7 @@ def test_loaded_weights_start_it_anew() -> None:
 def test_what_cannot_be_kept_is_refused() -> None:
     engine = bf16_engine()
     with pytest.raises(TypeError, match="engine is a TinyModel; pass the ShardedEngine"):
-        WeightAverage(engine.module, 0.9)  # type: ignore[arg-type]
+        WeightAverage(engine.module, 0.9)  # type: ignore[arg-type]  # the mistake that is tested
     with pytest.raises(ValueError, match=r"decay of WeightAverage must be less than 1, got 1.0"):
         WeightAverage(engine, 1.0)
     WeightAverage(engine, 0.9)

@@ -25,7 +25,7 @@ class _Bare(torch.Tensor):
 def _fail(layer: nn.Linear) -> None:
     given = torch.randn(500, 300)
     bare = torch.ones(3).as_subclass(_Bare)
-    # What a compiler holds takes no memory, and its size is no number.
+    # A compiler holds fake tensors, which take no memory and have no number as size.
     fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.randn(40, 30), static_shapes=False)
     result = layer(given).exp().sin()
     view = result[0]

@@ -39,7 +39,7 @@ def operand(rows: int, summed: int, seed: int = 0, spread: float = 4.0) -> Tenso
 
 def torchao_utils() -> Any:
     """torchao's file of scales and casts alone: the whole package takes 5 s to import, and registers operators."""
-    root = Path(str(find_spec("torchao").origin)).parent  # type: ignore[union-attr]
+    root = Path(str(find_spec("torchao").origin)).parent  # type: ignore[union-attr]  # the test is skipped without it
     with mock.patch.dict(sys.modules):
         for name, path in (("torchao", root), ("torchao.float8", root / "float8")):
             sys.modules[name] = ModuleType(name)

@@ -126,7 +126,7 @@ def _rounding(dtype: str) -> float:
 
 def _odd_ones(facts: Sequence[ParamFacts]) -> Iterator[AuditWarning]:
     """Yield a warning for each parameter kept otherwise than most of its kind, unless all of its pattern are."""
-    # Which layers have products in FP8 is a setting.
+    # A setting chooses the layers with products in FP8, so they are no odd ones.
     in_fp8 = any(one.dtypes["compute"] == FP8 for one in facts)
     columns = ("storage", *([] if in_fp8 else ["compute"]), "master", "moments")
     alike: defaultdict[tuple[str, str], list[tuple[str, tuple[str, ...]]]] = defaultdict(list)

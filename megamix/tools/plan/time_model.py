@@ -191,7 +191,7 @@ class _Step:
     def _attention(self) -> Passes:
         """Return the seconds of a layer's scores and weighted sums, which have no weights."""
         model, width = self.model, sizes.head_dim(self.model)
-        # Of twelve parts that the FLOP rule counts forward has four, and the causal half is not computed.
+        # Forward has four of the twelve parts that the FLOP rule counts, and computes only the causal half of them.
         operations = self.tokens / self.job.tp * attention_flops(model) / model.num_layers / 6
         short = model.seq_len / (model.seq_len + HALF_RATE_SEQ)
         narrow = min(1.0, 1.25 * width / (width + 32))

@@ -24,7 +24,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What data-parallel ranks send in a step, and what an update moves."""
+    """Counts what data-parallel ranks send in a step, and what an update moves."""
 
     gathers: int  # of all parameters, in a step
     reductions: int  # of all gradients, in a step
