@@ -79,10 +79,13 @@ def configs_of(row: PublishedRow) -> Iterator[Config]:
     """Yield a published row as jobs of megamix that share out as much: one, or one for each setting it may mean."""
     for job in settings_of(row):
         again, fully = job.recompute, job.traffic.gathers > job.micro_batches
-        first = FirstLayers(full=again.products) if again.attention else "selective"
         # Rows that do not say what they compute again may do so.
         least = "selective" if row.unpublished else "none"
-        recompute = "full" if again.products == 1 else first if again.products else least
+        recompute = least
+        if again.products == 1:
+            recompute = "full"
+        elif again.products:
+            recompute = FirstLayers(full=again.products) if again.attention else "selective"
         parallelism = {"dp_size": job.dp, "replicas": job.replicas, "tp_size": job.tp, "pp_size": job.pp}
         parallelism |= {"pp_schedule": job.schedule if job.stages > 1 else "1f1b", "pp_stages_per_rank": job.stages}
         parallelism |= {"shard": "parameters", "accumulate": "owner"} if fully else {"shard": "gradients"}
