@@ -71,6 +71,25 @@ def torch_nag(w: Rounded, b: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: 
     return w, b
 
 
+def torch_classical(
+    w: Rounded, b: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded
+) -> tuple[Rounded, Rounded]:
+    """Compute torch.optim.SGD(dampening=0.25), from its documentation: the first gradient is not dampened."""
+    g = g + wd * w
+    b = mu * b + (Rounded(0.75) * g if b.value.any() else g)
+    w = w - lr * b
+    return w, b
+
+
+def mxnet_classical(
+    w: Rounded, m: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded
+) -> tuple[Rounded, Rounded]:
+    """Compute MXNet's mp_sgd_mom_update (src/operator/optimizer_op-inl.h)."""
+    g = g + wd * w
+    m = mu * m - lr * g
+    return w + m, m
+
+
 def decoupled(rule: Rule) -> Rule:
     """Compute the rule without weight decay on weights that shrink as AdamW's do."""
 
@@ -97,6 +116,16 @@ FORMS = {
     ),
     "gradient": (NAG(lr=LR, weight_decay=0.02), FP16, torch_nag),
     "gradient, decoupled": (NAG(lr=LR, weight_decay=0.02, decoupled_weight_decay=True), FP32, decoupled(torch_nag)),
+    "classical, dampened, decoupled": (
+        NAG(lr=LR, weight_decay=0.02, nesterov=False, dampening=0.25, decoupled_weight_decay=True),
+        BF16,
+        decoupled(torch_classical),
+    ),
+    "classical velocity": (
+        NAG(lr=LR, weight_decay=0.02, momentum_form="velocity", nesterov=False),
+        FP32,
+        mxnet_classical,
+    ),
     "no momentum": (NAG(lr=LR, weight_decay=0.02, momentum=0.0), FP16, torch_nag),
     "no momentum, decoupled": (
         NAG(lr=LR, weight_decay=0.02, momentum=0.0, momentum_form="velocity", decoupled_weight_decay=True),

@@ -56,6 +56,20 @@ def test_gradients_are_the_same_bits(family: str, dtype: torch.dtype, positions:
         assert all(torch.equal(*pair) for pair in zip(again, plain, strict=True)), recompute
 
 
+@pytest.mark.parametrize("first", [2, 0.5])
+def test_blocks_of_the_first_layers_alone_run_again(first: float) -> None:
+    model = model_of(torch.float32, num_layers=4, recompute={"full": first})
+    runs = [0] * 4
+    for layer, block in enumerate(model.blocks):
+
+        def count(*_: Any, layer: int = layer) -> None:
+            runs[layer] += 1
+
+        block.register_forward_pre_hook(count)
+    gradients(model, None)
+    assert runs == [2, 2, 1, 1]
+
+
 def kept_bytes(num_layers: int, recompute: str, changes: dict[str, Any]) -> int:
     """Return the bytes that are alive between forward and backward."""
     model = model_of(torch.float16, FP16_WIDE, **{**changes, "num_layers": num_layers, "recompute": recompute})
