@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING
@@ -58,7 +59,6 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
     from megamix.tools.plan.calibrate import calibrate  # numpy takes a third of a second
     from megamix.tools.plan.layout_report import layout_lines
     from megamix.tools.plan.layouts import LayoutSearch
-    from megamix.tools.plan.this_machine import measured_hardware
     from megamix.tools.plan.time_constants import fitted_constants
     from megamix.tools.plan.time_hardware import load_hardware
 
@@ -71,12 +71,33 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
     if problems:
         raise ConfigError(problems, "plan")
     if arguments.rates is not None:
-        hardware = measured_hardware(json.loads(arguments.rates.read_text(encoding="utf-8")), hardware)
+        hardware = _with_rates(arguments.rates, hardware)
     before = constants = fitted_constants()
     if arguments.calibrate:
         constants = calibrate([_measured(path, hardware) for path in arguments.calibrate], before)
     search = LayoutSearch(config, hardware, constants.values, limit)
     yield from layout_lines(search, gpus, before, constants, arguments.progress, as_json=arguments.json)
+
+
+def _with_rates(path: Path, base: Hardware) -> Hardware:
+    """Return `base` with the rates that doctor measured. Raises: ValueError for a file of another kind."""
+    from megamix.tools.plan.this_machine import measured_hardware
+
+    fix = "on that machine run megamix doctor --json > FILE"
+    with _named("--rates", path, f"is no output of megamix doctor --json; {fix}"):
+        hardware = measured_hardware(json.loads(path.read_text(encoding="utf-8")), base)
+    if hardware == base:
+        raise ValueError(f"--rates: got {path}, in which nothing that the plan needs was measured; {fix}")
+    return hardware
+
+
+@contextmanager
+def _named(flag: str, path: Path, trouble: str) -> Iterator[None]:
+    """Name the flag, the file and the trouble if the block cannot read its content."""
+    try:
+        yield
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{flag}: got {path}, which {trouble}") from error
 
 
 def _measured(metrics: Path, hardware: Hardware) -> MeasuredStep:
@@ -85,6 +106,7 @@ def _measured(metrics: Path, hardware: Hardware) -> MeasuredStep:
     Raises: ValueError for a folder that is no run's, or whose run was too short; ConfigError.
     """
     from megamix.report.journal import read_rows
+    from megamix.run.run_folder import CONFIG, METRICS
     from megamix.tools.plan.calibrate import measured_step
     from megamix.tools.plan.time_job import timed_job
 
@@ -93,8 +115,13 @@ def _measured(metrics: Path, hardware: Hardware) -> MeasuredStep:
         raise ValueError(
             f"--calibrate: got {metrics}, beside which no events.jsonl names a run's ranks; name a run's own"
         )
-    config = load_config(metrics.parent / "config.toml", imports=False)
-    return measured_step(metrics, timed_job(config, data_parallel_size(config, ranks[-1])), hardware)
+    if not (metrics.parent / CONFIG).is_file():
+        raise ValueError(f"--calibrate: got {metrics}, beside which there is no {CONFIG}; name a run's own")
+    config = load_config(metrics.parent / CONFIG, imports=False)
+    job = timed_job(config, data_parallel_size(config, ranks[-1]))
+    fix = f"name the {METRICS} of a run that trained"
+    with _named("--calibrate", metrics, f"has a line that is no row of a run's metrics; {fix}"):
+        return measured_step(metrics, job, hardware)
 
 
 def plan_lines(

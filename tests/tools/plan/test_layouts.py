@@ -169,9 +169,23 @@ def test_a_run_of_ones_own_narrows_the_band(tmp_path: Path, capsys: pytest.Captu
     said = re.search(r"the first row's band narrows from ([\d.]+)% to ([\d.]+)%", capsys.readouterr().out)
     assert said is not None
     assert float(said[2]) < float(said[1])
-    (tmp_path / "events.jsonl").unlink()
-    assert main(["plan", *SMALL, "--gpus", "8", "--calibrate", str(tmp_path / "metrics.jsonl")]) == 2
-    assert "no events.jsonl names a run's ranks; name a run's own" in capsys.readouterr().err
+    for wrong, said in (
+        ("metrics.jsonl", "metrics.jsonl, which has a line that is no row of a run's metrics; name the metrics.jsonl"),
+        ("config.toml", "beside which there is no config.toml; name a run's own"),
+        ("events.jsonl", "no events.jsonl names a run's ranks; name a run's own"),
+    ):
+        (tmp_path / wrong).unlink()
+        (tmp_path / "metrics.jsonl").write_text(f"{json.dumps({'throughput/tokens_per_s': 1})}\n" * 3)  # no shares
+        assert main(["plan", *SMALL, "--gpus", "8", "--calibrate", str(tmp_path / "metrics.jsonl")]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["hello", "[1]", "{}", '{"checks": [{"x": 1}]}', '{"checks": []}'])
+def test_rates_are_what_doctor_prints(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rates.json").write_text(text)
+    assert main(["plan", *SMALL, "--gpus", "8", "--rates", str(tmp_path / "rates.json")]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"--rates: got \S+rates.json, .*; on that machine run megamix doctor --json > FILE", said)
 
 
 @pytest.mark.parametrize(
