@@ -47,6 +47,7 @@ class Goodput:
     seconds: dict[str, float]
     steps: int  # updates of the whole run
     points: list[tuple[float, int]]  # seconds since 1970 and update of each event
+    compared: str  # the log's line on a step's planned and measured time; empty without one
 
     @property
     def wall_s(self) -> float:
@@ -78,7 +79,8 @@ def read_goodput(folder: Path, now_t: float | None = None) -> Goodput:
         after.seconds[DOWN] = max(0.0, after.t - before.end_t)  # two hosts may have two clocks
     seconds = {bucket: sum(one.seconds.get(bucket, 0.0) for one in starts) for bucket in BUCKETS}
     steps = next((row["steps"] for row in reversed(rows) if "steps" in row), 0)
-    return Goodput(starts, seconds, steps, [(row["t"], row["step"]) for row in rows])
+    compared = next((row["words"] for row in reversed(rows) if "words" in row), "")
+    return Goodput(starts, seconds, steps, [(row["t"], row["step"]) for row in rows], compared)
 
 
 def _present(folder: Path, rows: list[Row], now_t: float) -> Row:

@@ -29,7 +29,7 @@ Row = dict[str, Any]
 BEAT_S = 1.0  # seconds from one heartbeat to the next
 KILLED = "killed"  # the state at the end of a start that could not say how it ended
 _MOST = 1e11  # of a number in a row: beyond it a time is no date
-_WORDS = ("state", "reason", "host")
+_WORDS = ("state", "reason", "host", "words")
 _DOING = {START: "starting", COMPILE: "compiling", TRAINED: "training", VALIDATION: "validating", SAVING: "saving"}
 _BEAT_BYTES, _LONGEST = 1024, 500  # of a heartbeat, and of its reason: a full disk still takes it in place
 

@@ -65,17 +65,19 @@ _STYLE = (  # on a phone, which has no room for columns, each value has its colu
 
 def write_report(folder: Path, *, numbers: bool) -> Iterator[str]:
     """Write the report of a run into its folder; with `numbers` a JSON file beside it. Yield the verdict, then a line
-    for each file.
+    for each file; between them a line on a step's planned time, if the run has compared it.
 
     Raises: ValueError naming a folder that is no run; OSError.
     """
     goodput = read_goodput(folder)
     yield verdict(goodput)
+    if goodput.compared:
+        yield goodput.compared
     write_text(folder / REPORT, _page(folder.resolve().name, goodput, [*_points(folder / METRICS)]))
     yield f"{folder / REPORT}"
     if numbers:
         values = {"verdict": verdict(goodput), "share": goodput.share, "wall_s": goodput.wall_s}
-        values |= {"steps": goodput.steps, "seconds": goodput.seconds}
+        values |= {"steps": goodput.steps, "seconds": goodput.seconds, "compared": goodput.compared}
         starts = [asdict(one) for one in goodput.starts]
         write_text(folder / NUMBERS, json.dumps({**values, "starts": starts}, indent=1) + "\n")
         yield f"{folder / NUMBERS}"
@@ -88,7 +90,8 @@ def _page(name: str, goodput: Goodput, points: Sequence[_Point]) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(name)}</title><style>{_STYLE}</style><h1>{escape(name)}</h1>"
-        f'<p class="verdict">{escape(verdict(goodput))}</p><p>{_cause(goodput.starts[-1])}</p>{_strip(goodput)}'
+        f'<p class="verdict">{escape(verdict(goodput))}</p><p>{_cause(goodput.starts[-1])}</p>'
+        f"<p>{escape(goodput.compared)}</p>{_strip(goodput)}"
         f"<h2>Where the time went</h2>{_buckets(goodput)}<h2>Starts and stops</h2>{_stops(goodput)}"
         f"<h2>Curves</h2>{''.join(charts)}</html>\n"
     )

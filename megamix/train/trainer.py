@@ -281,6 +281,7 @@ class Trainer:
         if detailed and update > self._first and self.time_line is not None:  # the first interval compiles
             if told := self.time_line(self.config, self.engine, metrics.tokens_per_s):
                 self.console.line(told)
+                self.journal.tell("compared", words=told)
             self.time_line = None
         self.console.show(f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s")
         slowest = self.rank_times.exchange(update, self.report.span_s, detailed=detailed)

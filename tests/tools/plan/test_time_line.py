@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megamix.config import load_config
+from megamix.report.journal import read_rows
 from megamix.supervise.console import Console
 from megamix.tools.plan.time_line import time_line
 from megamix.train.job import run_job
@@ -46,3 +47,5 @@ def test_a_run_compares_once_behind_its_first_detailed_line_after_compiling(
     lines = [line for line in told if line.startswith(("step", "time")) and "valid loss" not in line]
     assert [line.split()[1] for line in lines] == ["1/3", "2/3", "3/3", "|"]
     assert lines[-1] == "time | True"
+    (row,) = (row for row in read_rows(Path(job.checkpoint.folder)) if row["kind"] == "compared")
+    assert row["words"] == lines[-1]
