@@ -47,7 +47,7 @@ class FP8Config(Section):
     weight_grad: Literal["half", "fp8"] = "half"
     """Format of the products that make gradients of weights."""
     but: Annotated[tuple[Text, ...], Field(strict=False, examples=[["*.feed_forward.down"]])] = ()
-    """Patterns of names of linear layers whose products stay half."""
+    """Patterns of names of linear layers of the blocks whose products stay half. The head's always do."""
     half_first: NonNegativeInt = 0
     """Layers at the beginning of the model whose products stay half."""
     half_last: NonNegativeInt = 0

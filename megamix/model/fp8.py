@@ -201,8 +201,8 @@ def fp8_names(family: type[LanguageModel], config: Any, section: FP8Config) -> l
     for pattern in section.but:
         if not any(_matches(name, [pattern]) for name in linear):
             raise ValueError(
-                f'precision.fp8.but: got "{pattern}", the name of no linear layer; write names or patterns of them, as '
-                f"{next(iter(linear), '')}"
+                f'precision.fp8.but: got "{pattern}", the name of no linear layer of the blocks; write names or '
+                f"patterns of them, as {next(iter(linear), '')}"
             )
     inside = range(section.half_first, len(whole.blocks) - section.half_last)
     names = [name for name, number in linear.items() if number in inside and not _matches(name, section.but)]
@@ -224,8 +224,9 @@ def in_words(model: LanguageModel, section: FP8Config, *, on_cpu: bool) -> str:
     if not numbers:
         return ""
     for part, of in numbers.items():
-        as_range = of == [*range(of[0], of[-1] + 1)]
-        parts[f"{of[0]} to {of[-1]}" if as_range else ", ".join(map(str, of))].append(part)
-    said = "; ".join(f"{', '.join(some)} of layers {layers}" for layers, some in parts.items())
+        as_range = len(of) > 2 and of == [*range(of[0], of[-1] + 1)]
+        layers = f"{of[0]} to {of[-1]}" if as_range else ", ".join(map(str, of))
+        parts[f"layer{'s' * (len(of) > 1)} {layers}"].append(part)
+    said = "; ".join(f"{', '.join(some)} of {layers}" for layers, some in parts.items())
     emulated = ", emulated on this CPU" if on_cpu else ""
     return f"products in FP8, {section.recipe}{emulated} | {said} | the head, experts and all others stay half"

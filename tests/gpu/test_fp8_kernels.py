@@ -1,5 +1,6 @@
 """Kernels for an H100 of norm, query, key and value in FP8: by row one for the norm with the codes of its output, and
-one for each weight; no codes of weights are kept from forward to backward.
+one for each weight; no codes of weights are kept from forward to backward, which has as many kernels and bytes as
+designed.
 """
 
 from __future__ import annotations
@@ -31,4 +32,16 @@ def test_norm_and_codes_are_one_kernel_and_each_weight_another(tmp_path: Path) -
     moved = sum(size for _, size in forward)
     assert exact < moved < 1.25 * exact  # the kernel of the norm has a tensor more than it needs
     assert len(found["half"]["kernels"][0]) == 1
-    assert len(found["tensorwise"]["kernels"][0]) > len(forward)
+    assert len(found["tensorwise"]["kernels"][0]) == 3 * (1 + 3)  # largest of parts, scale, codes of each operand
+    _, norm = found["half"]["kernels"]
+    assert len(norm) == 3
+    # Of the codes of one gradient and of one weight: kernels, and bytes an element.
+    passes = {"rowwise": ((1, 2 + 1), (3, 2 + 2 + 1)), "tensorwise": ((3, 2 + 2 + 1), (3, 2 + 2 + 1))}
+    grads = TOKENS * (HIDDEN + 2 * KV)
+    for recipe, (of_grad, of_weight) in passes.items():
+        _, backward = found[recipe]["kernels"]
+        assert len(backward) == len(norm) + 3 * (of_grad[0] + of_weight[0])
+        # Two kernels of each weight get the whole gradient, and read one number of it.
+        moved = sum(size for _, size in backward) - 2 * 2 * grads
+        exact = sum(size for _, size in norm) + of_grad[1] * grads + of_weight[1] * weights
+        assert exact <= moved < 1.01 * exact

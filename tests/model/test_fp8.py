@@ -193,7 +193,7 @@ def test_a_choice_of_no_layer_and_a_pattern_of_none_are_refused() -> None:
     for keys, message in (
         (
             {"but": ("*.dwn",)},
-            r'precision.fp8.but: got "\*.dwn", the name of no linear layer; .* blocks.0.attention.query',
+            r'precision.fp8.but: got "\*.dwn", the name of no linear layer of the blocks; .* blocks.0.attention.query',
         ),
         ({"but": ("*",)}, 'precision.fp8.recipe: got "rowwise", but all linear layers are left out'),
     ):
@@ -206,6 +206,10 @@ def test_the_log_names_the_layers() -> None:
     assert in_words(Transformer(LLAMA), section, on_cpu=True) == (
         "products in FP8, tensorwise, emulated on this CPU | attention.query, attention.out, feed_forward.gate of "
         "layers 1 to 3; feed_forward.up of layers 1, 3 | the head, experts and all others stay half"
+    )
+    alone = FP8Config(recipe="rowwise", half_first=3, but=("*.attention.*",))
+    assert "| feed_forward.gate, feed_forward.up, feed_forward.down of layer 3 |" in in_words(
+        Transformer(LLAMA), alone, on_cpu=False
     )
     assert in_words(Transformer(LLAMA), FP8Config(), on_cpu=True) == ""
 
