@@ -14,9 +14,11 @@ from megamix.tools.plan.time_work import TimedJob
 
 NINETY = 1.645  # standard deviations on each side that hold 90 % of a normal distribution
 ROW_ERROR = 0.035  # what is left of rows of a program that was fitted
-UNSEEN_ERROR = 0.5  # of parts that no measured row has: context and expert parallelism
+UNSEEN_ERROR = 0.5  # of the traffic of context and expert parallelism, which no row of a fit has
+PIECES_ERROR = 0.3  # of attention that context-parallel ranks compute in pieces: published rows are up to 42 % slower
 FP8_ERROR = 0.1  # of jobs with products in FP8
 UNPROVEN_ERROR = 0.1  # of machines without measured rows
+COMPUTING = ("products", "attention", "between")
 
 
 def time_band(job: TimedJob, hardware: Hardware, constants: FittedConstants) -> float:
@@ -30,4 +32,6 @@ def time_band(job: TimedJob, hardware: Hardware, constants: FittedConstants) -> 
     variance = ROW_ERROR**2 + (0 if hardware.proven else UNPROVEN_ERROR**2) + moves @ constants.covariance @ moves
     variance += FP8_ERROR**2 if job.fp8 else 0
     unseen = UNSEEN_ERROR * (time.parts["cp"] + time.parts["ep"]) / time.seconds
+    if job.cp > 1:
+        unseen += PIECES_ERROR * time.parts["attention"] / sum(time.parts[part] for part in COMPUTING)
     return NINETY * math.sqrt(variance + unseen**2)

@@ -113,9 +113,10 @@ def span(row: PublishedRow) -> tuple[float, float]:
 def table() -> list[str]:
     """Return the rows of docs/planning.md: settings, published and predicted tokens/s, and the error in percent.
 
-    The last ones are of a program without a factor of its own, predicted by the constants alone.
+    The last ones are of programs without a factor of their own, predicted by the constants alone.
     """
-    known, blind = [*published_rows(), *published_rows("fp8")], published_rows("blind")
+    known = [*published_rows(), *published_rows("fp8"), *published_rows("long")]
+    blind = published_rows("blind")
     values = fitted_constants().values
     seconds = [*np.exp(FITTED.predict(best().logs, known))]
     seconds += [step_time(row.job, row.hardware, values).seconds for row in blind]

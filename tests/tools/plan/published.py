@@ -87,8 +87,8 @@ def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> Publis
         tie_embeddings=tied,
         seq_len=row["seq"],
     )
-    tp, pp = row.get("tp", 1), row.get("pp", 1)
-    ranks = row["gpus"] // (tp * pp)
+    tp, pp, cp = row.get("tp", 1), row.get("pp", 1), row.get("cp", 1)
+    ranks = row["gpus"] // (tp * pp * cp)
     replicas = ranks // 8 if row["shard"] == "hybrid" else 1
     count = row["global_batch"] // (row["micro_batch"] * ranks)
     job = TimedJob(
@@ -99,6 +99,7 @@ def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> Publis
         replicas=replicas,
         tp=tp,
         pp=pp,
+        cp=cp,
         tp_overlap=row.get("tp_overlap", False),
         schedule="1f1b" if row.get("stages", 1) == 1 else "interleaved_1f1b",
         stages=row.get("stages", 1),
@@ -123,20 +124,22 @@ def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> Publis
         model=row["model"],
         job=job,
         hardware=hardware,
-        note=_note(row, tp, pp),
+        note=_note(row, tp, pp, cp),
         seconds=job.step_tokens / tokens_per_s / row["gpus"],
         fitted=fitted,
         unpublished=row.get("unpublished", False),
     )
 
 
-def _note(row: dict[str, Any], tp: int, pp: int) -> str:
+def _note(row: dict[str, Any], tp: int, pp: int, cp: int) -> str:
     recompute = {"none": "", "full": "recompute", "selective_op": "recompute half"}
     parts = [row["shard"], recompute.get(row["recompute"], "recompute 0.87")]
     parts += ["eager" if row["kernels"] == "eager" else "", "FP8" if row.get("fp8") else ""]
     parts += [
         f"tp {tp}{' overlapped' if row.get('tp_overlap') else ''}" if tp > 1 else "",
         f"pp {pp}" if pp > 1 else "",
+        f"stages {row['stages']}" if row.get("stages", 1) > 1 and not row.get("unpublished") else "",
+        f"cp {cp}" if cp > 1 else "",
     ]
     return ", ".join(filter(None, parts))
 

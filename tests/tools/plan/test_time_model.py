@@ -73,7 +73,7 @@ def test_the_band_of_an_unknown_program_holds_nine_of_ten_rows() -> None:
 
 
 def test_a_fifth_program_on_another_machine_is_foreseen_but_for_its_tensor_parallelism() -> None:
-    rows = published_rows("blind")
+    rows = [row for row in published_rows("blind") if row.stack == "kempnerforge"]
     bands = {row: off_and_band(row) for row in rows}
     divided = [row for row in rows if row.job.tp > 1]
     whole = [row for row in rows if row.job.tp == 1]
@@ -83,11 +83,30 @@ def test_a_fifth_program_on_another_machine_is_foreseen_but_for_its_tensor_paral
     assert sum(abs(off) < band for off, band in bands.values()) == 11
 
 
+def test_a_sixth_program_with_every_parallelism_is_foreseen() -> None:
+    rows = [row for row in published_rows("blind") if row.stack == "megatron-bridge"]
+    assert len(rows) == 9
+    for off, band in map(off_and_band, rows):
+        assert abs(off) < min(0.11, band)
+
+
 def test_products_in_fp8_gain_what_was_published() -> None:
     rows = published_rows("fp8")
     predicted = np.exp(FITTED.predict(best().logs, rows))
-    assert max(abs(row.seconds / seconds - 1) for row, seconds in zip(rows, predicted, strict=True)) < 0.05
+    off = [abs(row.seconds / seconds - 1) for row, seconds in zip(rows, predicted, strict=True)]
+    assert max(off) < 0.09
+    assert np.median(off) < 0.04
     assert all(abs(off) < band for off, band in map(off_and_band, rows))
+
+
+def test_long_sequences_and_pipelines_lie_in_wider_bands() -> None:
+    rows = published_rows("long")
+    bands = {row: off_and_band(row) for row in rows}
+    assert all(abs(off) < band for off, band in bands.values())
+    whole, divided = (
+        [band for row, (_, band) in bands.items() if (row.job.cp > 1) == in_pieces] for in_pieces in (False, True)
+    )
+    assert max(whole) < 0.28 < min(divided)
 
 
 def off_and_band(row: PublishedRow) -> tuple[float, float]:
