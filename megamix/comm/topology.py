@@ -83,7 +83,7 @@ class Topology:
         return self._axis(self._places(names))
 
     def _places(self, names: Sequence[str]) -> list[int]:
-        strides = self._strides()
+        strides = self._strides
         chosen = [name for name in self.sizes if name in names]
         first = self.place_in_mesh - sum(self._place(name) * strides[name] for name in chosen)
         steps = (range(0, self.sizes[name] * strides[name], strides[name]) for name in chosen)
@@ -168,7 +168,7 @@ class Topology:
         """
         if 0 < self.pp.rank < self.pp.size - 1:
             return self._axis([self.place_in_mesh])
-        stride = self._strides().get("pp", 0)
+        stride = self._strides.get("pp", 0)
         own = {place - self.pp.rank * stride for place in self._places(self._sharded)}
         return self._axis(sorted(own | {place + (self.pp.size - 1) * stride for place in own}))
 
@@ -202,8 +202,9 @@ class Topology:
         return all(self._place(name) == 0 for name in self.sizes if along(name, AXES[name]))
 
     def _place(self, name: str) -> int:
-        return self.place_in_mesh // self._strides()[name] % self.sizes[name]
+        return self.place_in_mesh // self._strides[name] % self.sizes[name]
 
+    @cached_property
     def _strides(self) -> dict[str, int]:
         return {name: math.prod([*self.sizes.values()][number + 1 :]) for number, name in enumerate(self.sizes)}
 

@@ -99,7 +99,7 @@ def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[Time
         if text in seen or layout.problems():
             continue
         seen.add(text)
-        peak = plan_memory(layout.config, layout.job.dp, "gpu").peak
+        peak = plan_memory(layout.config, layout.job.dp, "gpu", search.optimizer).peak
         if peak <= search.limit:
             wanted -= 1
             yield layout, peak

@@ -1,4 +1,4 @@
-"""Ways to divide a job among a number of GPUs, with the time of each. No torch is imported."""
+"""Ways to divide a job among a number of GPUs, with the time of each. No torch is imported to find them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from megamix.config import Config, FirstLayers, ParallelismConfig, axis_sizes, check_world_size
 from megamix.config.batch_ramp import sizes_by_key
@@ -17,6 +17,9 @@ from megamix.tools.plan.time_hardware import Hardware
 from megamix.tools.plan.time_job import timed_job
 from megamix.tools.plan.time_model import StepTime, step_time
 from megamix.tools.plan.time_work import TimedJob
+
+if TYPE_CHECKING:
+    from megamix.mixed_precision.optimizers import Optimizer
 
 # Positions of a sequence on each context-parallel rank, at least: the model hides none of their traffic.
 LEAST_POSITIONS = 4096
@@ -80,6 +83,13 @@ class LayoutSearch:
     def _batch(self) -> int:
         """Sequences that every global batch of the job is a multiple of."""
         return math.gcd(*(size for _, size in sizes_by_key(self.config.training)))
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """Return the optimizer of all layouts. It imports torch."""
+        from megamix.builders.objects import build_optimizer
+
+        return build_optimizer(self.config)
 
     @cached_property
     def _known(self) -> dict[tuple[object, ...], list[dict[str, Any]]]:

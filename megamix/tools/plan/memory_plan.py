@@ -19,6 +19,7 @@ from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import BucketPlan, build_layout
 from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
 from megamix.parallel.stages import StagePlan
@@ -70,15 +71,17 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: self.phases[phase])
 
 
-def plan_memory(config: Config, dp_size: int, machine: Machine, *, crowded: bool = False) -> MemoryPlan:
-    """Return the plan of the job that `config` describes, on `dp_size` ranks for each part of the model. `crowded`: see
-    TracedWork.
+def plan_memory(
+    config: Config, dp_size: int, machine: Machine, optimizer: Optimizer | None = None, *, crowded: bool = False
+) -> MemoryPlan:
+    """Return the plan of the job that `config` describes, on `dp_size` ranks for each part of the model. `optimizer`:
+    the job's, if known: its learning rates take a tenth of a second. `crowded`: see TracedWork.
 
     Raises: ValueError if the global batch does not divide.
     """
-    stages = plan_pipeline(config)
+    known = plan_pipeline(config), optimizer or build_optimizer(config)
     ranks = range(config.parallelism.pp_size)
-    plans = (plan_rank(config, dp_size, pp_rank, machine, stages, crowded=crowded) for pp_rank in ranks)
+    plans = (plan_rank(config, dp_size, pp_rank, machine, *known, crowded=crowded) for pp_rank in ranks)
     return max(plans, key=lambda plan: plan.peak)
 
 
@@ -88,13 +91,14 @@ def plan_rank(
     pp_rank: int,
     machine: Machine,
     stages: list[StagePlan] | None = None,
+    optimizer: Optimizer | None = None,
     *,
     crowded: bool = False,
 ) -> MemoryPlan:
     """Return the plan of one of a pipeline's ranks; see `plan_memory`. `stages`: those of all ranks, if known."""
-    stages = plan_pipeline(config) if stages is None else stages
+    stages, optimizer = plan_pipeline(config) if stages is None else stages, optimizer or build_optimizer(config)
     mesh = Topology.place(0, dp=dp_size, ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
-    part = _plan_part(config, dp_size, mesh.pp.ranks[pp_rank], machine, stages, crowded=crowded)
+    part = _plan_part(config, dp_size, mesh.pp.ranks[pp_rank], machine, stages, optimizer, crowded=crowded)
     activations = _activations(part)
     passes = _passes(part, activations)
     if activations.moved:
@@ -124,7 +128,8 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
 
     It asks nothing of other ranks: one rank alone may call it while the others train.
     """
-    part = _plan_part(config, dp_size, rank, machine, plan_pipeline(config), own_states=True)
+    stages, optimizer = plan_pipeline(config), build_optimizer(config)
+    part = _plan_part(config, dp_size, rank, machine, stages, optimizer, own_states=True)
     return part.held, _host(config, part)
 
 
@@ -151,14 +156,13 @@ class _RankPart(NamedTuple):
 
 
 def _plan_part(
-    config: Config, dp_size: int, rank: int, machine: Machine, stages: list[StagePlan], *,
+    config: Config, dp_size: int, rank: int, machine: Machine, stages: list[StagePlan], optimizer: Optimizer, *,
     own_states: bool = False, crowded: bool = False,
 ) -> _RankPart:  # fmt: skip
     section, training = config.parallelism, config.training
     topology = Topology.place(rank, dp=dp_size, ep_size=section.ep_size, **axis_sizes(section))
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, section, topology, stages)
-    optimizer = build_optimizer(config)
     precision, micro_batches = build_precision(config.precision), grad_accum_steps(config, dp_size)
     sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
     census = take_census(module, optimizer, topology, sharding)
