@@ -26,4 +26,5 @@ ridge            least squares with priors, by which the constants were fitted
 layouts          ways to divide a job among GPUs, with the time of each
 least_memory     fewest bytes that a layout needs
 layout_report    the table of the fastest layouts that fit
+layout_picture   these as bars, which show what a step's time goes into
 """

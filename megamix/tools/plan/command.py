@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megamix.tools.plan.calibrate import MeasuredStep
     from megamix.tools.plan.time_hardware import Hardware
 
-WITH_GPUS = ("hardware", "rates", "calibrate")
+WITH_GPUS = ("hardware", "rates", "calibrate", "plot")
 PATIENCE_S = 2.0  # seconds for which a user sees nothing
 
 
@@ -39,6 +39,7 @@ def plan_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--calibrate", metavar="RUN/metrics.jsonl", type=Path, nargs="+", help="with --gpus: runs to learn from"
     )
+    parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="with --gpus: what a step's time goes into")
 
 
 @lines_told
@@ -64,7 +65,8 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
 
     problems = list[str]()
     gpus = gpus_of(arguments.gpus, problems)
-    hardware = load_hardware(arguments.hardware or "h100-sxm")
+    name = arguments.hardware or "h100-sxm"
+    hardware = load_hardware(name)
     limit = int(hardware.memory_bytes) - RESERVED
     if arguments.memory is not None:
         limit = bytes_of(arguments.memory, problems) or limit
@@ -76,7 +78,8 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
     if arguments.calibrate:
         constants = calibrate([_measured(path, hardware) for path in arguments.calibrate], before)
     search = LayoutSearch(config, hardware, constants.values, limit)
-    yield from layout_lines(search, gpus, before, constants, arguments.progress, as_json=arguments.json)
+    more = {"as_json": arguments.json, "plot": arguments.plot, "title": f"{arguments.config.stem} on {name}"}
+    yield from layout_lines(search, gpus, before, constants, arguments.progress, **more)
 
 
 def _with_rates(path: Path, base: Hardware) -> Hardware:

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from megamix.arguments import Failed
 from megamix.config import Config, FirstLayers
 from megamix.config.batch_ramp import tokens_of
+from megamix.durable import write_text
 from megamix.progress import ProgressLine
+from megamix.tools.plan.layout_picture import picture
 from megamix.tools.plan.layouts import LayoutSearch, TimedLayout, mesh_text
 from megamix.tools.plan.time_band import time_band
 from megamix.tools.plan.time_constants import FittedConstants
@@ -50,11 +53,12 @@ class LayoutRow:
 
 def layout_lines(
     search: LayoutSearch, gpus: Sequence[int], before: FittedConstants, constants: FittedConstants,
-    progress: ProgressLine, *, as_json: bool,
+    progress: ProgressLine, *, as_json: bool, plot: Path | None = None, title: str = "",
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines to print, as they become known; `Failed` for a number of GPUs without a layout.
 
-    `before`: the constants without runs of one's own.
+    `before`: the constants without runs of one's own. `plot`: a file for a picture of the fastest, as SVG, with
+    a `title`.
     """
     rows, wanted = dict[int, list[LayoutRow]](), ROWS if len(gpus) == 1 else ROWS_OF_SEVERAL
     progress.begin("tracing the memory of layouts", total=wanted * len(gpus))
@@ -73,8 +77,10 @@ def layout_lines(
             yield Failed(f"{number:>6} {why_none(search, number)}")
     best = next((found[0] for found in rows.values() if found), None)
     wide = None if best is None else time_band(best.layout.job, search.hardware, before)
+    records = {number: [_record(search, row) for row in found] for number, found in rows.items()}
+    if best is not None and plot is not None:
+        write_text(plot, picture(title, [found[0] for found in records.values() if found]))
     if as_json:
-        records = {number: [_record(search, row) for row in found] for number, found in rows.items()}
         text = json.dumps({"layouts": records, "band_without_runs": wide}, indent=2)
         yield text if all(rows.values()) else Failed(text)
     elif best is not None:
@@ -82,6 +88,8 @@ def layout_lines(
             yield f"with the runs the first row's band narrows from {wide:.1%} to {best.band:.1%}"
         if len(gpus) == 1:
             yield f"the first row as settings: {' '.join(settings(best.layout.config))}"
+        if plot is not None:
+            yield f"{plot}"
 
 
 def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[TimedLayout, int]]:

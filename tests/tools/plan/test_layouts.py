@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -121,7 +123,9 @@ def test_layouts_fit_and_come_in_the_order_of_their_time() -> None:
         assert plan_memory(layout.config, layout.job.dp, "gpu").peak == peak <= limit
 
 
-def test_the_table_has_a_row_a_layout_and_settings_that_make_the_first_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_a_layout_and_settings_that_make_the_first_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *SMALL, "--gpus", "8"]) == 0
     titles, *rows, said = capsys.readouterr().out.splitlines()
     assert titles.split() == [
@@ -140,13 +144,20 @@ def test_the_table_has_a_row_a_layout_and_settings_that_make_the_first_one(capsy
     assert all(re.search(r"; \+\d+\.\d% by (more|slower|a longer) ", row) for row in rows[1:])
     settings = said.removeprefix("the first row as settings: ").split()
     assert check_world_size(load_config(SMALL[0], [*SMALL[1:], *settings]), 8) == []
-    assert main(["plan", *SMALL, "--gpus", "8..32", "--json"]) == 0
+    plot = tmp_path / "plan.svg"
+    assert main(["plan", *SMALL, "--gpus", "8..32", "--json", "--plot", str(plot)]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert [*layouts] == ["8", "16", "32"]
     best = layouts["8"][0]
     assert best["settings"] == settings
     assert sum(best["parts_s"].values()) == pytest.approx(best["step_s"])
     assert best["days"] == pytest.approx(best["gpu_hours"] / 8 / 24)
+    bars = defaultdict[str, float](float)  # length of each row's bar, of which parts below 0.2 % are left out
+    for box in ElementTree.parse(plot).findall("{*}rect"):
+        bars[box.get("y", "")] += float(box.get("width", "")) if len(box) else 0.0
+    lengths = sorted(filter(None, bars.values()))
+    costs = sorted(1 / found[0]["tokens_per_s"] for found in layouts.values())
+    assert [length / lengths[-1] for length in lengths] == pytest.approx([cost / costs[-1] for cost in costs], rel=0.02)
 
 
 def test_numbers_of_gpus_without_a_layout_say_why() -> None:
