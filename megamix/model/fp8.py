@@ -58,11 +58,11 @@ def product(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> Te
     A CPU takes more than a GPU does, so that is checked here. Raises: ValueError saying what a GPU refuses.
     """
     (num_rows, num_summed), num_columns = a.values.shape, len(b.values)
-    for what, size in (("sums over", num_summed), ("has", num_columns)):
+    for what, size in (("sums over {} numbers", num_summed), ("has {} columns", num_columns)):
         if size % MULTIPLE:
-            raise ValueError(f"a product in FP8 {what} {size} {'columns' * (what == 'has')}, must be a multiple of 16")
-    if a.values.dtype == b.values.dtype == E5M2:
-        raise ValueError("a product in FP8 got two operands in E5M2, at least one must be E4M3")
+            raise ValueError(f"a product in FP8 {what.format(size)}, must be a multiple of 16")
+    if b.values.dtype == E5M2:  # by tensor a GPU refuses it beside E5M2 alone
+        raise ValueError("a product in FP8 got a second operand in E5M2, must be E4M3")
     if not (a.values.is_contiguous() and b.values.is_contiguous()):
         raise ValueError("a product in FP8 got a transposed operand, the dim that is summed over must be the last")
     by_row = len(b.factors) > 1
@@ -151,7 +151,8 @@ class FP8Product:
         return out if bias is None else out + bias
 
     def _codes(self, x: Tensor, rows: Tensor) -> Codes:
-        if torch.compiler.is_compiling():  # the compiler joins what is computed twice
+        # The compiler joins what is computed twice. A tensor of inference mode has no version.
+        if torch.compiler.is_compiling() or x.is_inference():
             return quantise(rows.detach(), E4M3, self._recipe.by_row)
         if self._last is None or self._last[0]() is not x or self._last[1] != x._version:
             self._last = weakref.ref(x), x._version, quantise(rows.detach(), E4M3, self._recipe.by_row)

@@ -125,7 +125,8 @@ class Stage(nn.Module):
         if seed is not None:
             (number,) = seed.tolist()  # int(seed) fails from 2^63 on (torch 2.13)
             torch.manual_seed((number + self.layers.start) % 2**64)
-        out: Tensor = self._run(x, targets, positions, num_documents, deal, layers=self.layers)
+        # torch receives into one buffer in each step, and no version counts that. The model gets a tensor of its own.
+        out: Tensor = self._run(x.view_as(x), targets, positions, num_documents, deal, layers=self.layers)
         return out
 
 

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megamix.config import Config, FP8Config
+from megamix.config import Config, FP8Config, ModelConfig
+from megamix.model.fp8 import use_fp8
+from megamix.model.transformer import Transformer
+from megamix.parallel.stages import Stage
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.layouts.judge import judge
 from tests.conftest import FULL
@@ -61,6 +64,19 @@ def test_every_layout_passes(run_ranks) -> None:
     for case, config, *ranks in zip(cases, configs, *by_rank, strict=True):
         verdict = judged(config, ranks)
         assert (case, verdict.differences, verdict.skipped) == (case, [], 1)
+
+
+def test_a_stage_takes_no_codes_of_what_its_buffer_held_before() -> None:
+    """A receive writes into the same tensor in each step, and counts no version."""
+    config = ModelConfig(vocab_size=64, seq_len=16, hidden_size=64, num_layers=2, num_heads=4, norm_place="after")
+    model = Transformer(config).to(torch.bfloat16)
+    use_fp8(model, FP8Config(recipe="rowwise", but=("*.out", "*.feed_forward.*")))  # nothing follows query, key, value
+    stage, targets, received = Stage(model, range(1, 2)), torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16, 64)
+    buffer = received.to(torch.bfloat16)
+    with torch.no_grad():
+        stage(buffer, targets)
+        buffer.data.copy_(received.cumsum(2))
+        assert torch.equal(stage(buffer, targets), stage(buffer.clone(), targets))
 
 
 BUGS = {
