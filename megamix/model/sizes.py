@@ -88,16 +88,38 @@ def fewest_params(config: ModelConfig) -> int:
     """Return the number of parameters in matrices and in tables of tokens. It is a lower bound of the number of all
     parameters, and nearly as large.
     """
-    section, tables = config.experts, config.vocab_size * (1 if config.tie_embeddings else 2)
-    dense = config.num_layers if section is None else min(section.dense_layers, config.num_layers)
-    inner, routers = dense * ffn_hidden_size(config), 0
-    if section is not None:
-        of_experts = section.num_experts * section.ffn_hidden_size + (section.shared_ffn_hidden_size or 0)
-        inner += (config.num_layers - dense) * of_experts
-        routers = (config.num_layers - dense) * section.num_experts
-    matrices = 3 if is_gated(config.activation) else 2
-    attention = config.num_layers * _attention_params(config)
-    return config.hidden_size * (tables + matrices * inner + routers) + attention
+    tables, with_experts = config.vocab_size * (1 if config.tie_embeddings else 2), expert_layers(config)
+    inner, routers = (config.num_layers - with_experts) * ffn_hidden_size(config), 0
+    if config.experts is not None:
+        inner += with_experts * (config.experts.shared_ffn_hidden_size or 0)
+        routers = with_experts * config.experts.num_experts
+    others = config.hidden_size * (tables + _num_matrices(config) * inner + routers)
+    return others + expert_params(config) + config.num_layers * _attention_params(config)
+
+
+def rank_params(config: ModelConfig, parts: int, ep_size: int) -> float:
+    """Return `fewest_params` of one rank, on average. `parts`: tensor- and pipeline-parallel ranks that divide all
+    layers. Expert-parallel ranks divide the experts on top.
+    """
+    experts = expert_params(config)
+    return (fewest_params(config) - experts + experts / ep_size) / parts
+
+
+def expert_layers(config: ModelConfig) -> int:
+    return 0 if config.experts is None else max(0, config.num_layers - config.experts.dense_layers)
+
+
+def expert_params(config: ModelConfig) -> int:
+    """Return the elements of all experts' matrices, without shared experts."""
+    if (section := config.experts) is None:
+        return 0
+    inner = expert_layers(config) * section.num_experts * section.ffn_hidden_size
+    return config.hidden_size * _num_matrices(config) * inner
+
+
+def _num_matrices(config: ModelConfig) -> int:
+    """Return the matrices of a feed-forward part."""
+    return 3 if is_gated(config.activation) else 2
 
 
 def _attention_params(config: ModelConfig) -> int:
@@ -138,6 +160,11 @@ def dense_peak(device_name: str, dtype: torch.dtype) -> float | None:
     if dtype not in (torch.float16, torch.bfloat16):
         return None
     return next((peak for pattern, peak in DENSE_PEAKS if re.fullmatch(pattern, device_name)), None)
+
+
+def num_repeated(config: DecoderConfig | TransformersConfig) -> int:
+    """Return how many layers backward computes again as a whole."""
+    return sum(is_repeated(config, layer) for layer in range(config.num_layers))
 
 
 def is_repeated(config: DecoderConfig | TransformersConfig, layer: int) -> bool:

@@ -21,16 +21,19 @@ def least_held(config: Config, world_size: int) -> dict[str, float]:
     Raises: ConfigError for a model of another family that cannot be built.
     """
     section, optimizer = config.parallelism, config.optimizer
+    divided = section.tp_size * section.pp_size
     if isinstance(config.model, ModelConfig):
         params = sizes.fewest_params(config.model)
+        part = sizes.rank_params(config.model, divided, section.ep_size)
     else:
         from megamix.model.family import parameter_count
 
         try:
             params = parameter_count(config.model)
+            part = params / divided
         except ValueError as error:
             raise ConfigError([str(error)], "job") from None
-    part, owned = params / (section.tp_size * section.pp_size), params * section.replicas / world_size
+    owned = params * section.replicas / world_size
     half = 4 if config.precision.dtype == "fp32" else 2
     state = 2 if getattr(getattr(optimizer, optimizer.name), "state_dtype", "fp32") == "bf16" else 4
     return {

@@ -63,6 +63,12 @@ def test_no_category_is_more_than_the_plan_s(
         assert size <= planned[category] <= max(1.1, 1 + (optimizer["name"] == "muon")) * size, category
 
 
+def test_ranks_that_divide_experts_hold_their_own(tmp_path: Path) -> None:
+    config = load_config(next(path for path in CONFIGS if path.stem == "qwen3-30b-a3b"), ["parallelism.ep_size=8"])
+    least, planned = least_held(config, 8), held_memory(config, 8, 0, "gpu")[0]
+    assert all(0.97 * planned[category] < size <= planned[category] for category, size in least.items() if size)
+
+
 def _job(folder: Path, **sections: Any) -> Path:
     write_data(folder / "data")
     config = tiny_job(folder, metrics={"tensorboard": False}, **sections)

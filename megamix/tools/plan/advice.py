@@ -11,7 +11,7 @@ from typing import get_args
 from megamix.config import Config, FirstLayers, axis_sizes, check_world_size
 from megamix.config.checks import check_config
 from megamix.mixed_precision.settings import Shard
-from megamix.model.sizes import is_repeated
+from megamix.model.sizes import num_repeated
 from megamix.tools.plan.limits import MOST_RANKS
 from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
 
@@ -106,7 +106,7 @@ def _shards(config: Config, beside: str = "") -> Changes:
 
 def _recompute(config: Config, plan: MemoryPlan, memory: int) -> Changes:
     """Yield what costs little, then the fewest first layers that fit, then all."""
-    repeated = sum(is_repeated(config.model, layer) for layer in range(config.model.num_layers))
+    repeated = num_repeated(config.model)
     if config.model.recompute == "none":
         yield 'model.recompute = "selective"', config.with_keys(model={"recompute": "selective"})
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 
-from megamix.config import Config, FirstLayers, ModelConfig, stages_per_rank
+from megamix.config import Config, FirstLayers, ModelConfig, axis_sizes, stages_per_rank
 from megamix.model import sizes
-from megamix.tools.plan.time_work import expert_params
+from megamix.run.least_memory import least_held
 
 HALF, FP32 = 2, 4
-STATES = {"adamw": 2, "nag": 1, "muon": 1}  # of each element, at least
 
 
 class LeastMemory:
@@ -27,13 +26,15 @@ class LeastMemory:
         self._tokens = training.micro_batch_size * config.model.seq_len / ranks.cp_size
         self._kept_half = self._half / (1 if config.precision.fp8.recipe == "none" else 2)
         self._evaluates = data.valid is not None or data.split is not None
-        self._held = self._between_steps(config, dp_size)
+        self._held = sum(least_held(config, dp_size * prod(axis_sizes(ranks).values())).values())
+        if ranks.shard != "states" and self._count > 1 and ranks.accumulate == "local":  # gradients stay whole, too
+            self._held += self._half * sizes.rank_params(config.model, ranks.tp_size * ranks.pp_size, ranks.ep_size)
 
     def peak(self) -> int:
         """Return the bytes with the configured `recompute`."""
         model = self._model
         if isinstance(model.recompute, FirstLayers):
-            return self.first(sum(sizes.is_repeated(model, layer) for layer in range(model.num_layers)))
+            return self.first(sizes.num_repeated(model))
         return self.of(model.recompute)
 
     def of(self, recompute: str) -> int:
@@ -52,17 +53,6 @@ class LeastMemory:
             return None
         saved = self._kept("none") - self._kept("full")
         return min(self._model.num_layers, max(1, ceil((self.of("none") - limit) / saved)))
-
-    def _between_steps(self, config: Config, dp_size: int) -> float:
-        ranks, update = self._ranks, getattr(config.optimizer, config.optimizer.name)
-        whole, experts = sizes.fewest_params(self._model), expert_params(self._model)
-        parts = ranks.tp_size * ranks.pp_size
-        stays = ranks.shard == "states" or (self._count > 1 and ranks.accumulate == "local")
-        copies = (ranks.shard != "parameters") + stays
-        of_state = HALF if update.state_dtype == "bf16" else FP32
-        owned = FP32 * (1 + (config.training.average is not None)) + STATES[config.optimizer.name] * of_state
-        held = (whole - experts + experts / ranks.ep_size) * self._half * copies
-        return (held + whole * owned / (dp_size * ranks.cp_size)) / parts
 
     def _whole(self, full: int, kept: float) -> int:
         """Return the bytes without a pipeline: at the end of forward, or while backward computes the last block."""

@@ -52,7 +52,7 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
 def _recompute(model: ModelConfig) -> Recompute:
     if not isinstance(model.recompute, FirstLayers):
         return RECOMPUTE[model.recompute]
-    share = sum(sizes.is_repeated(model, layer) for layer in range(model.num_layers)) / model.num_layers
+    share = sizes.num_repeated(model) / model.num_layers
     return Recompute(share, share, share)
 
 

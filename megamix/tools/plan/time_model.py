@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megamix.model import sizes
 from megamix.tools.plan.time_constants import TimeConstants
 from megamix.tools.plan.time_hardware import Hardware
-from megamix.tools.plan.time_work import TimedJob, attention_flops, expert_layers, expert_params
+from megamix.tools.plan.time_work import TimedJob, attention_flops
 
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of a product, on one multiprocessor
 LAUNCH_S = 3e-6  # between two kernels of a product
@@ -97,7 +97,8 @@ class _Step:
         self.key = sizes.num_kv_heads(model) * sizes.head_dim(model)
         self.ffn = sizes.ffn_hidden_size(model)
         self.gated = sizes.is_gated(model.activation)
-        self.expert_share = expert_layers(model) / model.num_layers
+        self.expert_share = sizes.expert_layers(model) / model.num_layers
+        self.parameters = sizes.rank_params(model, job.tp * job.pp, job.ep)  # before data parallelism divides them
         self.hardware = hardware
         self.constants = constants
         self.tokens = job.micro_batch * model.seq_len / job.cp
@@ -111,7 +112,7 @@ class _Step:
         attention = Passes(*(layers * seconds for seconds in self._attention()))
         forward_between, backward_between = (layers * seconds for seconds in self._between())
         logits = self._traffic_s(self.tokens / job.tp * self.model.vocab_size * BETWEEN[job.kernels].logit)
-        cast = self._traffic_s(job.traffic.cast_bytes * self._stage_parameters * (3 + job.recompute.products))
+        cast = self._traffic_s(job.traffic.cast_bytes * self.parameters * (3 + job.recompute.products))
         again = self._again(products, attention, forward_between)
         tp, cp, ep = (layers * seconds for seconds in (self._tp(), self._cp(), self._ep()))
         count = job.micro_batches
@@ -131,13 +132,6 @@ class _Step:
         parts["host"] = self._host(sum(parts.values()))
         own = self.constants.own
         return StepTime({name: own * part for name, part in parts.items()} | {"fixed": self.constants.step_s})
-
-    @property
-    def _stage_parameters(self) -> float:
-        """Elements of one rank's part of the model, before data parallelism divides it."""
-        experts = expert_params(self.model)
-        whole = sizes.fewest_params(self.model) - experts
-        return (whole + experts / self.job.ep) / (self.job.tp * self.job.pp)
 
     def _product(self, rows: float, columns: float, inner: float) -> float:
         """Return the seconds of a product (rows, inner) x (inner, columns)."""
@@ -272,9 +266,8 @@ class _Step:
 
     def _bubble(self, work: float, weights: float) -> float:
         """Return the seconds that a pipeline rank waits for others at a step's beginning and end."""
-        filled = {"interleaved_zero_bubble": 2, "zbv_zero_bubble": 3}.get(
-            self.job.schedule, 0
-        )  # by gradients of weights
+        # Passes over gradients of weights that fill the wait.
+        filled = {"interleaved_zero_bubble": 2, "zbv_zero_bubble": 3}.get(self.job.schedule, 0)
         return (self.job.pp - 1) / self.job.stages * max(0.0, work - filled * weights)
 
     def _transfers(self) -> float:
@@ -287,13 +280,12 @@ class _Step:
         """Return the exposed seconds of gathers and reductions. They slow the computing that hides them."""
         job, traffic = self.job, self.job.traffic
         apart, ranks = job.tp, job.dp * job.cp
-        elements = self._stage_parameters
-        sent = elements * (traffic.gathers * traffic.gather_bytes + traffic.reductions * traffic.reduce_bytes)
+        sent = self.parameters * (traffic.gathers * traffic.gather_bytes + traffic.reductions * traffic.reduce_bytes)
         seconds = sent * (ranks - 1) / ranks / self._link(apart, ranks)
         hops = (traffic.gathers + traffic.reductions) * traffic.pieces * (ranks - 1)
         hop = self.constants.hop_s if apart * ranks > self.hardware.node_size else SHORT_HOP_S
         if job.replicas > 1:  # each rank's shard of the gradients is added up over the replicas
-            between = 2 * elements / ranks * traffic.reduce_bytes * (job.replicas - 1) / job.replicas
+            between = 2 * self.parameters / ranks * traffic.reduce_bytes * (job.replicas - 1) / job.replicas
             seconds += between / self._link(apart * ranks, job.replicas)
             hops += 2 * traffic.pieces * (job.replicas - 1)
             hop = self.constants.hop_s

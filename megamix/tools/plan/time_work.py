@@ -89,24 +89,8 @@ def attention_flops(model: ModelConfig) -> int:
     return sum(sizes.attention_flops(model, layer, elements) for layer in layers) * model.num_layers // len(layers)
 
 
-def expert_layers(model: ModelConfig) -> int:
-    return 0 if model.experts is None else max(0, model.num_layers - model.experts.dense_layers)
-
-
-def expert_params(model: ModelConfig) -> int:
-    """Return the elements of all experts' matrices, without shared ones."""
-    if (experts := model.experts) is None:
-        return 0
-    return expert_layers(model) * matrix_rows(model) * experts.num_experts * experts.ffn_hidden_size
-
-
 def active_params(model: ModelConfig) -> float:
     """Return the elements of matrices that multiply each token, the head's included."""
     used = 1.0 if model.experts is None else model.experts.top_k / model.experts.num_experts
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    return sizes.fewest_params(model) - looked_up - (1 - used) * expert_params(model)
-
-
-def matrix_rows(model: ModelConfig) -> int:
-    """Return the elements of a feed-forward part's matrices for each unit of its inner width."""
-    return model.hidden_size * (3 if sizes.is_gated(model.activation) else 2)
+    return sizes.fewest_params(model) - looked_up - (1 - used) * sizes.expert_params(model)
