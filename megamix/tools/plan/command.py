@@ -77,9 +77,9 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
     before = constants = fitted_constants()
     if arguments.calibrate:
         constants = calibrate([_measured(path, hardware) for path in arguments.calibrate], before)
-    search = LayoutSearch(config, hardware, constants.values, limit)
+    search = LayoutSearch(config, hardware, constants, limit)
     more = {"as_json": arguments.json, "plot": arguments.plot, "title": f"{arguments.config.stem} on {name}"}
-    yield from layout_lines(search, gpus, before, constants, arguments.progress, **more)
+    yield from layout_lines(search, gpus, before, arguments.progress, **more)
 
 
 def _with_rates(path: Path, base: Hardware) -> Hardware:

@@ -21,7 +21,6 @@ COLOURS = {
     "fixed": "#bbbbbb",
 }
 LEFT, WIDE, ROW = 70, 620, 28  # pixels: where bars begin, the longest one with its band, and a row's height
-SHOWN = 0.002  # of the dearest token: the least part of a bar that is drawn
 
 
 def picture(title: str, records: Sequence[Mapping[str, Any]]) -> str:
@@ -30,15 +29,11 @@ def picture(title: str, records: Sequence[Mapping[str, Any]]) -> str:
     """
     scale = WIDE / max((1 + record["band"]) / record["tokens_per_s"] for record in records)
     drawn = [f'<text x="8" y="20" font-size="15">{escape(title)}: GPU time for a token</text>']
-    told = set[str]()
     for number, record in enumerate(records):
         x, y, long = float(LEFT), 34 + ROW * number, scale / record["tokens_per_s"]
         drawn.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">{record["gpus"]:,}</text>')
         for part, colour in COLOURS.items():
             share = record["parts_s"][part] / record["step_s"]
-            if share * long < SHOWN * WIDE:
-                continue
-            told.add(part)
             box = f'x="{x:.1f}" y="{y}" width="{share * long:.1f}" height="20" fill="{colour}"'
             drawn.append(f"<rect {box}><title>{part}: {share:.1%} of the step</title></rect>")
             x += share * long
@@ -47,9 +42,9 @@ def picture(title: str, records: Sequence[Mapping[str, Any]]) -> str:
         words = f"{record['tokens_per_s']:,.0f} tokens/s a GPU, {record['mfu']:.1%} MFU, {record['step_s']:.3g} s"
         drawn.append(f'<text x="{LEFT + WIDE + 10}" y="{y + 15}">{words}</text>')
     y = 44 + ROW * len(records)
-    for number, part in enumerate(part for part in COLOURS if part in told):
+    for number, (part, colour) in enumerate(COLOURS.items()):
         x = 8 + 82 * number
-        drawn.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[part]}"/>')
+        drawn.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
         drawn.append(f'<text x="{x + 16}" y="{y + 11}">{part}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {y + 24}" font-family="sans-serif" font-size="12">'

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from megamix.arguments import Failed
-from megamix.config import Config, FirstLayers
+from megamix.config import Config, FirstLayers, check_world_size
 from megamix.config.batch_ramp import tokens_of
+from megamix.config.checks import check_config
 from megamix.durable import write_text
 from megamix.progress import ProgressLine
 from megamix.tools.plan.layout_picture import picture
@@ -20,6 +20,7 @@ from megamix.tools.plan.layouts import LayoutSearch, TimedLayout, mesh_text
 from megamix.tools.plan.time_band import time_band
 from megamix.tools.plan.time_constants import FittedConstants
 
+Row = dict[str, Any]
 ROWS, ROWS_OF_SEVERAL = 5, 2  # for one number of GPUs, and for each of several
 PARTS = {
     "products": "slower products",
@@ -41,53 +42,42 @@ TITLES = (
 TITLES += f" {'band':>6}  layout"
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutRow:
-    """One layout that fits."""
-
-    layout: TimedLayout
-    peak: int  # bytes of a GPU, traced
-    band: float  # relative half-width of the step's 90 % band
-    lost_by: str  # what the fastest layout of as many GPUs has less of
-
-
 def layout_lines(
-    search: LayoutSearch, gpus: Sequence[int], before: FittedConstants, constants: FittedConstants,
-    progress: ProgressLine, *, as_json: bool, plot: Path | None = None, title: str = "",
+    search: LayoutSearch, gpus: Sequence[int], before: FittedConstants, progress: ProgressLine, *, as_json: bool,
+    plot: Path | None = None, title: str = "",
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines to print, as they become known; `Failed` for a number of GPUs without a layout.
 
     `before`: the constants without runs of one's own. `plot`: a file for a picture of the fastest, as SVG, with
     a `title`.
     """
-    rows, wanted = dict[int, list[LayoutRow]](), ROWS if len(gpus) == 1 else ROWS_OF_SEVERAL
+    rows, wanted = dict[int, list[Row]](), ROWS if len(gpus) == 1 else ROWS_OF_SEVERAL
     progress.begin("tracing the memory of layouts", total=wanted * len(gpus))
     if not as_json:
         yield TITLES
+    wide = None
     for number in gpus:
-        rows[number] = []
+        found = rows[number] = []
         for layout, peak in fastest(search, number, wanted):
-            band = time_band(layout.job, search.hardware, constants)
-            lost = lost_by(rows[number][0].layout, layout) if rows[number] else ""
-            rows[number].append(LayoutRow(layout, peak, band, lost))
+            wide = wide or time_band(layout.job, search.hardware, before)
+            row = _row(search, layout, peak)
+            found.append(row | {"lost_by": lost_by(found[0], row) if found else ""})
             progress.advance(1)
             if not as_json:
-                yield _line(search, rows[number][-1])
-        if not rows[number] and not as_json:
+                yield _line(found[-1], mesh_text(layout.config))
+        if not found and not as_json:
             yield Failed(f"{number:>6} {why_none(search, number)}")
-    best = next((found[0] for found in rows.values() if found), None)
-    wide = None if best is None else time_band(best.layout.job, search.hardware, before)
-    records = {number: [_record(search, row) for row in found] for number, found in rows.items()}
-    if best is not None and plot is not None:
-        write_text(plot, picture(title, [found[0] for found in records.values() if found]))
+    best = [found[0] for found in rows.values() if found]
+    if best and plot is not None:
+        write_text(plot, picture(title, best))
     if as_json:
-        text = json.dumps({"layouts": records, "band_without_runs": wide}, indent=2)
+        text = json.dumps({"layouts": rows, "band_without_runs": wide}, indent=2)
         yield text if all(rows.values()) else Failed(text)
-    elif best is not None:
-        if constants is not before:
-            yield f"with the runs the first row's band narrows from {wide:.1%} to {best.band:.1%}"
+    elif best:
+        if search.constants is not before:
+            yield f"with the runs the first row's band narrows from {wide:.1%} to {best[0]['band']:.1%}"
         if len(gpus) == 1:
-            yield f"the first row as settings: {' '.join(settings(best.layout.config))}"
+            yield f"the first row as settings: {' '.join(best[0]['settings'])}"
         if plot is not None:
             yield f"{plot}"
 
@@ -104,7 +94,7 @@ def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[Time
     while heap and wanted:
         _, _, layout = heappop(heap)
         text = mesh_text(layout.config)
-        if text in seen or layout.problems():
+        if text in seen or check_config(layout.config) or check_world_size(layout.config, gpus):
             continue
         seen.add(text)
         peak = plan_memory(layout.config, layout.job.dp, "gpu", search.optimizer).peak
@@ -116,12 +106,12 @@ def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[Time
             heappush(heap, (other.time.seconds, next(turn), other))
 
 
-def lost_by(best: TimedLayout, other: TimedLayout) -> str:
+def lost_by(best: Row, other: Row) -> str:
     """Return in words what a slower layout has most of."""
-    more = {name: other.time.parts[name] - best.time.parts[name] for name in PARTS}
+    more = {part: other["parts_s"][part] - best["parts_s"][part] for part in PARTS}
     part = max(more, key=more.__getitem__)
-    share = other.time.seconds / best.time.seconds - 1
-    return f"{share:+.1%} by {PARTS[part]}" if more[part] > 0 else f"{share:+.1%}"
+    share = f"{other['step_s'] / best['step_s'] - 1:+.1%}"
+    return f"{share} by {PARTS[part]}" if more[part] > 0 else share
 
 
 def why_none(search: LayoutSearch, gpus: int) -> str:
@@ -146,30 +136,29 @@ def settings(config: Config) -> Iterator[str]:
     yield f"training.micro_batch_size={config.training.micro_batch_size}"
 
 
-def _line(search: LayoutSearch, row: LayoutRow) -> str:
-    record = _record(search, row)
-    lost = f"; {row.lost_by}" if row.lost_by else ""
+def _line(row: Row, layout: str) -> str:
+    lost = f"; {row['lost_by']}" if row["lost_by"] else ""
     return (
-        f"{record['gpus']:>6} {row.peak / 2**30:>3.0f} GiB {record['step_s']:>7.3g} s {record['tokens_per_s']:>9,.0f} "
-        f"{record['mfu']:>6.1%} {record['exposed_share']:>7.1%} {record['days']:>8,.3g} {record['gpu_hours']:>11,.0f} "
-        f"{row.band:>5.0%}   {mesh_text(row.layout.config)}{lost}"
+        f"{row['gpus']:>6} {row['memory'] / 2**30:>3.0f} GiB {row['step_s']:>7.3g} s {row['tokens_per_s']:>9,.0f} "
+        f"{row['mfu']:>6.1%} {row['exposed_share']:>7.1%} {row['days']:>8,.3g} {row['gpu_hours']:>11,.0f} "
+        f"{row['band']:>5.0%}   {layout}{lost}"
     )
 
 
-def _record(search: LayoutSearch, row: LayoutRow) -> dict[str, Any]:
-    layout, time = row.layout, row.layout.time
-    hours = tokens_of(layout.config, layout.config.training.steps) / (time.tokens_per_s(layout.job) * 3600)
+def _row(search: LayoutSearch, layout: TimedLayout, peak: int) -> Row:
+    """Return the figures of a layout, as --json has them. `peak`: bytes of a GPU, traced."""
+    job, time = layout.job, layout.time
+    hours = tokens_of(layout.config, layout.config.training.steps) / (time.tokens_per_s(job) * 3600)
     return {
-        "gpus": layout.job.gpus,
+        "gpus": job.gpus,
         "settings": [*settings(layout.config)],
-        "memory": row.peak,
+        "memory": peak,
         "step_s": time.seconds,
         "parts_s": time.parts,
-        "tokens_per_s": time.tokens_per_s(layout.job),  # of one GPU
-        "mfu": time.mfu(layout.job, search.hardware),
+        "tokens_per_s": time.tokens_per_s(job),  # of one GPU
+        "mfu": time.mfu(job, search.hardware),
         "exposed_share": sum(time.parts[part] for part in EXPOSED) / time.seconds,
-        "days": hours / layout.job.gpus / 24,
+        "days": hours / job.gpus / 24,
         "gpu_hours": hours,
-        "band": row.band,
-        "lost_by": row.lost_by,
+        "band": time_band(job, search.hardware, search.constants),  # relative half-width
     }

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, get_args
 
-from megamix.config import Config, FirstLayers, ParallelismConfig, axis_sizes, check_world_size
+from megamix.config import Config, FirstLayers, ParallelismConfig, axis_sizes
 from megamix.config.batch_ramp import sizes_by_key
 from megamix.config.checks import check_config
 from megamix.tools.plan.least_memory import LeastMemory
-from megamix.tools.plan.time_constants import TimeConstants
+from megamix.tools.plan.time_constants import FittedConstants
 from megamix.tools.plan.time_hardware import Hardware
 from megamix.tools.plan.time_job import timed_job
 from megamix.tools.plan.time_model import StepTime, step_time
@@ -35,30 +35,21 @@ class TimedLayout:
     job: TimedJob
     time: StepTime
 
-    def problems(self) -> list[str]:
-        """Return why the configuration's own checks refuse it."""
-        return [*check_config(self.config), *check_world_size(self.config, self.job.gpus)]
-
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """Layouts of one job on one machine, for any number of GPUs. `limit`: bytes that a GPU may hold."""
+    """Layouts of one job on one machine, for any number of GPUs."""
 
     config: Config
     hardware: Hardware
-    constants: TimeConstants
-    limit: int
+    constants: FittedConstants
+    limit: int  # bytes that a GPU may hold
+    _known: dict[str, list[dict[str, Any]]] = field(default_factory=dict, init=False)  # schedules by a mesh's sizes
 
     def layouts(self, gpus: int) -> list[TimedLayout]:
         """Return those whose least memory fits, the fastest first."""
         found = (layout for mesh in self.meshes(gpus) for layout in self._fitting(mesh))
         return sorted(found, key=lambda layout: layout.time.seconds)
-
-    def timed(self, config: Config) -> TimedLayout:
-        """Return a layout, whose dp_size is set."""
-        dp_size = config.parallelism.dp_size or 1
-        job = timed_job(config, dp_size)
-        return TimedLayout(config, job, step_time(job, self.hardware, self.constants))
 
     def meshes(self, gpus: int) -> Iterator[dict[str, Any]]:
         """Yield the keys of [parallelism] of each mesh whose ranks can share the global batch."""
@@ -91,13 +82,9 @@ class LayoutSearch:
 
         return build_optimizer(self.config)
 
-    @cached_property
-    def _known(self) -> dict[tuple[object, ...], list[dict[str, Any]]]:
-        return {}
-
     def _schedules(self, sizes: Mapping[str, int]) -> list[dict[str, Any]]:
         """Return the schedules and settings of `shard` that the configuration's checks take with these sizes."""
-        key = tuple(sizes.values())
+        key = str(sizes)
         if key not in self._known:
             schedules = [
                 {"pp_schedule": name, "pp_stages_per_rank": count} for name in STAGES for count in STAGES[name]
@@ -136,7 +123,9 @@ class LayoutSearch:
             for recompute in self._recomputes(config.with_keys(parallelism={"shard": shard}), more):
                 if recompute not in done:
                     done.append(recompute)
-                    yield self.timed(config.with_keys(parallelism={"shard": shard}, model={"recompute": recompute}))
+                    layout = config.with_keys(parallelism={"shard": shard}, model={"recompute": recompute})
+                    job = timed_job(layout, config.parallelism.dp_size or 1)
+                    yield TimedLayout(layout, job, step_time(job, self.hardware, self.constants.values))
             if "none" in done:
                 return
 

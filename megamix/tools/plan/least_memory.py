@@ -31,21 +31,17 @@ class LeastMemory:
             self._held += self._half * sizes.rank_params(config.model, ranks.tp_size * ranks.pp_size, ranks.ep_size)
 
     def peak(self) -> int:
-        """Return the bytes with the configured `recompute`."""
-        model = self._model
-        if isinstance(model.recompute, FirstLayers):
-            return self.first(sizes.num_repeated(model))
-        return self.of(model.recompute)
+        """Return the bytes with the configured `recompute`; in a pipeline some first layers count as all."""
+        recompute = self._model.recompute
+        if not isinstance(recompute, FirstLayers):
+            return self.of(recompute)
+        return self.of("full") if self._ranks.pp_size > 1 else self._whole(sizes.num_repeated(self._model), "none")
 
     def of(self, recompute: str) -> int:
         """Return the bytes with a word of `recompute`."""
         if self._ranks.pp_size > 1:
             return int(self._held + self._in_pipeline(self._kept(recompute)))
-        return self.first(self._model.num_layers) if recompute == "full" else self._whole(0, self._kept(recompute))
-
-    def first(self, full: int) -> int:
-        """Return the bytes if backward computes the first `full` layers again; in a pipeline those without layers."""
-        return self.of("full") if self._ranks.pp_size > 1 else self._whole(full, self._kept("none"))
+        return self._whole(self._model.num_layers if recompute == "full" else 0, recompute)
 
     def fewest_first(self, limit: int) -> int | None:
         """Return how many first layers must be computed again to keep to `limit` bytes; None if all are too few."""
@@ -54,14 +50,18 @@ class LeastMemory:
         saved = self._kept("none") - self._kept("full")
         return min(self._model.num_layers, max(1, ceil((self.of("none") - limit) / saved)))
 
-    def _whole(self, full: int, kept: float) -> int:
-        """Return the bytes without a pipeline: at the end of forward, or while backward computes the last block."""
+    def _whole(self, full: int, others: str) -> int:
+        """Return the bytes without a pipeline: at the end of forward, or while backward computes the last block.
+
+        `full`: layers that backward computes again as a whole. `others`: the word of `recompute` for the rest.
+        """
         model, ranks = self._model, self._ranks
         table = model.vocab_size * model.hidden_size / ranks.tp_size
         beside = FP32 * table + (self._half * table if ranks.shard == "parameters" else 0)
         if full == model.num_layers:
             beside = max(beside, self._kept("selective") - self._kept("full"))
-        return int(self._held + full * self._kept("full") + (model.num_layers - full) * kept + beside)
+        kept = full * self._kept("full") + (model.num_layers - full) * self._kept(others)
+        return int(self._held + kept + beside)
 
     def _in_pipeline(self, kept: float) -> float:
         """Return the bytes of the first rank's activations and buffers. `kept`: of a layer."""

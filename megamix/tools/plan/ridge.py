@@ -15,11 +15,10 @@ STEP = 1e-4  # of a logarithm, for derivatives
 
 @dataclass(frozen=True, slots=True)
 class RidgeFit:
-    """Constants as logarithms (n,), their covariance (n, n), and the derivatives of the rows by them (rows, n)."""
+    """Constants as logarithms (n,), and their covariance (n, n)."""
 
     logs: Vector
     covariance: Vector
-    derivatives: Vector
 
 
 def ridge(
@@ -31,22 +30,22 @@ def ridge(
     relative standard deviation of each row. priors: logarithms of constants. precision: inverse covariance (n, n) of
     the priors.
     """
-    logs = priors.copy()
+    fit = RidgeFit(priors, inverse(precision))
     for _ in range(ROUNDS):
-        predicted = predict(logs)
-        derivatives = differentiate(predict, logs, predicted)
-        logs, covariance = solve(derivatives, measured - predicted, errors, logs, priors, precision)
-    return RidgeFit(logs, covariance, derivatives)
+        predicted = predict(fit.logs)
+        derivatives = differentiate(predict, fit.logs, predicted)
+        fit = solve(derivatives, measured - predicted, errors, fit.logs, priors, precision)
+    return fit
 
 
 def solve(
     derivatives: Vector, rest: Vector, errors: Vector, logs: Vector, priors: Vector, precision: Vector
-) -> tuple[Vector, Vector]:
-    """Return the constants after one step from `logs`, and their covariance. `rest`: what `logs` leaves unexplained."""
+) -> RidgeFit:
+    """Return the constants after one step from `logs`. `rest`: what `logs` leaves unexplained."""
     weights = errors**-2
     covariance = inverse((derivatives.T * weights) @ derivatives + precision)
     gradient = (derivatives.T * weights) @ rest + precision @ (priors - logs)
-    return logs + covariance @ gradient, covariance
+    return RidgeFit(logs + covariance @ gradient, covariance)
 
 
 def differentiate(predict: Callable[[Vector], Vector], logs: Vector, predicted: Vector) -> Vector:

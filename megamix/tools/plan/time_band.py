@@ -18,7 +18,6 @@ UNSEEN_ERROR = 0.5  # of the traffic of context and expert parallelism, which no
 PIECES_ERROR = 0.3  # of attention that context-parallel ranks compute in pieces: published rows are up to 42 % slower
 FP8_ERROR = 0.1  # of jobs with products in FP8
 UNPROVEN_ERROR = 0.1  # of machines without measured rows
-COMPUTING = ("products", "attention", "between")
 
 
 def time_band(job: TimedJob, hardware: Hardware, constants: FittedConstants) -> float:
@@ -33,5 +32,6 @@ def time_band(job: TimedJob, hardware: Hardware, constants: FittedConstants) -> 
     variance += FP8_ERROR**2 if job.fp8 else 0
     unseen = UNSEEN_ERROR * (time.parts["cp"] + time.parts["ep"]) / time.seconds
     if job.cp > 1:
-        unseen += PIECES_ERROR * time.parts["attention"] / sum(time.parts[part] for part in COMPUTING)
+        parts = time.parts
+        unseen += PIECES_ERROR * parts["attention"] / (parts["products"] + parts["attention"] + parts["between"])
     return NINETY * math.sqrt(variance + unseen**2)

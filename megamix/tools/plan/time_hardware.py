@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ FOLDER = Path(__file__).with_name("hardware")
 class Hardware:
     """Rates of one device and of its links, in operations and bytes per second."""
 
+    device: str | None = None  # pattern of the driver's name of such a device alone
     dense_flops: float  # peak of FP16 and BF16 products
     fp8_flops: float | None = None
     power_share: float = 1.0  # of the peak's clock that the power limit allows
@@ -38,3 +40,9 @@ def load_hardware(name: str, folder: Path = FOLDER) -> Hardware:
         known = ", ".join(sorted(file.stem for file in folder.glob("*.toml")))
         raise ValueError(f'hardware: got "{name}", known are {known}; write one of them')
     return Hardware(**tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+def hardware_of(device_name: str) -> Hardware | None:
+    """Return the rates of the device that the driver calls so; None if no file is about it."""
+    files = (load_hardware(file.stem) for file in FOLDER.glob("*.toml"))
+    return next((each for each in files if each.device and re.fullmatch(each.device, device_name)), None)

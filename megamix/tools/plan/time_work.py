@@ -32,7 +32,7 @@ class Traffic:
     hidden_by: int  # micro-batches whose forward and backward can hide it
     gather_bytes: float = 2.0  # a parameter
     reduce_bytes: float = 2.0
-    update_bytes: float = 28.0  # that the update reads and writes, a parameter
+    update_bytes: float  # that the update reads and writes, a parameter
     cast_bytes: float = 0.0  # that a forward or backward moves for casts of weights, a parameter
 
 

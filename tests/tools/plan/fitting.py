@@ -6,11 +6,11 @@ import math
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
-from megamix.tools.plan.ridge import RidgeFit, Vector, ridge, solve
+from megamix.tools.plan.ridge import RidgeFit, Vector, differentiate, ridge, solve
 from megamix.tools.plan.time_constants import FILE, TimeConstants, fitted_constants
 from megamix.tools.plan.time_model import step_time
 from tests.tools.plan.published import PublishedRow, published_rows, settings_of
@@ -70,10 +70,7 @@ class PublishedFit:
     def without(self, fit: RidgeFit, kept: Vector) -> RidgeFit:
         """Return the constants that the rows of `kept`, a mask, give alone: one step from `fit`, which is close."""
         rest = self.measured - self.predict(fit.logs)
-        logs, covariance = solve(
-            fit.derivatives[kept], rest[kept], self.errors[kept], fit.logs, self.priors, self.precision
-        )
-        return RidgeFit(logs, covariance, fit.derivatives)
+        return solve(derivatives()[kept], rest[kept], self.errors[kept], fit.logs, self.priors, self.precision)
 
 
 FITTED = PublishedFit([row for row in published_rows() if row.fitted])
@@ -83,6 +80,12 @@ FITTED = PublishedFit([row for row in published_rows() if row.fitted])
 def best() -> RidgeFit:
     """Return the constants that explain the fitted rows best."""
     return ridge(FITTED.predict, FITTED.measured, FITTED.errors, FITTED.priors, FITTED.precision)
+
+
+@cache
+def derivatives() -> Vector:
+    """Return the derivatives (rows, constants) of the fitted rows at the best constants."""
+    return differentiate(FITTED.predict, best().logs, FITTED.predict(best().logs))
 
 
 def held_out(group: Callable[[PublishedRow], str]) -> tuple[Vector, Vector]:
@@ -97,8 +100,7 @@ def held_out(group: Callable[[PublishedRow], str]) -> tuple[Vector, Vector]:
         places = [place for place, row in enumerate(rows) if group(row) == name]
         chosen = [rows[place] for place in places]
         predicted[places] = fit.predict(alone.logs, chosen)
-        steps = 1e-4 * np.eye(len(alone.logs))
-        moves = np.stack([(fit.predict(alone.logs + step, chosen) - predicted[places]) / 1e-4 for step in steps], 1)
+        moves = differentiate(partial(fit.predict, rows=chosen), alone.logs, predicted[places])
         variance = np.einsum("ri,ij,rj->r", moves, alone.covariance, moves)
         deviations[places] = np.sqrt(variance + ROW_ERROR**2)
     return predicted, deviations

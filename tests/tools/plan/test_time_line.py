@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megamix.config import load_config
+from megamix.model.sizes import dense_peak
 from megamix.report.journal import read_rows
 from megamix.supervise.console import Console
+from megamix.tools.plan.time_hardware import hardware_of
 from megamix.tools.plan.time_line import time_line
 from megamix.train.job import run_job
 from tests.train.jobs import tiny_job, write_data
@@ -27,6 +29,13 @@ def test_a_known_gpu_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(said[2]) == pytest.approx(100 * (10 / float(said[1]) - 1), abs=1)
     other = CONFIG.with_keys(model={"family": "mine"})
     assert time_line(other, 64, GPU, 1.0).startswith("time | NOT compared with what was planned: model.family: got")
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+def test_a_device_has_one_peak(name: str) -> None:
+    hardware = hardware_of(name)
+    assert hardware is not None
+    assert hardware.dense_flops == dense_peak(name, torch.float16)
 
 
 def test_nothing_is_said_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
