@@ -22,6 +22,7 @@ from megamix.model import fp8
 from megamix.model.fp8 import E4M3, E5M2, Codes, FP8Product, in_words, product, quantise, use_fp8
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
+from tests.conftest import FULL
 from tests.model.rounding import forward_and_grads, randn, saved_bytes
 
 BF16 = torch.bfloat16
@@ -240,6 +241,19 @@ def test_inference_mode_has_the_same_products() -> None:
     with torch.inference_mode():  # its tensors have no version
         found = model(tokens)
     assert torch.equal(found, model(tokens))
+
+
+@pytest.mark.skipif(not FULL, reason="--full: compiles for half a minute")
+@pytest.mark.parametrize("weight_grad", ["half", "fp8"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_products_have_the_same_bits(recipe: Any, weight_grad: Any) -> None:
+    ops = Ops(product=FP8Product(FP8Config(recipe=recipe, weight_grad=weight_grad), Ops().product))
+    inputs = [operand(32, 48), operand(64, 48, seed=1, spread=1.0)]
+    plain, compiled = (
+        forward_and_grads(linear, inputs)
+        for linear in (lambda *xw: ops.linear(*xw, None), torch.compile(lambda *xw: ops.linear(*xw, None)))
+    )
+    assert all(torch.equal(one, other) for one, other in zip(plain, compiled, strict=True))
 
 
 def test_backward_keeps_codes_where_it_multiplies_no_other_numbers() -> None:
