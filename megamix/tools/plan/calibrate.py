@@ -17,19 +17,19 @@ from megamix.tools.plan.time_model import StepTime, step_time
 from megamix.tools.plan.time_work import TimedJob
 
 STEP_ERROR, PART_ERROR = 0.02, 0.05  # relative, of a median over a run
-UNPROVEN_FACTOR = 5  # of the constants' errors on machines whose kind no published row covers
+# Factors on machines whose kind no published row covers: of the constants' errors, up to 1, and of measured steps'.
+UNPROVEN_FACTOR, UNPROVEN_STEPS = 5, 3
 COMPUTING = ("products", "attention", "between", "recompute", "tp", "cp", "ep")
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """Median seconds of a run's steps, and of their parts that a log tells."""
+    """Median seconds of a run's steps, and of their largest part that a log tells."""
 
     job: TimedJob
     hardware: Hardware
     seconds: float
     computing: float  # forward and backward, without waits
-    update: float
 
 
 def measured_step(metrics: Path, job: TimedJob, hardware: Hardware) -> MeasuredStep:
@@ -42,22 +42,23 @@ def measured_step(metrics: Path, job: TimedJob, hardware: Hardware) -> MeasuredS
     if not rows:
         raise ValueError(f"{metrics}: got fewer than 2 rows with throughput/tokens_per_s; train for longer")
     seconds = job.step_tokens / median(row["throughput/tokens_per_s"] for row in rows)
-    shares = [median(row[f"time_share/{part}"] for row in rows) for part in ("forward_backward", "update")]
-    return MeasuredStep(job, hardware, seconds, *(share * seconds for share in shares))
+    share = median(row["time_share/forward_backward"] for row in rows)
+    return MeasuredStep(job, hardware, seconds, share * seconds)
 
 
 def calibrate(steps: Sequence[MeasuredStep], constants: FittedConstants) -> FittedConstants:
     """Return the constants that explain the measured steps, too."""
-    measured = np.log([[step.seconds, step.computing, step.update] for step in steps]).ravel()
-    errors = np.tile([STEP_ERROR, PART_ERROR, PART_ERROR], len(steps))
+    measured = np.log([[step.seconds, step.computing] for step in steps]).ravel()
 
     def predict(logs: Vector) -> Vector:
         values = TimeConstants.of(logs)
         times = [step_time(step.job, step.hardware, values) for step in steps]
-        return np.log([[time.seconds, _computing(time), time.parts["update"]] for time in times]).ravel()
+        return np.log([[time.seconds, _computing(time)] for time in times]).ravel()
 
-    factor = 1 if all(step.hardware.proven for step in steps) else UNPROVEN_FACTOR
-    fit = ridge(predict, measured, errors, constants.logs, inverse(factor**2 * constants.covariance))
+    proven = all(step.hardware.proven for step in steps)
+    priors = constants.covariance if proven else np.minimum(UNPROVEN_FACTOR**2 * constants.covariance, 1)
+    errors = (1 if proven else UNPROVEN_STEPS) * np.tile([STEP_ERROR, PART_ERROR], len(steps))
+    fit = ridge(predict, measured, errors, constants.logs, inverse(priors))
     return FittedConstants(TimeConstants.of(fit.logs), fit.covariance)
 
 

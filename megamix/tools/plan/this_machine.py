@@ -19,11 +19,14 @@ FIGURE = re.compile(rf"([\d,.]+) ({'|'.join(UNITS)})")
 
 def measured_hardware(report: Mapping[str, Any], base: Hardware) -> Hardware:
     """Return `base` with the rates in doctor's `report`; of several directions the mean by time."""
-    seen = {check["check"]: FIGURE.findall(check["seen"]) for check in report["checks"]}
-    rates = GPU_RATES if base.host_overlaps else CPU_RATES
+    told = {check["check"]: check["seen"] for check in report["checks"]}
+    seen = {check: FIGURE.findall(text) for check, text in told.items()}
+    rates = GPU_RATES if base.gpu else CPU_RATES
     measured: dict[str, Any] = {
         field: harmonic_mean([float(number.replace(",", "")) * UNITS[unit] for number, unit in seen[check]])
         for check, field in rates.items()
         if seen.get(check)
     }
+    if not base.gpu and "cores" in told:
+        measured["cores"] = int(told["cores"].split()[0].rstrip(","))
     return replace(base, **measured)

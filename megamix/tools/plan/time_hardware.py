@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("hardware")
@@ -26,8 +26,24 @@ class Hardware:
     node_bytes_per_s: float  # of all network adapters of a node together
     attention_forward: float  # share of dense_flops of the causal kernel, on long sequences and heads of 128
     attention_backward: float
-    host_overlaps: bool  # whether the host works ahead of the device; a CPU is its own host
+    gpu: bool  # whose host works ahead of it; a CPU is its own host
     proven: bool  # whether measured rows of this machine exist
+    launch_s: float = 3e-6  # between two kernels of a product
+    wake_s: float = 0.0  # of two ranks of a CPU that wait for each other
+    cores: int = 0  # that a CPU's ranks share; 0: each rank has one device of its own
+
+    def shared(self, ranks: int) -> Hardware:
+        """Return the rates of each of `ranks` ranks of one machine: its threads, or its share of a core."""
+        if not self.cores:
+            return self
+        share = self.cores // ranks or self.cores / ranks
+        return replace(
+            self,
+            dense_flops=share * self.dense_flops,
+            memory_bytes_per_s=share * self.memory_bytes_per_s,
+            link_bytes_per_s=min(1, share) * self.link_bytes_per_s,
+            launch_s=self.launch_s / min(1, share),
+        )
 
 
 def load_hardware(name: str, folder: Path = FOLDER) -> Hardware:

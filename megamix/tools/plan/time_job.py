@@ -37,6 +37,7 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         pp=ranks.pp_size,
         cp=ranks.cp_size,
         ep=ranks.ep_size,
+        tp_whole=not ranks.sequence_parallel,
         schedule=ranks.pp_schedule,
         stages=stages_per_rank(ranks),
         cp_heads=ranks.cp_method == "heads",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf, log2
 from typing import NamedTuple
 
 from megamix.model import sizes
@@ -12,7 +12,6 @@ from megamix.tools.plan.time_hardware import Hardware
 from megamix.tools.plan.time_work import TimedJob, attention_flops
 
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of a product, on one multiprocessor
-LAUNCH_S = 3e-6  # between two kernels of a product
 # Sequence at which a causal kernel has half its rate, about as in published curves of FlashAttention-2 on H100.
 HALF_RATE_SEQ = 600
 NEWTON_SCHULZ_STEPS = 5
@@ -21,6 +20,7 @@ NEWTON_SCHULZ_STEPS = 5
 FP8_REACH = (1403 / 1979) / (795 / 989)
 FP8_CAST_BYTES = 5
 SHORT_HOP_S = 1e-6  # between two GPUs of a node
+WIDE_CAST_BYTES = 6  # of each element of a product that a CPU computes in FP32 on halves
 # The host's own time in an engine, measured on two cores (docs/benchmarks.md): a parameter of a step and of a further
 # micro-batch, a gather of a unit. A layer's launches are an estimate: no host of a GPU was measured.
 HOST_TENSOR_S, HOST_AGAIN_S, HOST_GATHER_S, HOST_LAYER_S = 20e-6, 8e-6, 2.4e-4, 5e-4
@@ -37,12 +37,15 @@ class BetweenProducts(NamedTuple):
     rotation: tuple[float, float]
     addition: float  # of gradients of one input from several products, each
     logit: float  # forward and backward together
+    attended: tuple[float, float]  # of queries, for casts around attention
 
 
 BETWEEN = {
-    "compiled": BetweenProducts((8, 8), (0, 0), (4, 6), (6, 10), (4, 4), 0, 16),
-    "fused": BetweenProducts((4, 6), (6, 6), (4, 6), (10, 18), (8, 8), 6, 24),
-    "eager": BetweenProducts((36, 54), (6, 6), (4, 6), (10, 18), (20, 20), 6, 28),
+    "compiled": BetweenProducts((8, 8), (0, 0), (4, 6), (6, 10), (4, 4), 0, 16, (0, 0)),
+    "fused": BetweenProducts((4, 6), (6, 6), (4, 6), (10, 18), (8, 8), 6, 24, (0, 0)),
+    "eager": BetweenProducts((36, 54), (6, 6), (4, 6), (10, 18), (20, 20), 6, 28, (0, 0)),
+    # A CPU computes halves in FP32, with torch's many operations.
+    "wide": BetweenProducts((40, 86), (6, 6), (20, 28), (38, 80), (32, 32), 6, 32, (24, 48)),
 }
 
 
@@ -99,10 +102,13 @@ class _Step:
         self.gated = sizes.is_gated(model.activation)
         self.expert_share = sizes.expert_layers(model) / model.num_layers
         self.parameters = sizes.rank_params(model, job.tp * job.pp, job.ep)  # before data parallelism divides them
-        self.hardware = hardware
+        self.hardware = hardware = hardware.shared(job.gpus)
+        self.cost = BETWEEN[job.kernels if hardware.gpu else "wide"]
         self.constants = constants
         self.tokens = job.micro_batch * model.seq_len / job.cp
         self.flops = hardware.dense_flops * hardware.power_share
+        # What doctor measures on a CPU is a rate that large products reach.
+        self.reached = self.flops * (constants.product_rate if hardware.gpu else 1)
 
     def time(self) -> StepTime:
         job = self.job
@@ -111,7 +117,7 @@ class _Step:
         head = self._head_products()
         attention = Passes(*(layers * seconds for seconds in self._attention()))
         forward_between, backward_between = (layers * seconds for seconds in self._between())
-        logits = self._traffic_s(self.tokens / job.tp * self.model.vocab_size * BETWEEN[job.kernels].logit)
+        logits = self._traffic_s(self.tokens / job.tp * self.model.vocab_size * self.cost.logit)
         cast = self._traffic_s(job.traffic.cast_bytes * self.parameters * (3 + job.recompute.products))
         again = self._again(products, attention, forward_between)
         tp, cp, ep = (layers * seconds for seconds in (self._tp(), self._cp(), self._ep()))
@@ -135,11 +141,15 @@ class _Step:
 
     def _product(self, rows: float, columns: float, inner: float) -> float:
         """Return the seconds of a product (rows, inner) x (inner, columns)."""
+        elements = rows * inner + inner * columns + rows * columns
+        if not self.hardware.gpu:
+            computing = 2 * rows * columns * inner / self.reached
+            return computing + self._traffic_s(WIDE_CAST_BYTES * elements) + self.hardware.launch_s
         waves = ceil(rows / TILE_ROWS) * ceil(columns / TILE_COLUMNS) / self.hardware.units
         fill = waves / ceil(waves)
-        rate = self.flops * self.constants.product_rate * fill * inner / (inner + self.constants.half_inner)
-        moved = 2 * (rows * inner + inner * columns + rows * columns)
-        return max(2 * rows * columns * inner / rate, moved / self.hardware.memory_bytes_per_s) + LAUNCH_S
+        rate = self.reached * fill * inner / (inner + self.constants.half_inner)
+        moving = 2 * elements / self.hardware.memory_bytes_per_s
+        return max(2 * rows * columns * inner / rate, moving) + self.hardware.launch_s
 
     def _passes(self, rows: float, columns: float, inner: float) -> Passes:
         """Return the seconds of a weight (inner, columns) over `rows` tokens."""
@@ -187,9 +197,9 @@ class _Step:
         model, width = self.model, sizes.head_dim(self.model)
         # Forward has four of the twelve parts that the FLOP rule counts, and computes only the causal half of them.
         operations = self.tokens / self.job.tp * attention_flops(model) / model.num_layers / 6
-        short = model.seq_len / (model.seq_len + HALF_RATE_SEQ)
-        narrow = min(1.0, 1.25 * width / (width + 32))
-        rate = self.flops * self.constants.attention_rate * short * narrow
+        rate = self.flops * self.constants.attention_rate
+        if self.hardware.gpu:
+            rate *= model.seq_len / (model.seq_len + HALF_RATE_SEQ) * min(1.0, 1.25 * width / (width + 32))
         return Passes(
             operations / (rate * self.hardware.attention_forward),
             2.5 * operations / (rate * self.hardware.attention_backward),
@@ -198,7 +208,7 @@ class _Step:
 
     def _between(self) -> tuple[float, float]:
         """Return the seconds of a layer's operations between products: forward, backward."""
-        model, cost = self.model, BETWEEN[self.job.kernels]
+        model, cost = self.model, self.cost
         rotated = self.query + self.key if model.position == "rotary" else 0
         summed = (0 if self.job.fused_projections else 2) + (1 if self.gated else 0)
         middle, norms = cost.gate if self.gated else cost.activation, 4 if model.norm_place == "both" else 2
@@ -211,10 +221,12 @@ class _Step:
         read = 2 * self.hidden + self.query + wide  # inputs of a layer's products, and then their results
         made = 2 * self.hidden + self.query + 2 * self.key + wide * (2 if self.gated else 1)
         cast = [FP8_CAST_BYTES * self.job.fp8 * elements for elements in (read, made)]
+        hidden = self.hidden * (self.job.tp if self.job.tp_whole else 1)
         forward, backward = (
-            self.hidden * (norms * cost.norm[way] + 2 * cost.residual[way] + way * summed * cost.addition)
+            hidden * (norms * cost.norm[way] + 2 * cost.residual[way] + way * summed * cost.addition)
             + inner * middle[way]
             + rotated * cost.rotation[way]
+            + self.query * cost.attended[way]
             + cast[way]
             for way in (0, 1)
         )
@@ -244,17 +256,17 @@ class _Step:
         job = self.job
         sent = 2 * self.tokens * self.hidden * (job.tp - 1) / job.tp / self._link(1, job.tp)
         exposed = self.constants.tp_exposed * (self.constants.tp_overlapped if job.tp_overlap else 1)
-        return 8 * (exposed * sent + (job.tp - 1) * SHORT_HOP_S)
+        return 8 * (exposed * sent + (job.tp - 1) * SHORT_HOP_S + log2(job.tp) * self.hardware.wake_s)
 
     def _cp(self) -> float:
         """Return the seconds of a layer's exchange of positions, none of it hidden."""
         job, query, key = self.job, self.query / self.job.tp, self.key / self.job.tp
         link, share = self._link(job.tp, job.cp), (job.cp - 1) / job.cp
         if job.cp_heads:  # queries, keys, values and results travel, forward and backward
-            moved = 4 * self.tokens * (query + key) * 2 * share
+            times, moved = 4, 4 * self.tokens * (query + key) * 2 * share
         else:  # keys and values are gathered, and their gradients are scattered; backward gathers again
-            moved = 3 * self.tokens * job.cp * 2 * key * 2 * share
-        return moved / link
+            times, moved = 3, 3 * self.tokens * job.cp * 2 * key * 2 * share
+        return moved / link + times * log2(job.cp) * self.hardware.wake_s
 
     def _ep(self) -> float:
         """Return the seconds of a layer's exchange of tokens: there and back, forward and backward."""
@@ -274,7 +286,13 @@ class _Step:
         """Return the exposed seconds of what pipeline ranks send each other."""
         job = self.job
         sent = min(1, job.pp - 1) * 2 * job.stages * job.micro_batches * 2 * self.tokens * self.hidden / job.tp
-        return self.constants.dp_exposed * sent / self._link(job.gpus // job.pp, job.pp)
+        return self._beside(sent / self._link(job.gpus // job.pp, job.pp), inf)
+
+    def _beside(self, seconds: float, window: float) -> float:
+        """Return by how much traffic lengthens `window` seconds of computing that hide it. A CPU's cores do both."""
+        if not self.hardware.gpu:
+            return seconds
+        return self.constants.dp_exposed * seconds + max(0.0, seconds - window)
 
     def _dp(self, micro_batch: float) -> float:
         """Return the exposed seconds of gathers and reductions. They slow the computing that hides them."""
@@ -290,7 +308,7 @@ class _Step:
             hops += 2 * traffic.pieces * (job.replicas - 1)
             hop = self.constants.hop_s
         window = micro_batch * traffic.hidden_by
-        return self.constants.dp_exposed * seconds + max(0.0, seconds - window) + hops * hop
+        return self._beside(seconds, window) + hops * hop
 
     def _update(self) -> float:
         job, width = self.job, self.hidden
@@ -298,7 +316,7 @@ class _Step:
         seconds = owned * job.traffic.update_bytes / self.hardware.memory_bytes_per_s
         if job.muon:  # X X^T, its square and their product with X, on the rank that owns the matrix
             operations = NEWTON_SCHULZ_STEPS * (4 * width + 2 * width) * owned
-            seconds += operations / (self.flops * self.constants.product_rate)
+            seconds += operations / self.reached
         return seconds
 
     def _host(self, device: float) -> float:
@@ -307,7 +325,7 @@ class _Step:
         seconds = tensors * (HOST_TENSOR_S + (job.micro_batches - 1) * HOST_AGAIN_S)
         if job.traffic.gathers > 1:
             seconds += job.traffic.gathers * job.traffic.pieces * HOST_GATHER_S
-        if not self.hardware.host_overlaps:  # a layer's launches are a part of its products' time there
+        if not self.hardware.gpu:  # a layer's launches are a part of its products' time there
             return seconds
         seconds += job.micro_batches * self.layers * HOST_LAYER_S
         return max(0.0, seconds - device)

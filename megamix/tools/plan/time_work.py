@@ -50,6 +50,7 @@ class TimedJob:
     cp: int = 1
     ep: int = 1
     tp_overlap: bool = False  # whether products run while their operands travel
+    tp_whole: bool = False  # whether tensor-parallel ranks hold all positions between layers
     schedule: Schedule = "1f1b"
     stages: int = 1  # of one pipeline rank
     cp_heads: bool = False  # whether context-parallel ranks exchange heads instead of keys and values

@@ -6,7 +6,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from megamix.machine import num_cores
 from megamix.tools.doctor.finding import as_json, not_here
+from megamix.tools.doctor.host import judge_cores
 from megamix.tools.doctor.measured import judge_rates, judge_wire
 from megamix.tools.plan.this_machine import measured_hardware
 from megamix.tools.plan.time_hardware import load_hardware
@@ -17,10 +19,17 @@ def test_a_cpus_rates_are_those_that_doctor_saw() -> None:
         [{"reduce-scatter": 1e9, "all-gather": 3e9}, {"reduce-scatter": 2e9, "all-gather": 3e9}], on_gpus=False
     )
     rates = judge_rates([({"products": 1234.5e9, "copy": 36e9}, [])], "")
-    hardware = measured_hardware(as_json([wire, *rates]), load_hardware("cpu"))
+    hardware = measured_hardware(as_json([judge_cores(64, 0.1), wire, *rates]), load_hardware("cpu"))
+    assert hardware.cores == num_cores()
     assert hardware.dense_flops == pytest.approx(1234.5e9)
     assert hardware.memory_bytes_per_s == pytest.approx(36e9)
     assert hardware.link_bytes_per_s == pytest.approx(1.5e9)  # as long as the slowest rank's two together
+
+
+def test_ranks_share_the_cores_of_a_cpu() -> None:
+    hardware = replace(load_hardware("cpu"), cores=6, dense_flops=10.0)
+    assert [hardware.shared(ranks).dense_flops for ranks in (1, 2, 4, 6, 12)] == [60, 30, 10, 10, 5]
+    assert load_hardware("cpu").shared(12) == load_hardware("cpu")
 
 
 def test_a_gpu_keeps_its_peak_and_what_was_not_measured() -> None:

@@ -1,0 +1,195 @@
+"""Jobs of a CPU machine, measured for the time model: `python -m tests.tools.plan.measured_jobs FILE [NAME ...]`.
+
+FILE gets another measurement of the jobs that are named, or of all, and of the machine. Let nothing else compute
+meanwhile. What was measured on one machine is in measured_jobs.json.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megamix.config import data_parallel_size, load_config
+from megamix.tools.plan.calibrate import MeasuredStep, calibrate, measured_step
+from megamix.tools.plan.this_machine import measured_hardware
+from megamix.tools.plan.time_constants import TimeConstants, fitted_constants
+from megamix.tools.plan.time_hardware import Hardware, load_hardware
+from megamix.tools.plan.time_job import timed_job
+from megamix.tools.plan.time_model import step_time
+from megamix.tools.plan.time_work import TimedJob
+from tests.programs import with_settings
+
+ROOT = Path(__file__).resolve().parents[3]
+JOB, FILE = Path(__file__).with_name("measured_job.toml"), Path(__file__).with_suffix(".json")
+PARTS = ("seconds", "computing", "processor")
+DIFFERENT = 0.1
+RATES = ("cores", "wire", "products", "copy")  # doctor's checks that the time model reads
+LARGE = "model.hidden_size=512 model.num_heads=8"
+
+# Overrides by name, which begins with the number of ranks.
+SHORT = {"mb": "training.micro_batch_size"} | {axis: f"parallelism.{axis}_size" for axis in ("tp", "pp", "cp")}
+FEW = {
+    "1 small": "mb=2",
+    "1 large": f"mb=4 {LARGE}",
+    "2 dp2 states": "mb=4",
+    "2 dp2 gradients": "mb=2 parallelism.shard=gradients",
+    "2 dp2 parameters": "mb=2 parallelism.shard=parameters",
+    "2 dp2 recompute": f"mb=2 model.recompute=full {LARGE}",
+    "2 tp2": "mb=4 tp=2",
+    "2 tp2 whole positions": f"mb=2 tp=2 parallelism.sequence_parallel=false {LARGE}",
+    "2 pp2 1f1b": "mb=1 pp=2",
+    "2 pp2 interleaved": "mb=2 pp=2 parallelism.pp_schedule=interleaved_1f1b parallelism.pp_stages_per_rank=2",
+    "2 cp2 gather": "mb=4 cp=2",
+    "2 cp2 heads": "mb=2 training.global_batch_size=4 cp=2 parallelism.cp_method=heads model.seq_len=512",
+}
+MANY = {  # more ranks than cores
+    "4 dp4": "mb=2",
+    "4 dp4 parameters": "mb=1 parallelism.shard=parameters",
+    "4 dp4 recompute": "mb=2 model.recompute=full",
+    "4 dp2 tp2": "mb=2 tp=2",
+    "4 tp4": "mb=1 tp=4 model.num_heads=4",
+    "4 pp4": "mb=1 pp=4",
+    "4 dp2 pp2": "mb=1 pp=2",
+    "4 dp2 cp2": "mb=4 cp=2",
+    "4 cp4": "mb=2 cp=4",
+    "4 tp2 pp2 recompute": "mb=2 tp=2 pp=2 model.recompute=full",
+    "8 dp8": "mb=1",
+    "8 dp8 parameters": "mb=1 parallelism.shard=parameters",
+    "8 dp8 recompute": "mb=1 model.recompute=full",
+    "8 dp4 tp2": "mb=1 tp=2",
+    "8 dp2 tp4": "mb=1 tp=4 model.num_heads=4",
+    "8 dp4 pp2": "mb=1 pp=2",
+    "8 dp4 cp2": "mb=2 cp=2",
+    "8 dp2 cp4": "mb=4 cp=4",
+    "8 dp2 tp2 pp2": "mb=1 tp=2 pp=2",
+    "8 cp2 tp2 pp2 recompute": "mb=2 cp=2 tp=2 pp=2 model.recompute=full",
+}
+CALIBRATED = ("1 large", "2 dp2 states")
+
+
+def overrides_of(name: str) -> list[str]:
+    pairs = (word.split("=", 1) for word in (FEW | MANY)[name].split())
+    return [f"{SHORT.get(key, key)}={value}" for key, value in pairs]
+
+
+def job_of(name: str) -> TimedJob:
+    config = load_config(JOB, overrides_of(name))
+    return timed_job(config, data_parallel_size(config, int(name.split()[0])))
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Measurements of jobs of one machine, and what the time model says of them."""
+
+    machine: Hardware
+    steps: dict[str, dict[str, float]]  # by job: seconds, computing, processor
+
+    @classmethod
+    def of(cls, measured: dict[str, Any]) -> Measurements:
+        """Return the medians of `measured`, the content of a file."""
+        machines = [measured_hardware(report, load_hardware("cpu")) for report in measured["doctor"]]
+        rates = ("dense_flops", "memory_bytes_per_s", "link_bytes_per_s")
+        machine = replace(machines[0], **{rate: median(getattr(one, rate) for one in machines) for rate in rates})
+        steps = {
+            name: {part: median(one[part] for one in measured[name]) for part in PARTS}
+            for name in FEW | MANY
+            if name in measured
+        }
+        return cls(machine, steps)
+
+    @cached_property
+    def constants(self) -> TimeConstants:
+        """Constants from the jobs in CALIBRATED."""
+        steps = [
+            MeasuredStep(job_of(name), self.machine, self.steps[name]["seconds"], self.steps[name]["computing"])
+            for name in CALIBRATED
+        ]
+        return calibrate(steps, fitted_constants()).values
+
+    def seconds(self, name: str) -> float:
+        """Return the predicted seconds of a step."""
+        return step_time(job_of(name), self.machine, self.constants).seconds
+
+    def processor_seconds(self, name: str) -> float:
+        """Return the predicted processor time of a step, of all ranks: as if each had a core of its own.
+
+        Ranks of a pipeline together compute what a rank with all layers does, and do not wait.
+        """
+        job, cores = job_of(name), replace(self.machine, cores=0)
+        return job.gpus / job.pp * step_time(replace(job, pp=1, stages=1), cores, self.constants).seconds
+
+    def off(self) -> dict[str, float]:
+        """Return by how much the predicted step is longer than the measured one, as a share."""
+        return {name: self.seconds(name) / self.steps[name]["seconds"] - 1 for name in FEW}
+
+    def pairs(self, ranks: int) -> list[tuple[float, float]]:
+        """Return measured and predicted ratio of processor times, of layouts that differ by more than DIFFERENT."""
+        names = [name for name in MANY if name.split()[0] == str(ranks)]
+        return [
+            (ratio, self.processor_seconds(one) / self.processor_seconds(other))
+            for one, other in combinations(names, 2)
+            if abs((ratio := self.steps[one]["processor"] / self.steps[other]["processor"]) - 1) > DIFFERENT
+        ]
+
+    def table(self) -> Iterator[str]:
+        """Yield the tables of docs/planning.md."""
+        yield "| job | predicted | measured | % |"
+        for name, share in self.off().items():
+            seconds = self.steps[name]["seconds"]
+            yield f"| {name} | {self.seconds(name):.2f} s | {seconds:.2f} s | {100 * share:+.0f} |"
+        for name in MANY:
+            taken, foreseen = self.steps[name]["processor"], self.processor_seconds(name)
+            yield f"| {name} | {foreseen:.2f} s | {taken:.2f} s | {100 * (foreseen / taken - 1):+.0f} |"
+
+
+def measure(name: str) -> dict[str, float]:
+    """Train a job, and return the medians of its steps: seconds, computing, and processor seconds of all ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = with_settings(
+            NPROC_PER_NODE=name.split()[0], MEGAMIX_PYTHON=sys.executable, PROCESSOR_TIME=folder, PYTHONPATH=ROOT
+        )
+        settings.pop("OMP_WAIT_POLICY", None)  # of the tests; a user's threads spin for a while
+        command = ["launch/pretrain.sh", str(JOB), *overrides_of(name), f"checkpoint.folder={folder}/run"]
+        done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
+        steps = load_config(JOB, overrides_of(name)).training.steps
+        assert f"step {steps}/{steps} |" in done.stdout, done.stdout + done.stderr
+        step = measured_step(Path(folder) / "run/metrics.jsonl", job_of(name), load_hardware("cpu"))
+        taken = sum(_processor_seconds(path, steps) for path in Path(folder).glob("rank*"))
+        return {"seconds": step.seconds, "computing": step.computing, "processor": taken}
+
+
+def _processor_seconds(path: Path, steps: int) -> float:
+    """Return the mean processor seconds of a rank's step, without its first steps."""
+    noted = [float(line) for line in path.read_text().split()]
+    begun = noted[:: len(noted) // steps]
+    return (begun[-1] - begun[2]) / (len(begun) - 3)
+
+
+def main(arguments: list[str]) -> None:
+    path, names = Path(arguments[0]), arguments[1:] or ["doctor", *FEW, *MANY]
+    measured = json.loads(path.read_text()) if path.is_file() else {}
+    for name in names:
+        measured.setdefault(name, []).append(measure(name) if name in FEW | MANY else _doctor())
+        path.write_text(json.dumps(measured, indent=1))
+    if not (FEW | MANY).keys() - measured.keys():
+        print(*Measurements.of(measured).table(), sep="\n")
+
+
+def _doctor() -> dict[str, Any]:
+    """Return what doctor says of this machine's rates."""
+    command = [sys.executable, "-m", "megamix", "doctor", "--json", "--folder", tempfile.gettempdir()]
+    told = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout)
+    return {"checks": [check for check in told["checks"] if check["check"] in RATES]}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
