@@ -203,7 +203,7 @@ def fp8_names(family: type[LanguageModel], config: Any, section: FP8Config) -> l
         if not any(_matches(name, [pattern]) for name in linear):
             raise ValueError(
                 f'precision.fp8.but: got "{pattern}", the name of no linear layer of the blocks; write names or '
-                f"patterns of them, as {next(iter(linear), '')}"
+                f"patterns of them, as {next(iter(linear), '')} (head, embedding and experts stay half anyway)"
             )
     inside = range(section.half_first, len(whole.blocks) - section.half_last)
     names = [name for name, number in linear.items() if number in inside and not _matches(name, section.but)]

@@ -19,7 +19,7 @@ NOISE = 8.0
 # Rounding on one rank may be at most this share of the largest gradient, by the coarsest rounding of the step. A
 # mistake as large as that would pass. Right runs came to 0.18 of it.
 NOISIEST = {UNIT[torch.bfloat16]: 0.1, UNIT[torch.float16]: 0.03, U32: 1e-3}
-NOISIEST_IN_FP8 = 0.3  # of products in FP8, whose codes have 3 or 2 digits; right runs came to 0.09
+NOISIEST_IN_FP8 = 0.3  # products' codes have 3 or 2 digits; right runs came to 0.09, with norms behind blocks to 0.25
 EXPLAINED = 8  # differences of one run that are explained; the first ones name the cause
 
 
@@ -94,7 +94,8 @@ def note_noise(verdict: Verdict, attempt: int, native: Tensors, exact: Tensors, 
     largest = max(float(grad.abs().max()) for grad in exact.values())
     noises = {name: float((native[name] - grad).abs().max()) for name, grad in exact.items()}
     name = max(noises, key=noises.__getitem__)
-    text = "a model or a loss that is not the same in FP64: even one process, without ranks, is this far from FP64"
+    text = "a model or a loss that is not the same in FP64, or rounding too coarse to judge by: even one process, "
+    text += "without ranks, is this far from FP64"
     verdict.note(attempt, "noise", name, noises[name], noisiest * largest, text)
 
 
