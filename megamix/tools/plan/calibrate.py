@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ class MeasuredStep:
 def measured_step(metrics: Path, job: TimedJob, hardware: Hardware) -> MeasuredStep:
     """Return the median step of a run, from its metrics.jsonl. The first interval is left out: it compiles.
 
-    Raises: ValueError if the file has fewer than two intervals.
+    Raises: ValueError if the file has fewer than two intervals, or other figures than positive ones.
     """
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row.get("throughput/tokens_per_s")][1:]
@@ -43,11 +44,15 @@ def measured_step(metrics: Path, job: TimedJob, hardware: Hardware) -> MeasuredS
         raise ValueError(f"{metrics}: got fewer than 2 rows with throughput/tokens_per_s; train for longer")
     seconds = job.step_tokens / median(row["throughput/tokens_per_s"] for row in rows)
     share = median(row["time_share/forward_backward"] for row in rows)
+    if not (0 < seconds < math.inf and 0 < share < math.inf):
+        raise ValueError(
+            f"{metrics}: got rows whose rate or time_share is not positive; name those of a run that trained"
+        )
     return MeasuredStep(job, hardware, seconds, share * seconds)
 
 
 def calibrate(steps: Sequence[MeasuredStep], constants: FittedConstants) -> FittedConstants:
-    """Return the constants that explain the measured steps, too."""
+    """Return the constants that explain the measured steps, too. Steps that contradict them make them less certain."""
     measured = np.log([[step.seconds, step.computing] for step in steps]).ravel()
 
     def predict(logs: Vector) -> Vector:
@@ -58,8 +63,11 @@ def calibrate(steps: Sequence[MeasuredStep], constants: FittedConstants) -> Fitt
     proven = all(step.hardware.proven for step in steps)
     priors = constants.covariance if proven else np.minimum(UNPROVEN_FACTOR**2 * constants.covariance, 1)
     errors = (1 if proven else UNPROVEN_STEPS) * np.tile([STEP_ERROR, PART_ERROR], len(steps))
-    fit = ridge(predict, measured, errors, constants.logs, inverse(priors))
-    return FittedConstants(TimeConstants.of(fit.logs), fit.covariance)
+    precision = inverse(priors)
+    fit = ridge(predict, measured, errors, constants.logs, precision)
+    rest, moved = (measured - predict(fit.logs)) / errors, fit.logs - constants.logs
+    surprise = float(rest @ rest + moved @ precision @ moved) / len(measured)  # about 1 if priors and errors are right
+    return FittedConstants(TimeConstants.of(fit.logs), max(1.0, surprise) * fit.covariance)
 
 
 def _computing(time: StepTime) -> float:

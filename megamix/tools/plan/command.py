@@ -118,6 +118,10 @@ def _measured(metrics: Path, hardware: Hardware) -> MeasuredStep:
         raise ValueError(
             f"--calibrate: got {metrics}, beside which no events.jsonl names a run's ranks; name a run's own"
         )
+    if len({*ranks}) > 1:  # rows do not say of which start they are
+        raise ValueError(
+            f"--calibrate: got {metrics}, whose starts had {ranks} ranks; name a run of one number of ranks"
+        )
     if not (metrics.parent / CONFIG).is_file():
         raise ValueError(f"--calibrate: got {metrics}, beside which there is no {CONFIG}; name a run's own")
     config = load_config(metrics.parent / CONFIG, imports=False)

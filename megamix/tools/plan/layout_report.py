@@ -75,7 +75,7 @@ def layout_lines(
         yield text if all(rows.values()) else Failed(text)
     elif best:
         if search.constants is not before:
-            yield f"with the runs the first row's band narrows from {wide:.1%} to {best[0]['band']:.1%}"
+            yield f"with the runs the first row's band goes from {wide:.1%} to {best[0]['band']:.1%}"
         if len(gpus) == 1:
             yield f"the first row as settings: {' '.join(best[0]['settings'])}"
         if plot is not None:

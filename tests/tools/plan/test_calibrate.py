@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +64,25 @@ def test_a_log_that_is_too_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "throughput/tokens_per_s": 5.0}\n')
     with pytest.raises(ValueError, match="fewer than 2 rows with throughput/tokens_per_s; train for longer"):
+        measured_step(path, JOB, HARDWARE)
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0, 300.0])
+def test_a_run_that_contradicts_the_constants_widens_the_band(factor: float, tmp_path: Path) -> None:
+    before = fitted_constants()
+    truth = replace(before.values, own=factor)
+    after = calibrate([measured_step(log_of(tmp_path, JOB, truth), JOB, HARDWARE)], before)
+    assert time_band(JOB, HARDWARE, after) > time_band(JOB, HARDWARE, before)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"throughput/tokens_per_s": math.nan}, {"throughput/tokens_per_s": -1}, {"time_share/forward_backward": 0}],
+)
+def test_figures_that_are_not_positive_are_refused(wrong: dict[str, float], tmp_path: Path) -> None:
+    path = log_of(tmp_path, JOB, fitted_constants().values)
+    path.write_text("".join(f"{json.dumps(json.loads(row) | wrong)}\n" for row in path.read_text().splitlines()))
+    with pytest.raises(ValueError, match="is not positive; name those of a run that trained"):
         measured_step(path, JOB, HARDWARE)
 
 

@@ -173,13 +173,17 @@ def test_a_run_of_ones_own_narrows_the_band(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "config.toml").write_text(f'base = "{SMALL[0]}"\nmodel.num_layers = 4\n')
     start = {"t": 1.0, "at": 0.0, "starts": 1, "step": 0, "kind": "start", "phase": "start", "seconds": {}, "ranks": 8}
     (tmp_path / "events.jsonl").write_text(f"{json.dumps(start)}\n")
-    shares = {"time_share/forward_backward": 0.8, "time_share/update": 0.05}
-    row = json.dumps({"throughput/tokens_per_s": 3e6} | shares)
+    shares = {"time_share/forward_backward": 0.88, "time_share/update": 0.0008}
+    row = json.dumps({"throughput/tokens_per_s": 4.8e6} | shares)
     (tmp_path / "metrics.jsonl").write_text(f"{row}\n" * 3)
     assert main(["plan", *SMALL, "--gpus", "8", "--calibrate", str(tmp_path / "metrics.jsonl")]) == 0
-    said = re.search(r"the first row's band narrows from ([\d.]+)% to ([\d.]+)%", capsys.readouterr().out)
+    said = re.search(r"the first row's band goes from ([\d.]+)% to ([\d.]+)%", capsys.readouterr().out)
     assert said is not None
     assert float(said[2]) < float(said[1])
+    (tmp_path / "events.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(start | {'ranks': 4})}\n")
+    assert main(["plan", *SMALL, "--gpus", "8", "--calibrate", str(tmp_path / "metrics.jsonl")]) == 2
+    assert "whose starts had [8, 4] ranks; name a run of one number of ranks" in capsys.readouterr().err
+    (tmp_path / "events.jsonl").write_text(f"{json.dumps(start)}\n")
     for wrong, said in (
         ("metrics.jsonl", "metrics.jsonl, which has a line that is no row of a run's metrics; name the metrics.jsonl"),
         ("config.toml", "beside which there is no config.toml; name a run's own"),
