@@ -15,6 +15,7 @@ from typing import Any
 import bf16_moments
 import bf16_rounding
 import experts
+import fp8
 import gemm_accumulation
 import loss_scales
 import memory
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.uncounted
 
 ROOT = Path(__file__).parents[1]
 STUDIES = (
-    bf16_moments, bf16_rounding, experts, gemm_accumulation, loss_scales, memory, optimizers, overflow, passes,
+    bf16_moments, bf16_rounding, experts, fp8, gemm_accumulation, loss_scales, memory, optimizers, overflow, passes,
     regression, vanishing,
 )  # fmt: skip
 PAGE = run_all.PAGE.read_text(encoding="utf-8")
@@ -201,6 +202,16 @@ def test_a_mixture_trains_as_the_dense_model_does_and_the_page_is_what_the_kept_
     kept = experts.measure()
     assert f"\n{experts.text(kept)}\n\n<!-- end of experts -->" in PAGE
     _shows(experts, kept, tmp_path, monkeypatch)
+
+
+def test_each_recipe_of_fp8_trains_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch) -> None:
+    small = fp8.measure(small=True)
+    assert [run.way for run in small] == [*fp8.WAYS]
+    assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
+    assert len({curve.losses[-1] for curve in small.values()}) == len(fp8.WAYS)
+    kept = fp8.measure()
+    assert f"\n{fp8.text(kept)}\n\n<!-- end of fp8 -->" in PAGE
+    _shows(fp8, kept, tmp_path, monkeypatch)
 
 
 def test_a_grid_goes_on_until_its_best_lies_inside_then_come_the_seeds() -> None:
