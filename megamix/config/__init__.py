@@ -32,6 +32,7 @@ from megamix.config.loss_scales import loss_scale_rule as loss_scale_rule
 from megamix.config.mesh_checks import AXIS_KEYS as AXIS_KEYS
 from megamix.config.mesh_checks import axis_sizes as axis_sizes
 from megamix.config.mesh_checks import data_parallel_size as data_parallel_size
+from megamix.config.mesh_checks import evaluated_at_once as evaluated_at_once
 from megamix.config.mesh_checks import reading_ranks as reading_ranks
 from megamix.config.mesh_checks import stages_per_rank as stages_per_rank
 from megamix.config.model_and_data import FAMILY as FAMILY

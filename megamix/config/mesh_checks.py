@@ -238,6 +238,13 @@ def stages_per_rank(section: ParallelismConfig) -> int:
     return section.pp_stages_per_rank or _STAGES[section.pp_schedule][2]
 
 
+def evaluated_at_once(count: int, pp_size: int) -> int:
+    """Return how many of a rank's `count` micro-batches a pipeline evaluates at a time: the fewest that divide `count`,
+    suit every schedule, and leave ranks idle for less than a fifth of the time. It is `count` if there is no such part.
+    """
+    return next((part for part in range(4 * pp_size, count, pp_size) if count % part == 0), count)
+
+
 def micro_batch_problems(config: Config, key: str, size: int, count: int) -> Iterator[str]:
     """Yield why the schedule cannot run the `count` micro-batches of a rank into which a global batch divides. `key`:
     the setting of [training] for the batch's `size`.

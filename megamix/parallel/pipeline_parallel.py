@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 from megamix.comm.topology import Axis
+from megamix.config import evaluated_at_once
 from megamix.data.loader import Batch, joined
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.decoder import Decoder
@@ -74,10 +75,14 @@ class Pipeline(MicroBatchRunner):
             self._run(self._training(len(batches)).step, batches, seeds)
 
     def _losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, float]]:
-        batches, losses = [*batches], list[Tensor]()
-        self._run(self._evaluation(len(batches)).eval, batches, [None], losses=losses)
-        # Ranks without the last stage know no loss.
-        yield from zip(losses, (batch.weight for batch in batches), strict=False)
+        batches = [*batches]
+        # torch keeps a buffer for each arriving micro-batch, and sent outputs until the next call. So a call gets few.
+        count = evaluated_at_once(len(batches), self.engine.topology.pp.size)
+        for first in range(0, len(batches), count):
+            part, losses = batches[first : first + count], list[Tensor]()
+            self._run(self._evaluation(count).eval, part, [None], losses=losses)
+            # Ranks without the last stage know no loss.
+            yield from zip(losses, (batch.weight for batch in part), strict=False)
 
     def _run(
         self, call: Callable[..., Any], batches: Sequence[Batch], seeds: Sequence[int | None], **more: Any

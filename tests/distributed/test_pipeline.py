@@ -26,7 +26,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.step import StepResult
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
-from megamix.parallel.pipeline_parallel import SCHEDULES
+from megamix.parallel.pipeline_parallel import SCHEDULES, Pipeline
 from megamix.tools.verify.core.observed_step import rank_device
 from tests.conftest import FULL
 from tests.distributed.pipelines import (
@@ -80,9 +80,7 @@ def _differences(case: Case, topology: Topology) -> list[str]:
         for field in ("loss", "grad_norm", "max_abs", "found_inf"):
             if not torch.equal(getattr(got, field), getattr(want, field)):
                 wrong.append(f"step {step}: {field} {getattr(got, field)} instead of {getattr(want, field)}")
-    sums = engine.world.table(pipeline.evaluate(batches(case, 9, dp_rank))).sum(0)
-    if not torch.equal(sums, whole.world.table(plain.evaluate(batches(case, 9, dp_rank))).sum(0)):
-        wrong.append("the loss of an evaluation")
+    wrong += _evaluation_differences(case, pipeline, plain, dp_rank)
     reference = state_of(whole)
     for name, tensors in state_of(engine).items():
         for kind, one, other in zip(("master", "exp_avg", "exp_avg_sq", "half"), tensors, reference[name], strict=True):
@@ -90,6 +88,26 @@ def _differences(case: Case, topology: Topology) -> list[str]:
                 wrong.append(f"{kind} of {name}")
     weights, expected = engine.full_weights(), whole.full_weights()
     wrong += [f"full weight {name}" for name, want in expected.items() if not torch.equal(weights[name], want)]
+    return wrong
+
+
+def _evaluation_differences(case: Case, pipeline: Pipeline, plain: MicroBatchRunner, dp_rank: int) -> list[str]:
+    both = [
+        runner.engine.world.table(runner.evaluate(batches(case, 9, dp_rank))).sum(0) for runner in (pipeline, plain)
+    ]
+    return [] if torch.equal(*both) else [f"the loss of an evaluation: {both}"]
+
+
+def _differences_in_parts(cases: list[Case]) -> list[str]:
+    topology, wrong = Topology.connect(pp=cases[0].pp_size), []
+    for case in cases:
+        _, pipeline = make_pipeline(case, topology)
+        plain = MicroBatchRunner(make_whole(case, topology))
+        calls = mock.Mock(side_effect=pipeline._run)
+        with mock.patch.object(pipeline, "_run", calls):
+            wrong += _evaluation_differences(case, pipeline, plain, topology.dp.rank)
+        if calls.call_count != 2:
+            wrong.append(f"{case}: {calls.call_count} parts")
     return wrong
 
 
@@ -101,6 +119,14 @@ def _all_differences(cases: list[Case]) -> list[str]:
 @pytest.mark.uncounted
 def test_every_schedule_equals_one_process(run_ranks) -> None:
     assert run_ranks(_all_differences, 2, _picks(1000 if FULL else 0), deadline_s=DEADLINE_S) == [[], []]
+
+
+@pytest.mark.uncounted
+def test_an_evaluation_in_two_parts_equals_one_process(run_ranks) -> None:
+    cases = [
+        Case(schedule=schedule, dtype=FP16, packed=True, rounds=8) for schedule in [*SCHEDULES][:: 1 if FULL else 2]
+    ]
+    assert run_ranks(_differences_in_parts, 2, cases) == [[], []]
 
 
 @pytest.mark.uncounted

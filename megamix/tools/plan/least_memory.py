@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 
-from megamix.config import Config, FirstLayers, ModelConfig, axis_sizes, stages_per_rank
+from megamix.config import Config, FirstLayers, ModelConfig, axis_sizes, evaluated_at_once, stages_per_rank
 from megamix.model import sizes
 from megamix.run.least_memory import least_held
 
@@ -77,13 +77,14 @@ class LeastMemory:
         elif ranks.pp_schedule.endswith("zero_bubble"):
             under_way //= 2
         layers = in_stage * max(1, min(under_way, self._count * on_rank))
-        # Hidden states of all micro-batches of a step, at each end of the rank's stages: buffers for those that arrive,
-        # in training and in an evaluation; with several stages those that were sent stay, too, until the step ends.
+        # Hidden states at each end of the rank's stages, of all micro-batches of a step, and of those evaluated at a
+        # time: buffers for those that arrive; with several stages those that were sent stay, too, until the step ends.
         ends = 2 if ranks.pp_schedule == "zbv_zero_bubble" else 2 * on_rank - 1
-        hidden = ends * self._count * self._tokens * self._half * self._model.hidden_size
-        arriving = hidden / (ranks.tp_size if ranks.sequence_parallel else 1)
+        hidden = ends * self._tokens * self._half * self._model.hidden_size
+        arriving = self._count * hidden / (ranks.tp_size if ranks.sequence_parallel else 1)
+        evaluated = hidden * evaluated_at_once(self._count, ranks.pp_size) * self._evaluates
         sent = arriving if ranks.pp_schedule.startswith("interleaved") else 0.0
-        return arriving + hidden * ranks.cp_size * self._evaluates + max(layers * kept, sent)
+        return arriving + evaluated + max(layers * kept, sent)
 
     def _kept(self, recompute: str) -> float:
         """Return the bytes that a layer keeps for backward, of one micro-batch."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 
+from megamix.config import evaluated_at_once
 from megamix.parallel.stages import StagePlan
 from megamix.tools.plan.activations import Activations, TracedWork, trace_stage
 
@@ -64,9 +65,12 @@ class PipelineRank:
         return (ends * self.micro_batches + self._left_gradients()) * self._bytes(self.work.hidden)
 
     def evaluation_buffers(self) -> int:
-        """Return the further bytes kept from the first evaluation on, for tensors that arrive and that were sent."""
+        """Return the further bytes kept from the first evaluation on: the batches, what arrives and what was sent."""
         ends = sum((index > 0) + self._is_sent(index) for index in self._own())
-        return ends * self.micro_batches * self._bytes((*self.work.batch, self.work.model.hidden_size))  # all positions
+        at_once = evaluated_at_once(self.micro_batches, 1 + max(plan.rank for plan in self.stages))
+        rows, positions = self.work.batch  # context-parallel ranks divide the positions, and no others do
+        shape = rows, positions // self.work.division.cp_size, self.work.model.hidden_size
+        return at_once * (ends * self._bytes(shape) + self.work.batch_bytes)
 
     def activations(self) -> Activations:
         """Return the bytes of a step's activations on this rank, beside the bytes that it holds."""

@@ -308,6 +308,42 @@ def test_a_pipeline_that_evaluates_holds_the_buffers_for_it(data: dict, there: b
     assert (EVALUATION in plan_rank(config, 1, 0, "cpu").held) == there
 
 
+def _evaluation_bytes(config: Config) -> tuple[int, int]:
+    """Return the rank of the pipeline, and the bytes that the first evaluation adds on it."""
+    with LiveStorage() as tracker:
+        runner = build_training(config, torch.device("cpu"))
+        runner.engine.wait()
+        tracker._recount()
+        before = tracker.live_bytes
+        runner.evaluate(_batch(config).batch for _ in range(runner.engine.grad_accum_steps))
+        tracker._recount()
+        added = tracker.live_bytes - before
+    return runner.engine.topology.pp.rank, added
+
+
+@pytest.mark.uncounted
+@pytest.mark.parametrize(
+    ("layout_name", "parallelism"),
+    [
+        ("pp2", _pipeline("interleaved_1f1b")),
+        ("cp2pp2", {}),
+        ("pp2", _pipeline("1f1b")),
+        ("pp2", _pipeline("zbv_zero_bubble")),
+        ("tp2pp2", {"sequence_parallel": True}),
+    ][: None if FULL else 2],
+)
+def test_an_evaluation_in_parts_keeps_the_planned_buffers(
+    run_ranks, layout_name: str, parallelism: dict[str, object]
+) -> None:
+    layout = parse_layout(layout_name)
+    sections = {"model": {"num_layers": 4}, "parallelism": parallelism, "training": {"micro_batch_size": 1}}
+    config = layout.apply(_config(**sections, data={"valid": "none"}), 16)
+    tokens = 8 * config.model.seq_len * torch.int64.itemsize  # only ranks with the first stage keep them
+    for pp_rank, held in run_ranks(_evaluation_bytes, layout.world_size, config):
+        planned = plan_rank(config, 1, pp_rank, "cpu").held[EVALUATION]
+        assert planned - tokens <= held <= planned + SCALARS, pp_rank
+
+
 def test_the_ranks_of_a_pipeline_build_each_block_once_and_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     built, scheduled, block, schedule = [], [], Transformer.block, SCHEDULES["1f1b"]
 
