@@ -38,7 +38,8 @@ def measured_step(metrics: Path, job: TimedJob, hardware: Hardware) -> MeasuredS
 
     Raises: ValueError if the file has fewer than two intervals, or other figures than positive ones.
     """
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    whole, _, _ = metrics.read_text(encoding="utf-8").rpartition("\n")  # a run may still be writing the last line
+    rows = [json.loads(line) for line in whole.splitlines()]
     rows = [row for row in rows if row.get("throughput/tokens_per_s")][1:]
     if not rows:
         raise ValueError(f"{metrics}: got fewer than 2 rows with throughput/tokens_per_s; train for longer")

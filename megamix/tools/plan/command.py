@@ -70,6 +70,8 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
     limit = int(hardware.memory_bytes) - RESERVED
     if arguments.memory is not None:
         limit = bytes_of(arguments.memory, problems) or limit
+    if (recipe := config.precision.fp8.recipe) != "none" and hardware.fp8_flops is None:
+        problems.append(f'precision.fp8.recipe: got "{recipe}", but {name} has no products in FP8; write "none"')
     if problems:
         raise ConfigError(problems, "plan")
     if arguments.rates is not None:
@@ -125,6 +127,8 @@ def _measured(metrics: Path, hardware: Hardware) -> MeasuredStep:
     if not (metrics.parent / CONFIG).is_file():
         raise ValueError(f"--calibrate: got {metrics}, beside which there is no {CONFIG}; name a run's own")
     config = load_config(metrics.parent / CONFIG, imports=False)
+    if config.training.batch_ramp:
+        raise ValueError(f"--calibrate: got {metrics}, whose steps grew by a batch_ramp; name a run of equal steps")
     job = timed_job(config, data_parallel_size(config, ranks[-1]))
     fix = f"name the {METRICS} of a run that trained"
     with _named("--calibrate", metrics, f"has a line that is no row of a run's metrics; {fix}"):

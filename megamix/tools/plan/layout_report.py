@@ -94,7 +94,7 @@ def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[Time
     while heap and wanted:
         _, _, layout = heappop(heap)
         text = mesh_text(layout.config)
-        if text in seen or check_config(layout.config) or check_world_size(layout.config, gpus):
+        if text in seen or _problems(layout):
             continue
         seen.add(text)
         peak = plan_memory(layout.config, layout.job.dp, "gpu", search.optimizer).peak
@@ -106,6 +106,11 @@ def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[Time
             heappush(heap, (other.time.seconds, next(turn), other))
 
 
+def _problems(layout: TimedLayout) -> list[str]:
+    """Return why a start would refuse a layout."""
+    return [*check_config(layout.config), *check_world_size(layout.config, layout.job.gpus)]
+
+
 def lost_by(best: Row, other: Row) -> str:
     """Return in words what a slower layout has most of."""
     more = {part: other["parts_s"][part] - best["parts_s"][part] for part in PARTS}
@@ -115,7 +120,10 @@ def lost_by(best: Row, other: Row) -> str:
 
 
 def why_none(search: LayoutSearch, gpus: int) -> str:
-    """Return why no layout of so many GPUs can be: the batch, or the memory."""
+    """Return why no layout of so many GPUs can be: the configuration's checks, the batch, or the memory."""
+    layouts = search.layouts(gpus)
+    if layouts and all(_problems(layout) for layout in layouts):
+        return f"no layout is a job that would start; of the fastest: {_problems(layouts[0])[0]}"
     if any(True for _ in search.meshes(gpus)):
         return f"no layout fits {search.limit / 2**30:,.1f} GiB; take more GPUs"
     sizes = [size for size in (2**power for power in range(15)) if any(True for _ in search.meshes(size))]

@@ -167,6 +167,8 @@ def test_numbers_of_gpus_without_a_layout_say_why() -> None:
     assert said.startswith(
         "training.global_batch_size: got 12, which no layout of 1024 GPUs divides; take one of 1, 2,"
     )
+    said = why_none(search(load_config("configs/quickstart_moe.toml")), 64)  # its checks refuse all that would fit
+    assert said.startswith("no layout is a job that would start; of the fastest: training.global_batch_size: got 16")
 
 
 def test_a_run_of_ones_own_narrows_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,6 +186,12 @@ def test_a_run_of_ones_own_narrows_the_band(tmp_path: Path, capsys: pytest.Captu
     assert main(["plan", *SMALL, "--gpus", "8", "--calibrate", str(tmp_path / "metrics.jsonl")]) == 2
     assert "whose starts had [8, 4] ranks; name a run of one number of ranks" in capsys.readouterr().err
     (tmp_path / "events.jsonl").write_text(f"{json.dumps(start)}\n")
+    config = tmp_path / "config.toml"
+    plain = config.read_text()
+    config.write_text(f"{plain}training.batch_ramp = [[0, 256], [10, 512]]\n")
+    assert main(["plan", *SMALL, "--gpus", "8", "--calibrate", str(tmp_path / "metrics.jsonl")]) == 2
+    assert "whose steps grew by a batch_ramp; name a run of equal steps" in capsys.readouterr().err
+    config.write_text(plain)
     for wrong, said in (
         ("metrics.jsonl", "metrics.jsonl, which has a line that is no row of a run's metrics; name the metrics.jsonl"),
         ("config.toml", "beside which there is no config.toml; name a run's own"),
@@ -212,6 +220,7 @@ def test_rates_are_what_doctor_prints(text: str, tmp_path: Path, capsys: pytest.
         (["--hardware", "h200"], "--hardware: got it without --gpus; write --gpus 8..1024 beside it"),
         (["--gpus", "8", "--hardware", "h101"], 'hardware: got "h101", known are a100, b200, '),
         (["--gpus", "8", "--memory", "many"], "--memory: got 'many'"),
+        (["precision.fp8.recipe=tensorwise", "--gpus", "8", "--hardware", "a100"], "a100 has no products in FP8"),
     ],
 )
 def test_wrong_flags_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
