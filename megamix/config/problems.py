@@ -13,7 +13,7 @@ from megamix.config.choices import OneOf, section_at
 from megamix.config.other_trainers import called_here, override_here
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import parse_value, value_text
-from megamix.config.unread import Unread, setting
+from megamix.config.unread import READ_WHERE, Unread, setting
 from megamix.plugins import Section, texts
 
 _MOST_LINES = 100  # lines on one configuration: more would fill a screen, and each search for a similar name takes time
@@ -103,7 +103,10 @@ def explain_unread(item: Unread, tree: Mapping[str, Any]) -> str:
 
 def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:
     """Return the line that tells of a key that was meant for another setting than the one that holds."""
-    return f"{item.key} = {short(item.value)} of {one_line(source)} is not read where {_decision(item, tree)}: dropped"
+    of_tokens = f"{item.key.removesuffix('_steps')}_tokens"
+    instead = f"; write {of_tokens} instead" if of_tokens in READ_WHERE and not setting(tree, of_tokens) else ""
+    decision = _decision(item, tree)
+    return f"{item.key} = {short(item.value)} of {one_line(source)} is not read where {decision}: dropped{instead}"
 
 
 def _decision(item: Unread, tree: Mapping[str, Any]) -> str:

@@ -179,8 +179,8 @@ def compute_in_fp8(layers: Iterable[tuple[str, nn.Module]], section: FP8Config) 
             if any(size % MULTIPLE for size in layer.weight.shape):
                 raise ValueError(
                     f'precision.fp8.recipe: got "{section.recipe}", and a GPU takes sizes that are multiples of '
-                    f'{MULTIPLE}, but {name} is {[*layer.weight.shape]} on a rank; write but = ["{name}"], or take '
-                    "other sizes under [model]"
+                    f"{MULTIPLE}, but {name} is {[*layer.weight.shape]} on a rank; take other sizes under [model], or "
+                    f'write but = ["*.{name.split(".", 2)[-1]}"] and so for each layer of such sizes'
                 )
             if layer.ops not in changed:
                 changed[layer.ops] = replace(layer.ops, product=FP8Product(section, layer.ops.product))

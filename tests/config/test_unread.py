@@ -154,6 +154,8 @@ def test_what_a_layer_below_set_for_another_rule_is_dropped_with_a_line(tmp_path
     assert dict(config.precision.loss_scale) == {"rule": "auto"}
     top = write(tmp_path / "top.toml", f'base = "{QUICKSTART}"\n[precision]\ndtype = "bf16"\n')
     assert told(top) == (config, lines)
+    _, lines = told(QUICKSTART, "training.tokens=1000000")
+    assert any("warmup_steps" in line and line.endswith("write lr_schedule.warmup_tokens instead") for line in lines)
     # Overrides are layers in their order, too.
     _, lines = told(QUICKSTART, "optimizer.adamw.eps=1e-6", "optimizer.name=nag")
     assert lines == [

@@ -274,5 +274,5 @@ def test_other_dtypes_compute_as_before_and_odd_sizes_are_refused_with_the_layer
     before = model(tokens, tokens)
     use_fp8(model, FP8Config(recipe="rowwise"))
     assert torch.equal(model(tokens, tokens), before)  # FP32
-    with pytest.raises(ValueError, match=r'feed_forward.gate is \[40, 64\].*but = \["blocks.0.feed_forward.gate"\]'):
+    with pytest.raises(ValueError, match=r'feed_forward.gate is \[40, 64\].*but = \["\*.feed_forward.gate"\]'):
         use_fp8(Transformer(LLAMA.model_copy(update={"ffn_hidden_size": 40})), FP8Config(recipe="rowwise"))

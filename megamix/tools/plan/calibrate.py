@@ -42,7 +42,10 @@ def measured_step(metrics: Path, job: TimedJob, hardware: Hardware) -> MeasuredS
     rows = [json.loads(line) for line in whole.splitlines()]
     rows = [row for row in rows if row.get("throughput/tokens_per_s")][1:]
     if not rows:
-        raise ValueError(f"{metrics}: got fewer than 2 rows with throughput/tokens_per_s; train for longer")
+        raise ValueError(
+            f"{metrics}: got fewer than 2 rows with throughput/tokens_per_s, one every "
+            "metrics.log_interval updates, of which the first is left out; train for longer"
+        )
     seconds = job.step_tokens / median(row["throughput/tokens_per_s"] for row in rows)
     share = median(row["time_share/forward_backward"] for row in rows)
     if not (0 < seconds < math.inf and 0 < share < math.inf):
