@@ -9,7 +9,8 @@ if sys.argv[1:2] == ["train"] and signal.getsignal(signal.SIGINT) is signal.defa
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from megamix.cli import main  # see above
+from megamix.supervise.console import end_process
 
 # Guarded, because a worker process started by forkserver or spawn imports this module again.
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())

@@ -26,7 +26,7 @@ from megamix import cli
 from megamix.config import ConfigError
 from megamix.machine import many_imports
 from megamix.run.resume_rules import what_is_kept
-from megamix.supervise.console import say, say_phase
+from megamix.supervise.console import end_process, say, say_phase
 from megamix.supervise.launch import PREEMPTED, signals_passed_on, start_ranks
 from megamix.supervise.status import EXIT_STATUS
 from megamix.train import command
@@ -92,4 +92,4 @@ def _gpus() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -19,6 +19,25 @@ from tests.programs import with_settings
 from tests.train.jobs import tiny_job, write_data
 
 ROOT = Path(__file__).resolve().parents[2]
+# In the launcher and in ranks: a thread that is in torch when Python ends. That would abort the process.
+SITECUSTOMIZE = """
+import atexit, pathlib, sys, threading
+
+begun = threading.Event()
+
+def compute():
+    ones = sys.modules["torch"].ones(64, 64)
+    while True:
+        ones @ ones
+        begun.set()
+
+def end():
+    if pathlib.Path(sys.argv[0]).name in ("__main__.py", "pretrain.py") and "torch" in sys.modules:
+        threading.Thread(target=compute, daemon=True).start()
+        begun.wait()
+
+atexit.register(end)
+"""
 
 
 def _call(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +74,9 @@ def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
     if not FULL:
         overrides += ["training.micro_batch_size=2", "training.global_batch_size=4"]
         overrides += ["model.num_layers=2", "model.seq_len=64"]
-    result = _call("launch/quickstart.sh", *overrides, "optimizer.compile=false", NPROC_PER_NODE="2")
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    beside = {"NPROC_PER_NODE": "2", "PYTHONPATH": str(tmp_path)}
+    result = _call("launch/quickstart.sh", *overrides, "optimizer.compile=false", **beside)
     assert result.returncode == 0, result.stderr
     # Until the first step the launcher and one rank print the phases of the start, in order; the log is as it was.
     phases = [line for line in result.stderr.splitlines() if re.match("megamix train: (?!still )", line)]
