@@ -170,6 +170,7 @@ JOB_SMALLER = {
     "steps = 1000": "steps = 80" if FULL else "steps = 2",
 }
 README_SMALLER = {
+    "--gpus 8": "--gpus 8" if FULL else "--gpus 2",
     "dp2,dp4": "dp2,dp4" if FULL else "dp1",
     "--vocab-size 32000": "--vocab-size 400",
     "import HF_DIR": "import OUT",
