@@ -34,7 +34,7 @@ def compute():
 def end():
     if pathlib.Path(sys.argv[0]).name in ("__main__.py", "pretrain.py") and "torch" in sys.modules:
         threading.Thread(target=compute, daemon=True).start()
-        begun.wait()
+        begun.wait(60)
 
 atexit.register(end)
 """
