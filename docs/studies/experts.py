@@ -6,7 +6,6 @@ missing, and may be stopped and started again. Every run is a job as `megamix tr
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,4 @@ def draw(curves: Curves, figure: Any) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["train"]:
-        PLAN.train_missing()
-    else:
-        study.main(__file__, measure, text, draw)
+    long_runs.main(__file__, PLAN, measure, text, draw)

@@ -6,7 +6,6 @@ be stopped and started again. Every run is a job as `megamix train` runs it, in 
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,4 @@ def draw(curves: Curves, figure: Any) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["train"]:
-        PLAN.train_missing()
-    else:
-        study.main(__file__, measure, text, draw)
+    long_runs.main(__file__, PLAN, measure, text, draw)

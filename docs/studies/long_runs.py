@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import study
 
@@ -85,6 +85,20 @@ class Plan(NamedTuple):
         """Return a line that names what is not trained."""
         names = "; ".join(f"{size}, {way}" for size, way in self.grids if self.missing(curves, size, way))
         return f"Not trained to the end of the plan: {names or 'nothing'}."
+
+
+def main(
+    script: str,
+    plan: Plan,
+    measure: Callable[[bool], Any],
+    text: Callable[[Any], str],
+    draw: Callable[[Any, Any], None],
+) -> None:
+    """Run a study of long runs as a command: `train` trains what is missing, else as `study.main`."""
+    if sys.argv[1:] == ["train"]:
+        plan.train_missing()
+    else:
+        study.main(script, measure, text, draw)
 
 
 def train(run: Run, file: str, settings: Sequence[str], texts: Path, folder: Path) -> Curve:

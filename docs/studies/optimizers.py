@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +136,4 @@ def draw(curves: Curves, figure: Any) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["train"]:
-        PLAN.train_missing()
-    else:
-        study.main(__file__, measure, text, draw)
+    long_runs.main(__file__, PLAN, measure, text, draw)
