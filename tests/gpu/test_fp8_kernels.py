@@ -35,7 +35,7 @@ def test_norm_and_codes_are_one_kernel_and_each_weight_another(tmp_path: Path) -
     assert len(found["tensorwise"]["kernels"][0]) == 3 * (1 + 3)  # largest of parts, scale, codes of each operand
     _, norm = found["half"]["kernels"]
     assert len(norm) == 3
-    # Of the codes of one gradient and of one weight: kernels, and bytes an element.
+    # Kernels, and bytes an element, of one gradient's codes and of one weight's.
     passes = {"rowwise": ((1, 2 + 1), (3, 2 + 2 + 1)), "tensorwise": ((3, 2 + 2 + 1), (3, 2 + 2 + 1))}
     grads = TOKENS * (HIDDEN + 2 * KV)
     for recipe, (of_grad, of_weight) in passes.items():

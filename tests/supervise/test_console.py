@@ -56,6 +56,29 @@ def test_no_file_gets_the_number_of_a_closed_stream() -> None:
     assert _run(["-c", _OPENED], "<&- >&- 2>&-").returncode > 2
 
 
+ENDS = """
+import atexit, threading
+from megamix.supervise.console import end_process
+begun = threading.Event()
+
+def last():
+    begun.wait()
+    threading.main_thread().join(0.1)  # still working when the main thread ends
+    print("a thread ended")
+
+threading.Thread(target=last).start()
+atexit.register(print, "exit functions ran")
+begun.set()
+end_process(3)
+"""
+
+
+def test_a_process_ends_behind_its_threads_and_exit_functions() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("a thread ended\nexit functions ran\n", "")
+    assert done.returncode == 3
+
+
 def test_a_letter_that_the_console_lacks_is_written_by_its_number() -> None:
     config = str(ROOT / "configs/quickstart.toml")
     ended = _run(["-m", "megamix", "config", config, "checkpoint.folder=rün", "--show"], "", PYTHONIOENCODING="ascii")

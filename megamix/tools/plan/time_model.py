@@ -107,7 +107,7 @@ class _Step:
         self.constants = constants
         self.tokens = job.micro_batch * model.seq_len / job.cp
         self.flops = hardware.dense_flops * hardware.power_share
-        # What doctor measures on a CPU is a rate that large products reach.
+        # Doctor measures a CPU by large products, so they reach all of its rate.
         self.reached = self.flops * (constants.product_rate if hardware.gpu else 1)
 
     def time(self) -> StepTime:
