@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "megamix"
 
 LAYER = {
     "axes": 0,
-    "beside": 0,
+    "beside": 1,
     "clock": 0,
     "tuned": 0,
     "durable": 0,

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from megamix.live_storage import has_values
 
 Reduce = Literal["mean", "sum", "max", "min"]
 JOIN: dict[Reduce, Callable[[Tensor, Tensor], Tensor]] = {
@@ -21,7 +23,7 @@ _TAG = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 
 
 class Listener:
-    """The step to which a forward reports. `latest`: that of the last engine in use, for `megamix.record`.
+    """The step to which a forward reports. `latest`: that of the engine whose forward began last, for `megamix.record`.
 
     `recorded_rows`: FP32 (2,) by name and reduce, a value and the number of values in it; the tensors stay from step to
     step, because compiled code refers to them. `listens()`: whether what is reported now is part of the step.
@@ -39,6 +41,25 @@ class Listener:
         """Make `megamix.record` report to this step from now on."""
         Listener.latest = weakref.ref(self)
 
+    def follow(self, model: nn.Module) -> None:
+        """Let each forward of `model` claim, also one that the engine does not call."""
+        model.register_forward_pre_hook(_Claim(self))
+
+
+class _Claim:
+    """The hook of a module. In a copy or a pickle of the module it does nothing."""
+
+    def __init__(self, step: Listener | None = None) -> None:
+        self._step = (lambda: None) if step is None else weakref.ref(step)
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        # In a model that is compiled as a whole the hook is traced; `ShardedEngine.__call__` claims outside the graph.
+        if not torch.compiler.is_compiling() and (step := self._step()) is not None:
+            step.claim()
+
+    def __reduce__(self) -> tuple[type[_Claim], tuple[()]]:
+        return _Claim, ()
+
 
 def record(name: str, tensor: Tensor, reduce: Reduce = "mean") -> None:
     """Report a value of this step from anywhere in a forward or a loss, or of the next step from between two steps.
@@ -47,13 +68,15 @@ def record(name: str, tensor: Tensor, reduce: Reduce = "mean") -> None:
     ranks. Among tensor-parallel ranks only the first one's value enters a sum; with sequence parallelism that value
     covers only the positions of the first rank. Ranks that compute the same part of the model must record the same
     names. A job writes the values beside its own metrics; without a job they are in `StepResult.recorded`. The host
-    does not wait. Values recorded in a backward, while the module is in `eval()`, or without an engine, do not count.
+    does not wait. Values recorded in a backward, while the module is in `eval()`, without an engine, or in a trace,
+    whose tensors have no values, do not count.
     Shapes: tensor (), kept as FP32.
     Raises: ValueError for a tensor that is no scalar, a name that is no tag, or another `reduce` than the name had
     before.
     """
     step = Listener.latest()
-    if step is None or not step.listens():
+    traced = not torch.compiler.is_dynamo_compiling() and not has_values(tensor)  # such as a plan of the memory
+    if step is None or traced or not step.listens():
         return
     if tensor.dim():
         raise ValueError(f"record({name!r}): must be of shape (), got {tuple(tensor.shape)}; pass its mean() or amax()")

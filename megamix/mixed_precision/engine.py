@@ -172,6 +172,7 @@ class ShardedEngine:
             lambda: model.training and not grads.inside_backward,
             self.topology.parts.size,
         )
+        self.progress.follow(model)
         readers = make_collectives(self.topology.readers, self.device)
         self._tallies = Tallies(model, readers, self.progress, self.device)
         self._unseen_writes = UnseenWrites(buckets, self.plan.param_names, self.progress)
@@ -236,7 +237,9 @@ class ShardedEngine:
         pipeline does. Each loss goes through `progress.scaled`; each backward pass runs inside `backward_pass`.
         """
         with self._taking(count, last=False):
-            self._moving_buffers.begin()  # a pipeline never runs the whole module's forward, whose hook calls begin()
+            # A pipeline never runs the whole module's forward, whose hooks call these.
+            self.progress.claim()
+            self._moving_buffers.begin()
             yield
 
     @contextmanager

@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megamix.beside.tally import Tally
 from megamix.config import DecoderConfig
+from megamix.live_storage import has_values
 from megamix.model.context import Documents, KeyValueCache, find_borders, find_documents, most_borders
 from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
 from megamix.model.language_model import Cost, Costs, Draw, LanguageModel
 from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, TwoRotaryTables, param_rules
-from megamix.model.ops import Ops, has_values, takes_borders
+from megamix.model.ops import Ops, takes_borders
 from megamix.model.sizes import is_repeated
 from megamix.model.span import Chunks, Span
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,18 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamix.live_storage import has_values
 from megamix.machine import native_halves
 from megamix.model import wide
 from megamix.model.context import Documents
 from megamix.model.wide import aten
 
 _VARLEN_KNOWS_GROUPS = torch.__version__ >= "2.12"
-
-
-def has_values(x: Tensor) -> bool:
-    """Return whether a tensor has values. A meta tensor and a fake one have a shape and a dtype alone."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none; the import takes a second
-    return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
 
 
 @functools.cache

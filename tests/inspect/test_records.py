@@ -1,6 +1,6 @@
-"""A value that a forward or loss records counts once, compiled or recomputed, without a host read. Values of
-evaluations, probes and discarded steps do not count. Each value is combined over ranks by its `reduce`; different names
-on ranks are an error.
+"""A value that a forward or loss records counts once, compiled or recomputed, without a host read, and for the engine
+that runs the forward. Values of evaluations, probes, discarded steps and traces do not count. Each value is combined
+over ranks by its `reduce`; different names on ranks are an error.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megamix
-from megamix import HeadroomLossScale, Precision, record
+from megamix import HeadroomLossScale, Precision, StaticLossScale, add_loss, record
+from megamix.cli import main
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.inspect.records import FromRank, combine, gather_recorded
@@ -111,6 +113,59 @@ def test_each_engine_has_what_its_own_forward_recorded() -> None:
     for engine, loss in zip(engines, losses, strict=True):
         engine.backward(loss)
     assert [_values(engine.step()) for engine in engines] == [{"number": 0.0}, {"number": 1.0}]
+
+
+def test_two_live_engines_report_each_their_own_however_their_models_are_called() -> None:
+    models = [make_model() for _ in range(2)]
+    engines = [make_engine(model) for model in models]
+    for number, model in enumerate(models):
+        model.register_forward_hook(lambda module, args, out, number=number: record(f"of/{number}", torch.ones(())))
+    for step in range(2):
+        losses = [loss_of(model, make_batch(step, 0, 0)) for model in models]  # the modules, not the engines
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        assert [{*_values(engine.step())} for engine in engines] == [{"of/0"}, {"of/1"}]
+
+
+def test_the_micro_batches_of_a_pipeline_report_to_their_own_engine() -> None:
+    first, second = (make_engine() for _ in range(2))
+    with first.micro_batches(1), first.backward_pass(0, []):
+        record("piped", torch.ones(()))
+    assert not second.progress.recorded_rows
+    first.discard_step()
+
+
+@pytest.mark.parametrize("device", ["meta", "fake"])
+def test_a_trace_beside_a_live_engine_reports_to_nobody(device: str) -> None:
+    engine = make_engine()
+    record("rows", torch.ones(()))
+    with FakeTensorMode() if device == "fake" else torch.device("meta"):
+        record("rows", torch.ones(()))
+        record("traced", torch.ones(()))
+    engine.backward(loss_of(engine, make_batch(0, 0, 0)))
+    assert _values(engine.step()) == {"rows": 1.0}
+
+
+def test_a_plan_of_experts_leaves_the_rows_of_a_live_engine_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = make_engine()
+    record("router/balance_loss", torch.ones(()))  # a name that the plan's experts record, too
+    assert main(["plan", "configs/quickstart_moe.toml", "--world", "2", "--device", "cpu"]) == 0
+    engine.backward(loss_of(engine, make_batch(0, 0, 0)))
+    assert _values(engine.step()) == {"router/balance_loss": 1.0}
+
+
+def test_an_added_loss_has_the_factor_of_the_engine_that_runs_it() -> None:
+    def gradients(engines: list[megamix.ShardedEngine]) -> list[Tensor]:
+        losses = [add_loss(loss, loss * 3) for loss in (loss_of(engine, make_batch(0, 0, 0)) for engine in engines)]
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        return [engine.step().grad_norm for engine in engines]
+
+    def engine(scale: float) -> megamix.ShardedEngine:
+        return make_engine(precision=Precision(torch.float16, loss_scale=StaticLossScale(scale)))
+
+    alone = [gradients([engine(scale)]) for scale in (8.0, 64.0)]
+    assert gradients([engine(8.0), engine(64.0)]) == [norm for (norm,) in alone]
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
