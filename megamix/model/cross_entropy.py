@@ -60,7 +60,7 @@ def capped_slopes(slopes: Slopes, cap: float, logits: Tensor, targets: Tensor, s
 
 def compiled_slopes() -> Slopes:
     """Return `slopes`, compiled. On a GPU its sums have the same order in every process."""
-    return torch.compile(slopes, dynamic=False, options={"deterministic": True})
+    return torch.compile(slopes, dynamic=False, options={"deterministic": True, **wide.COMPILE_OPTIONS})
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -15,7 +15,7 @@ from megamix.config import DecoderConfig
 from megamix.live_storage import has_values
 from megamix.model.context import Documents, KeyValueCache, find_borders, find_documents, most_borders
 from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
-from megamix.model.language_model import Cost, Costs, Draw, LanguageModel
+from megamix.model.language_model import Cost, Costs, Draw, LanguageModel, compile_blocks
 from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, TwoRotaryTables, param_rules
 from megamix.model.ops import Ops, takes_borders
 from megamix.model.sizes import is_repeated
@@ -68,9 +68,7 @@ class Decoder(LanguageModel):
         self.rules = param_rules(self)
         self.reset_parameters()
         if config.compile:
-            # Blocks are compiled one by one: a whole compiled model's gradients all become ready at backward's end.
-            for block in self.blocks:  # blocks that are alike share one graph
-                block.compile(dynamic=False)
+            compile_blocks(self.blocks)
             # Dynamo has one limit for the graphs of all blocks, and runs those beyond it uncompiled.
             kinds, dynamo = len({self.kind(config, layer) for layer in like}), torch._dynamo.config
             dynamo.recompile_limit = max(dynamo.recompile_limit, 8 * kinds)

@@ -23,7 +23,7 @@ from megamix.model.feed_forward import FeedForward, activate
 from megamix.model.layers import ParamRule
 from megamix.model.ops import Groups, Ops
 from megamix.model.recompute import recomputed
-from megamix.model.wide import Crossing, apply
+from megamix.model.wide import Crossing, apply, rounded
 
 
 class Routes(NamedTuple):
@@ -60,8 +60,8 @@ class SortedRows:
         first, *others = self.row_of.unbind(1)
         total = rows.index_select(0, first).to(torch.promote_types(rows.dtype, torch.float32))
         for other in others:
-            total += rows.index_select(0, other)
-        return total.to(rows.dtype)
+            total = total + rows.index_select(0, other)
+        return rounded(total, rows.dtype)
 
 
 # Takes rows, sorted by expert, FP32 (rows,) factors and INT64 (experts,) numbers of rows; returns the outputs times the

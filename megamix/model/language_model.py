@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -13,6 +13,7 @@ from megamix.config import DecoderConfig
 from megamix.model.formats import Format
 from megamix.model.layers import ParamRule
 from megamix.model.sizes import is_repeated
+from megamix.model.wide import COMPILE_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,14 @@ class Cache(Protocol):
     @property
     def length(self) -> int:
         """Return the number of positions that need not be given again."""
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Compile blocks one by one: a whole compiled model's gradients all become ready at backward's end. Blocks that are
+    alike share one graph.
+    """
+    for block in blocks:
+        block.compile(dynamic=False, options=COMPILE_OPTIONS)
 
 
 class LanguageModel(nn.Module):

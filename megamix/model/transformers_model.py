@@ -21,7 +21,7 @@ from megamix.config import DecoderConfig, TransformersConfig, architecture
 from megamix.data.loader import IGNORE
 from megamix.live_storage import has_values
 from megamix.model.cross_entropy import Slopes, compiled_slopes, linear_cross_entropy, slopes
-from megamix.model.language_model import Cache, Cost, Costs, Draw, LanguageModel
+from megamix.model.language_model import Cache, Cost, Costs, Draw, LanguageModel, compile_blocks
 from megamix.model.layers import ParamRule
 from megamix.model.ops import Ops
 from megamix.model.sizes import is_repeated
@@ -94,8 +94,8 @@ class TransformersModel(LanguageModel):
             enable({"use_reentrant": False})
             for block, layer in zip(self.blocks, like, strict=True):
                 block.gradient_checkpointing = is_repeated(config, layer)  # type: ignore[assignment]  # nn.Module takes any
-        for block in self.blocks if config.compile else ():
-            block.compile(dynamic=False)
+        if config.compile:
+            compile_blocks(self.blocks)
         self.rules = dict.fromkeys((name for name, _ in self.named_parameters(remove_duplicate=False)), _WHOLE)
 
     @property

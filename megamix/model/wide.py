@@ -21,11 +21,23 @@ aten = torch.ops.aten
 # of the whole step.
 MAX_WIDE_ELEMENTS = 2**20
 
+# torch 2.10 to 2.14 may give norms wrong gradients without a word (pytorch issue 193061).
+COMPILE_OPTIONS = {"triton.mix_order_reduction": False} if torch.__version__ < "2.15" else {}
+
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """Call function.apply, with a type for its result."""
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # untyped in torch
     return result
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in `dtype`, as the result of a function's forward.
+
+    It must be no other name of a tensor within the forward, as the result of x.mul_() is, or of x.to() where nothing
+    has to be cast: torch 2.11's compiler then loses all gradients without a word (pytorch issue 180642).
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 Operation = Callable[[Tensor], Tensor]
@@ -187,7 +199,7 @@ class WideRMSNorm(torch.autograd.Function):
         x32 = x.float()
         rstd = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()  # FP32 (..., 1)
         ctx.save_for_backward(x, weight, rstd)
-        return x32.mul_(rstd).mul_(weight.float()).to(x.dtype)
+        return rounded(x32.mul_(rstd).mul_(weight.float()), x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -211,8 +223,7 @@ class WideLayerNorm(torch.autograd.Function):
         bias32 = None if bias is None else bias.float()
         out32, mean, rstd = aten.native_layer_norm(x.float(), weight.shape, weight.float(), bias32, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        out: Tensor = out32.to(x.dtype)
-        return out
+        return rounded(out32, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -235,7 +246,7 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.compute_dtype = compute_dtype
-        return F.silu(gate.to(compute_dtype)).mul_(up.to(compute_dtype)).to(gate.dtype)
+        return rounded(F.silu(gate.to(compute_dtype)) * up.to(compute_dtype), gate.dtype)
 
     @staticmethod
     @once_differentiable
@@ -254,7 +265,7 @@ class GELU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.approximate = approximate
-        return F.gelu(x.float(), approximate=approximate).to(x.dtype)
+        return rounded(F.gelu(x.float(), approximate=approximate), x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -291,7 +302,7 @@ class WideAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key32, value32 = (widen_heads(x, query.shape[1]) for x in (key, value))
         out32, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(query.float(), key32, value32, 0.0, True)
-        out: Tensor = out32.to(query.dtype)
+        out = rounded(out32, query.dtype)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         return out
 
@@ -397,4 +408,4 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (first, second), (out_first, out_second) = x32.chunk(2, -1), out.chunk(2, -1)
     out_first.addcmul_(second, sin, value=-1)
     out_second.addcmul_(first, sin)
-    return out.to(x.dtype)
+    return rounded(out, x.dtype)
