@@ -12,12 +12,13 @@ DIGITS = 16  # hexadecimal digits of a hash: enough against chance
 
 def own_code(plugins: Sequence[str]) -> dict[str, str]:
     """Return versions and source hashes of the code that this process runs, by their names in messages."""
-    versions = {f"version of {name}": _version(name) for name in ("megamix", "torch")}
+    versions = {f"version of {name}": version(name) for name in ("megamix", "torch")}
     sources = {"megamix": PACKAGE} | {name: _home(name) for name in plugins}
     return versions | {f"source code of {name} (SHA-256)": _sources(home) for name, home in sources.items()}
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed

@@ -194,6 +194,8 @@ def checkpoint(settings: Settings) -> Result:
                 seconds[name].append(max(ranks.call(*_CALLS[name])))
             by_rank = ranks.call(CheckpointRank.steps_beside_a_save, STEPS)
             steps.append(Beside(*map(max, zip(*by_rank, strict=True))))
+            last = {name: values[-1] for name, values in seconds.items()}
+            settings.tell(round=number + 1, seconds=last, steps=steps[-1]._asdict())
         saved_bytes = ranks.call(CheckpointRank.saved_bytes)[0]
     return _result(settings, seconds, steps, saved_bytes)
 

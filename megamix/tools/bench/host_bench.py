@@ -9,19 +9,16 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-
 from megamix import tuned
 from megamix.config import ModelConfig
-from megamix.tools.bench.ranks import Settings, Side, TrainRank, rotated, start_ranks
+from megamix.tools.bench.ranks import Settings, Side, TrainRank, nobody_listens, rotated, start_ranks
 from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show, spread, table
 from megamix.tools.bench.sides import (
     Autocast,
@@ -32,6 +29,7 @@ from megamix.tools.bench.sides import (
     Ours,
     Work,
     how_multiplied,
+    join_a_group,
     make_model,
 )
 
@@ -59,6 +57,7 @@ class HostSettings:
     """Size of the measurement."""
 
     rounds: int = 9
+    tell: Callable[..., object] = nobody_listens
     steps: int = 5  # steps of a turn
     layers: int = 48  # a multiple of PARTS
     width: int = 32
@@ -126,8 +125,7 @@ class HostRank:
     """One side on one rank, with an engine for each case."""
 
     def __init__(self, side: Side, cases: Mapping[str, Work]):
-        if not dist.is_initialized():  # torch's ways need a group, even of one rank
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        join_a_group("cpu")
         self._ranks = {name: TrainRank(side, work) for name, work in cases.items()}
 
     def begin(self, case: str, steps: int) -> First:
@@ -180,8 +178,9 @@ def measure(sitting: Sitting, settings: HostSettings) -> dict[str, HostCase]:
                 measured[case].first[name] = pools[name].call(HostRank.begin, case, FIRST_STEPS)[0]
         for number in rounds_told(settings.rounds):
             for case, name in product(sitting.cases, rotated([*sitting.sides], number)):
-                of_ranks = pools[name].call(HostRank.cpu_ms, case)
-                measured[case].cpu_ms.setdefault(name, []).append(statistics.mean(of_ranks))
+                cpu_ms = statistics.mean(pools[name].call(HostRank.cpu_ms, case))
+                measured[case].cpu_ms.setdefault(name, []).append(cpu_ms)
+                settings.tell(case=case, side=name, round=number + 1, cpu_ms=cpu_ms)
     return measured
 
 

@@ -108,7 +108,7 @@ class TorchTensorParallel(Autocast):
     """
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
-        self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
+        self._dtype = product_dtype(dtype, work.device)
         mesh = _mesh("tp")
         # torch's own operations: DTensor would dispatch every step of our FP32 sums by itself.
         model = self.model = make_model(work, wide=False)
@@ -116,7 +116,7 @@ class TorchTensorParallel(Autocast):
         if sharded:
             shard_fully(model, model.blocks, mesh["dp"], self._dtype, dtype)
             self._dtype = torch.float32  # nothing is left for autocast
-        self.optimizer = self._make_optimizer(model, work)
+        self._begin(work, dtype)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         from torch.distributed.tensor.parallel import loss_parallel

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamix.live_storage import LiveStorage
 from megamix.machine import keep_freed_memory
-from megamix.model.family import parameter_count
+from megamix.model.family import flops_per_token, parameter_count
+from megamix.model.sizes import dense_peak
 from megamix.tools.bench.report import progress, rounds_told
 from megamix.tools.bench.sides import Engine, Work
-from megamix.tools.ranks import RankPool
+from megamix.tools.ranks import RankFailure, RankPool
 
 T = TypeVar("T")
 
@@ -31,17 +33,20 @@ _DEADLINE_S = 600.0  # seconds for one answer; the slowest is a step of FP16 pro
 
 def start_ranks(
     name: str, actor: Callable[[], object], *, world_size: int = 1, threads: int = 1,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None, device: str = "cpu",
 ) -> RankPool:  # fmt: skip
-    """Return a pool of new interpreters, each with one `actor()` and the malloc settings of a job's ranks."""
+    """Return a pool of new interpreters, each with one `actor()` and the malloc settings of a job's ranks. `device`:
+    where they compute, torch's default while they make the actor.
+    """
     settings = {"OMP_NUM_THREADS": str(threads), **(environment or {})}
-    kept = partial(_with_kept_memory, actor)
-    return RankPool(world_size, actor=kept, environment=settings, name=name, deadline_s=_DEADLINE_S)
+    made, on_gpus = partial(_make, actor, device), device == "cuda"
+    return RankPool(world_size, on_gpus=on_gpus, actor=made, environment=settings, name=name, deadline_s=_DEADLINE_S)
 
 
-def _with_kept_memory(actor: Callable[[], object]) -> object:
+def _make(actor: Callable[[], object], device: str) -> object:
     keep_freed_memory()
-    return actor()
+    with torch.device(device):
+        return actor()
 
 
 def seconds_of(work: Callable[[], object], times: int = 1) -> float:
@@ -65,6 +70,9 @@ class Side:
     warm_up_steps: int = 1  # untimed steps before them, so that caches and gathers are as in the middle of a run
 
 
+def nobody_listens(**figures: object) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Size of the measurement."""
@@ -72,12 +80,28 @@ class Settings:
     work: Work = field(default_factory=Work)
     rounds: int = 15
     ranks: int = 2
+    card: str = ""  # name of the GPUs that compute
+    at_once: int = 99  # sides that hold their state at a time: they take turns, and the others follow
+    tell: Callable[..., object] = field(default=nobody_listens, compare=False)  # told the figures of each round at once
 
     def described(self) -> dict[str, Any]:
         """Return the settings for the line of JSON."""
         model = self.work.model
         of_all = {"rounds": self.rounds, "ranks": self.ranks, "threads": 1, "parameters": parameter_count(model)}
         return asdict(self.work) | of_all | {"model": model.model_dump()}
+
+    def figures(self, turns: Sequence[Turn]) -> dict[str, float]:
+        """Return what a turn of all ranks has reached: tokens/s of all; on GPUs the peak of a rank's memory, and the
+        model FLOPs utilisation (MFU) where the card's peak is known.
+        """
+        work, copies = self.work, 1 if self.work.shared else self.ranks
+        tokens = copies * work.micro_batches * work.micro_batch_size * work.model.seq_len
+        figures = {"tokens_per_s": tokens / max(turn.seconds for turn in turns)}
+        if self.card:
+            figures["peak_gib"] = max(turn.peak_bytes for turn in turns) / 2**30
+        if peak := dense_peak(self.card, torch.bfloat16):
+            figures["mfu"] = figures["tokens_per_s"] * flops_per_token(work.model) / self.ranks / peak
+        return figures
 
 
 def rotated(sides: Sequence[T], number: int) -> list[T]:
@@ -95,6 +119,7 @@ class Turn(NamedTuple):
     busy: float  # cores that the rank kept busy, its communication threads included
     details_ms: dict[str, float]  # parts of a step
     max_rss_bytes: int  # the process's peak of resident memory so far
+    peak_bytes: int = 0  # on a GPU: peak of its allocated memory in the turn
 
 
 def max_rss_bytes() -> int:
@@ -118,19 +143,26 @@ class TrainRank:
 
     def turn(self) -> Turn:
         """Take the steps of a turn, after its warm-up steps."""
-        engine = self._built()
+        engine, on_gpu = self._built(), self._work.device == "cuda"
+        wait = torch.cuda.synchronize if on_gpu else nobody_listens
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         for _ in range(self._side.warm_up_steps):
             self._train_step(engine)
         engine.details_ms()
+        wait()
         self._optimizer_s = self._optimizer_cpu_s = 0.0
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(self._side.steps):
             self._train_step(engine)
+        wait()
         seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
         details = {name: value / self._side.steps for name, value in engine.details_ms().items()}
         # Not timed: the first step's gathers were launched before the clock started. The last gathers must not share
         # the machine with the next side.
         engine.finish()
+        if on_gpu:  # the next side may need what this one holds for its steps alone
+            torch.cuda.empty_cache()
         steps = self._side.steps
         return Turn(
             seconds=seconds / steps,
@@ -139,12 +171,13 @@ class TrainRank:
             busy=cpu_s / seconds,
             details_ms=details,
             max_rss_bytes=max_rss_bytes(),
+            peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
         )
 
     def losses(self, steps: int) -> list[float]:
         """Take steps and return this rank's loss of each."""
         engine = self._built()
-        losses = [self._train_step(engine) for _ in range(steps)]
+        losses = [self._train_step(engine).item() for _ in range(steps)]
         engine.finish()
         return losses
 
@@ -162,37 +195,59 @@ class TrainRank:
             self._engine = self._side.build(self._work)
         return self._engine
 
-    def _train_step(self, engine: Engine) -> float:
+    def _train_step(self, engine: Engine) -> Tensor:
+        """Train one step. Nothing makes the host wait for a GPU, as nothing does in a job."""
         model = self._work.model
         generator = torch.Generator().manual_seed(1000 * self._step + self._rank)
         shape = (self._work.micro_batches * self._work.micro_batch_size, model.seq_len + 1)
-        samples = torch.randint(model.vocab_size, shape, generator=generator).to(self._work.device)
+        samples = torch.randint(model.vocab_size, shape, generator=generator, device="cpu")
+        if self._work.device == "cuda":
+            samples = samples.pin_memory().to("cuda", non_blocking=True)
         loss = engine.forward_backward(samples[:, :-1], samples[:, 1:])
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         engine.optimize()
         self._optimizer_s += time.perf_counter() - start_s
         self._optimizer_cpu_s += time.process_time() - start_cpu_s
         self._step += 1
-        return loss.item()
+        return loss
 
 
 def ranks_of(side: Side, settings: Settings) -> RankPool:
     """Return the ranks on which a side trains."""
-    return start_ranks(side.name, partial(TrainRank, side, settings.work), world_size=settings.ranks)
+    actor, device = partial(TrainRank, side, settings.work), settings.work.device
+    return start_ranks(side.name, actor, world_size=settings.ranks, device=device)
 
 
 def take_turns(sides: Sequence[Side], settings: Settings) -> dict[str, list[list[Turn]]]:
     """Take each side's first steps, then all sides' turns by round, in rotated order.
 
-    Returns: each side's rounds, as the turns of all ranks.
+    Returns: each side's rounds, as the turns of all ranks. On GPUs a side that fails is told, and has none.
     """
     turns: dict[str, list[list[Turn]]] = {side.name: [] for side in sides}
-    with ExitStack() as stack:
-        ranks = {side.name: stack.enter_context(ranks_of(side, settings)) for side in sides}
-        for name in ranks:
-            progress(f"first steps of {name}")
-            ranks[name].call(TrainRank.turn)
-        for number in rounds_told(settings.rounds):
-            for name in rotated([*ranks], number):
-                turns[name].append(ranks[name].call(TrainRank.turn))
+
+    def turn(ranks: dict[str, RankPool], name: str, number: int) -> None:
+        try:
+            of_ranks = ranks[name].call(TrainRank.turn)
+        except RankFailure as failure:
+            if not settings.card or len(turns) == 1:
+                raise
+            del ranks[name], turns[name]
+            reason = str(failure).strip().splitlines()[-1]
+            progress(f"{name} fails: {reason}")
+            settings.tell(side=name, error=reason)
+        else:
+            if number:
+                turns[name].append(of_ranks)
+                settings.tell(side=name, round=number, **settings.figures(of_ranks))
+
+    for first in range(0, len(sides), settings.at_once):
+        with ExitStack() as stack:
+            group = sides[first : first + settings.at_once]
+            ranks = {side.name: stack.enter_context(ranks_of(side, settings)) for side in group}
+            for name in [*ranks]:
+                progress(f"first steps of {name}")
+                turn(ranks, name, 0)
+            for number in rounds_told(settings.rounds):
+                for name in rotated([*ranks], number):
+                    turn(ranks, name, number + 1)
     return turns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,6 +18,7 @@ import torch
 
 from megamix.machine import half_units, native_halves, num_cores
 from megamix.progress import duration
+from megamix.run.own_code import version
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -105,9 +105,14 @@ def show(spread: Spread, digits: int = 0) -> str:
     return f"{spread.median:.{digits}f} [{spread.low:.{digits}f}, {spread.high:.{digits}f}]"
 
 
-def describe_machine() -> dict[str, Any]:
-    """Return where and when a bench ran. The load says whether others used the machine, too."""
+def describe_machine(card: str = "") -> dict[str, Any]:
+    """Return where and when a bench ran. The load says whether others used the machine, too. `card`: name of the GPUs
+    that compute.
+    """
     return {
+        "device": card or "CPU",
+        "cards": torch.cuda.device_count() if card else 0,
+        "cuda": torch.version.cuda,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": num_cores(),
@@ -116,7 +121,7 @@ def describe_machine() -> dict[str, Any]:
         "bf16_units": torch.bfloat16 in half_units(),
         "bf16_products": "native" if torch.bfloat16 in native_halves() else "wide",
         "load": os.getloadavg()[0],
-        "megamix": importlib.metadata.version("megamix"),
+        "megamix": version("megamix"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -125,6 +130,9 @@ def describe_machine() -> dict[str, Any]:
 
 def machine_line(machine: dict[str, Any]) -> str:
     """Return the kind of a machine in words. Ratios of one kind of machine do not hold on another."""
+    if machine["cards"]:
+        where = f"on {machine['cards']} {machine['device']}, beside {machine['cores']} cores of {machine['cpu']}"
+        return f"{where}; load {machine['load']:.1f}, torch {machine['torch']}, CUDA {machine['cuda']}"
     units = [name for name, key in (("FP16", "fp16_units"), ("BF16", "bf16_units")) if machine[key]]
     return (
         f"on {machine['cpu']}, {machine['cores']} cores: {machine['vector_units']}, {' and '.join(units) or 'no half'} "

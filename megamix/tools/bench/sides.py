@@ -8,28 +8,39 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from megamix.config import ModelConfig
+from megamix.config import FP8Config, ModelConfig
 from megamix.machine import native_halves
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.settings import Precision, ReduceDtype, Shard, Sharding
 from megamix.mixed_precision.weights import Fill
+from megamix.model.family import parameter_count
+from megamix.model.fp8 import use_fp8
 from megamix.model.language_model import LanguageModel
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from megamix.report.interval_report import gather_precision
 
 GPT_12M = ModelConfig(vocab_size=4096, seq_len=256, hidden_size=384, num_layers=6, num_heads=6)
+GPT_124M = ModelConfig(
+    vocab_size=50304, seq_len=1024, hidden_size=768, num_layers=12, num_heads=12, activation="gelu", compile=True
+)
+GPT_1300M = GPT_124M.model_copy(update={"seq_len": 2048, "hidden_size": 2048, "num_layers": 24, "num_heads": 16})
+
+STATE_BYTES = 16  # of a parameter: half weight and gradient, FP32 master and moments; or all in FP32
+_USABLE = 0.85  # share of a card's memory; the rest is for contexts, workspaces and fragments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +59,36 @@ class Work:
     clip_grad: float = 1.0
     compile_update: bool = True  # ours; a side compiles its model if `model` says so
     device: str = "cpu"  # device of every rank; "cuda" is the GPU that the pool gave the rank
+
+
+SIZES = {
+    "12M": Work(),
+    "124M": Work(model=GPT_124M, micro_batch_size=32),
+    "1.3B": Work(model=GPT_1300M, micro_batch_size=8),
+}
+
+
+def sides_at_once(work: Work, memory: float) -> int:
+    """Return of how many sides a GPU of `memory` bytes holds the states, while one of them takes steps.
+
+    A step keeps 34 bytes a token, layer and element of the hidden size (Korthikanti et al. 2022, Reducing Activation
+    Recomputation in Large Transformer Models, section 4.1, without scores), and its logits with their gradient.
+    """
+    model = work.model
+    a_token = 34 * model.hidden_size * model.num_layers + 4 * model.vocab_size
+    left = _USABLE * memory - work.micro_batch_size * model.seq_len * a_token
+    return int(left // (STATE_BYTES * parameter_count(model)))
+
+
+def fitted(work: Work, memory: float) -> Work:
+    """Return the work with half the sequences, then with half the layers, until a GPU of `memory` bytes holds it."""
+    while sides_at_once(work, memory) < 1:
+        if work.micro_batch_size > 1:
+            work = replace(work, micro_batch_size=work.micro_batch_size // 2)
+        else:
+            layers = {"num_layers": work.model.num_layers // 2}
+            work = replace(work, model=work.model.model_copy(update=layers))
+    return work
 
 
 class Engine(ABC):
@@ -83,11 +124,26 @@ class Engine(ABC):
 SEED = 1234  # seed of the initial weights
 
 
+class _DrawnThere(Transformer):
+    """Transformer that draws its weights on its GPU, not alike on all machines, in no time: a job's take a CPU a minute
+    for 5e9.
+    """
+
+    def reset_parameters(self) -> None:
+        self.tie()
+        for name, param in self.named_parameters():
+            rule = self.rules[name]
+            if rule.draw == "normal":
+                param.data.normal_(0, rule.std)
+            else:
+                param.data.fill_(rule.draw == "ones")
+
+
 def make_model(work: Work, *, wide: bool = True) -> Transformer:
     """Return a model with the same weights on every side and rank."""
     torch.manual_seed(SEED)
     with torch.device(work.device):
-        model = Transformer(work.model, Ops(wide=wide))
+        model = (_DrawnThere if work.device == "cuda" else Transformer)(work.model, Ops(wide=wide))
     if work.blocks_a_unit > 1:
         blocks = range(0, len(model.blocks), work.blocks_a_unit)
         model.blocks = nn.ModuleList(_Blocks(model.blocks[start : start + work.blocks_a_unit]) for start in blocks)
@@ -115,6 +171,12 @@ def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     It is `dtype`, or FP32 on a CPU without arithmetic in `dtype`, where products would take up to 100 times as long.
     """
     return torch.float32 if device == "cpu" and dtype not in native_halves() else dtype
+
+
+def half_of(device: str) -> torch.dtype:
+    """Return the half dtype to train in: BF16, or FP16 on a GPU without arithmetic in BF16."""
+    lacks = device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.float16 if lacks else torch.bfloat16
 
 
 def how_multiplied(device: str) -> list[str]:
@@ -147,16 +209,18 @@ class Ours(Engine):
     """megamix.
 
     `wide`: half products are computed in FP32 on a CPU without arithmetic in halves. `reduce_dtype` "fp32": with FP32
-    gradients.
+    gradients. `fp8`: recipe of products in FP8.
     """
 
     def __init__(
-        self, work: Work, dtype: torch.dtype = torch.bfloat16, *,
+        self, work: Work, dtype: torch.dtype | None = None, *,
         wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None, shard: Shard = "states",
-        optimizer: Callable[..., AdamW] = AdamW,
+        optimizer: Callable[..., AdamW] = AdamW, fp8: str = "none",
     ):  # fmt: skip
-        self.micro_batches = work.micro_batches
+        self.micro_batches, dtype = work.micro_batches, dtype or half_of(work.device)
         model = make_model(work, wide=wide)
+        if fp8 != "none":
+            use_fp8(model, FP8Config.model_validate({"recipe": fp8}))
         reduced = torch.float32 if reduce_dtype == "fp32" else None
         # 2**16 holds for these steps. Without it the search for the largest scale, from 2**24 down, would be timed.
         loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
@@ -195,9 +259,9 @@ class Examined(Ours):
 class ForwardBackward(Engine):
     """Our half model with its gradients dropped: no optimizer and no other rank. Its speed is the ceiling of ours."""
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, work: Work, dtype: torch.dtype | None = None):
         self.micro_batches = work.micro_batches
-        self.model = make_model(work).to(dtype)
+        self.model = make_model(work).to(dtype or half_of(work.device))
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         loss: Tensor = self.model(tokens, targets)
@@ -214,7 +278,7 @@ class ByHand(ForwardBackward):
     Half parameters; FP32 masters, copied to and fro by torch's _foreach calls; AdamW(fused=True) on the masters.
     """
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, work: Work, dtype: torch.dtype | None = None):
         super().__init__(work, dtype)
         self._clip_grad = work.clip_grad
         self._params: list[Tensor] = [*self.model.parameters()]
@@ -261,15 +325,24 @@ def fused_adamw(
 
 
 class Autocast(Engine):
-    """Autocast and AdamW(fused=True) on one rank: weights, gradients and states FP32."""
+    """Autocast and AdamW(fused=True) on one rank: weights, gradients and states FP32, and in FP16 a GradScaler."""
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
-        self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
-        self.micro_batches = work.micro_batches
+    def __init__(self, work: Work, dtype: torch.dtype | None = None):
+        dtype = dtype or half_of(work.device)
+        self._dtype = product_dtype(dtype, work.device)
         model: nn.Module = make_model(work)
         if self._dtype != dtype:
             model = _HalfForward(model, dtype)
         self.model: nn.Module = self._distributed(model)
+        self._begin(work, dtype)
+
+    def _begin(self, work: Work, dtype: torch.dtype) -> None:
+        """Make what all of torch's ways have. `dtype`: of the products."""
+        self._clip_grad, self.micro_batches = work.clip_grad, work.micro_batches
+        self._loss: Callable[..., Tensor] = _loss_of_head
+        if work.model.compile:
+            self._loss = partial(_loss_of_logits, torch.compile(_cross_entropy, dynamic=False))
+        self._scaler = torch.amp.GradScaler(work.device, enabled=dtype == torch.float16)
         self.optimizer = self._make_optimizer(self.model, work)
 
     def _distributed(self, model: nn.Module) -> nn.Module:
@@ -280,20 +353,45 @@ class Autocast(Engine):
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype != torch.float32):
-            loss: Tensor = self.model(tokens, targets)
-        (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+            loss = self._loss(self.model, tokens, targets)
+        self._scaler.scale(loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]  # untyped in torch
         return loss.detach()
 
     def optimize(self) -> None:
+        self._scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
-        self.optimizer.step()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _loss_of_head(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    loss: Tensor = model(tokens, targets)
+    return loss
+
+
+def _loss_of_logits(cross_entropy: Callable[..., Tensor], model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss as a user of torch writes it beside compiled blocks. Our head's multiplies in place, which
+    autocast leaves in FP32.
+    """
+    return cross_entropy(model(tokens), targets)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def join_a_group(device: str) -> None:
+    """Make a group of this rank alone if it has none: torch's ways need one."""
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
 
 
 class Ddp(Autocast):
     """DistributedDataParallel, autocast and AdamW(fused=True): weights, gradients and states FP32 on every rank."""
 
     def _distributed(self, model: nn.Module) -> nn.Module:
+        join_a_group(next(model.parameters()).device.type)
         # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -301,6 +399,12 @@ class Ddp(Autocast):
         assert isinstance(self.model, DistributedDataParallel)
         with nullcontext() if last else self.model.no_sync():
             return super()._pass(tokens, targets, last=last)
+
+
+def plain(work: Work, dtype: torch.dtype | None = None) -> Autocast:
+    """Return training by torch's own means: DDP, or on one rank its model as it is."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return (Ddp if several else Autocast)(work, dtype)
 
 
 class Zero(Ddp):
@@ -321,17 +425,18 @@ class Fsdp(Autocast):
     """
 
     def __init__(
-        self, work: Work, dtype: torch.dtype = torch.bfloat16, reduce_dtype: torch.dtype = torch.bfloat16,
-        **settings: Any,
-    ):  # fmt: skip
+        self, work: Work, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, **settings: Any
+    ):
         from torch.distributed.device_mesh import init_device_mesh
 
-        self._clip_grad, self._dtype = work.clip_grad, torch.float32  # nothing is left for autocast
-        self.micro_batches = work.micro_batches
-        model = self.model = make_model(work)
+        join_a_group(work.device)
+        dtype = dtype or half_of(work.device)
+        self._dtype = torch.float32  # nothing is left for autocast
+        model = make_model(work)
+        self.model = model
         mesh = init_device_mesh(work.device, (dist.get_world_size(),))
-        shard_fully(model, model.blocks, mesh, dtype, reduce_dtype, **settings)
-        self.optimizer = self._make_optimizer(model, work)
+        shard_fully(model, model.blocks, mesh, dtype, reduce_dtype or dtype, **settings)
+        self._begin(work, dtype)
 
 
 def shard_fully(

@@ -18,9 +18,9 @@ MAX_ROUNDS = 5  # a cold compile takes most of a minute on a slow machine
 def startup(settings: Settings) -> Result:
     """Measure ours with the compiler's cache empty and filled, ours without a compiler, and DDP."""
     rounds, work = min(settings.rounds, MAX_ROUNDS), settings.work
-    uncompiled = replace(work, compile_update=False)
+    uncompiled = replace(work, compile_update=False, model=work.model.model_copy(update={"compile": False}))
     seconds: dict[str, list[float]] = {}
-    for _ in rounds_told(rounds):
+    for number in rounds_told(rounds):
         with tempfile.TemporaryDirectory(prefix="megamix-compile-cache-") as cache:
             cached = {"TORCHINDUCTOR_CACHE_DIR": cache}
             starts: dict[str, tuple[Callable[[Work], Engine], Work, Mapping[str, str]]] = {
@@ -33,6 +33,7 @@ def startup(settings: Settings) -> Result:
                 progress(f"startup: {name}")
                 took_s = _seconds_to_first_step(Side(name, build), of_side, environment, settings.ranks)
                 seconds.setdefault(name, []).append(took_s)
+                settings.tell(side=name, round=number + 1, seconds=took_s)
     rows = [
         (name, show(spread(values), 2), show(paired_ratio(values, seconds["ddp"]), 2))
         for name, values in seconds.items()
@@ -43,7 +44,7 @@ def startup(settings: Settings) -> Result:
 
 def _seconds_to_first_step(side: Side, work: Work, environment: Mapping[str, str], world_size: int) -> float:
     start_s = time.perf_counter()
-    actor = partial(TrainRank, side, work)
-    with start_ranks(side.name, actor, world_size=world_size, environment=environment) as ranks:
+    actor, device = partial(TrainRank, side, work), work.device
+    with start_ranks(side.name, actor, world_size=world_size, environment=environment, device=device) as ranks:
         ranks.call(TrainRank.losses, 1)
         return time.perf_counter() - start_s

@@ -23,7 +23,7 @@ from megamix.tools.bench.ranks import Settings, Side, Turn, take_turns
 from megamix.tools.bench.report import Goal, Result, paired_ratio, show, spread
 from megamix.tools.bench.sides import Ddp, Engine, ForwardBackward, Fsdp, Ours, Work, how_multiplied
 
-BATCH, HOOKS = "batch, and loss read", "hooks: gradients collected"
+BATCH, HOOKS = "batch", "hooks: gradients collected"
 FORWARD, BACKWARD = "forward", "backward"
 SUMS, GATHERS = "sums exposed", "gathers exposed"
 STATISTICS, UPDATE = "statistics, agreement", "update"

@@ -6,7 +6,7 @@ Further benches: FP16, overlap off, each way to sum gradients, examined steps.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +15,7 @@ import torch
 
 from megamix.config.sections import MetricsConfig
 from megamix.machine import native_halves
+from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.settings import ReduceDtype
 from megamix.tools.bench.layout_sides import (
     OursContextParallel,
@@ -26,7 +27,19 @@ from megamix.tools.bench.layout_sides import (
 )
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, Turn, ranks_of, take_turns
 from megamix.tools.bench.report import Goal, Result, Spread, paired_ratio, progress, show, spread
-from megamix.tools.bench.sides import GPT_12M, Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied
+from megamix.tools.bench.sides import (
+    GPT_12M,
+    Ddp,
+    Engine,
+    Examined,
+    ForwardBackward,
+    Fsdp,
+    Ours,
+    Work,
+    Zero,
+    how_multiplied,
+    plain,
+)
 
 MEMORY_STEPS = 2  # states exist from the first update on, so the second step has the peak
 
@@ -69,6 +82,25 @@ LAYOUTS = {
 }
 
 
+# Sides of whole steps. "resharded" is FSDP2 that frees a part's weights between its forward and its backward.
+SIDES: dict[str, Callable[[Work], Engine]] = {
+    "ours": Ours,
+    "gradients": partial(Ours, shard="gradients"),
+    "parameters": partial(Ours, shard="parameters"),
+    "muon": partial(Ours, optimizer=Muon),
+    "fp8_rowwise": partial(Ours, fp8="rowwise"),
+    "fp8_tensorwise": partial(Ours, fp8="tensorwise"),
+    "plain": plain,
+    "ddp": Ddp,
+    "zero": Zero,
+    "fsdp2": Fsdp,
+    "resharded": partial(Fsdp, reshard_after_forward=True),
+    "forward and backward": ForwardBackward,
+}
+ON_CPU = ("ours", "gradients", "parameters", "ddp", "zero", "fsdp2", "resharded", "forward and backward")
+ON_GPU = ("ours", "plain", "fsdp2")
+
+
 class Measured(NamedTuple):
     """Rounds of one side."""
 
@@ -77,21 +109,22 @@ class Measured(NamedTuple):
     busy: list[float]  # cores that a rank kept busy, as the mean over the ranks
     details_ms: list[dict[str, float]]  # parts of a step on the first rank
     max_rss_bytes: int  # bytes of the largest rank
-    peak_live_bytes: int  # bytes of the largest rank, in a run of its own
+    peak_live_bytes: int  # bytes of the largest rank, in a run of its own; on GPUs in its turns
+    mfu: Sequence[float] = ()  # on GPUs whose peak is known
 
 
-def train(settings: Settings) -> Result:
-    """Compare ours in BF16 with torch's three ways, with the other settings of `shard`, and with forward and backward.
-
-    "resharded" is FSDP2 that frees a part's weights between its forward and its backward.
+def train(settings: Settings, names: Sequence[str] = ()) -> Result:
+    """Compare ours in half with torch's three ways, with the other settings of `shard`, and with forward and backward;
+    or the sides with these `names`, of which no goals are known, as on GPUs.
     """
-    peers = [Side("ddp", Ddp), Side("zero", Zero), Side("fsdp2", Fsdp)]
-    shares = [Side(shard, partial(Ours, shard=shard)) for shard in ("gradients", "parameters")]
-    resharding = Side("resharded", partial(Fsdp, reshard_after_forward=True))
-    alone = Side("forward and backward", ForwardBackward)
-    measured = measure([Side("ours", Ours), *shares, *peers, resharding, alone], settings)
+    if names := names or (ON_GPU if settings.card else ()):
+        steps = {"steps": 8, "warm_up_steps": 2} if settings.card else {}
+        measured = measure([Side(name, SIDES[name], **steps) for name in names], settings)
+        failed = [f"{name}: failed, see above" for name in names if name not in measured]
+        return result("train", settings, measured, [], [*failed, *exposed(measured)])
+    measured = measure([Side(name, SIDES[name]) for name in ON_CPU], settings)
     ours = measured["ours"]
-    ratios = {peer.name: speed_up(ours, measured[peer.name]) for peer in peers}
+    ratios = {peer: speed_up(ours, measured[peer]) for peer in ("ddp", "zero", "fsdp2")}
     best = min(ratios, key=lambda name: ratios[name].median)
     parameters, resharded = measured["parameters"], measured["resharded"]
     goals = [
@@ -154,10 +187,10 @@ def examine(settings: Settings) -> Result:
     return result("examine", settings, measured, [goal], [])
 
 
-def layout(name: str, rounds: int) -> Result:
-    """Compare ours with its fastest peer on the layout `name` of LAYOUTS, in BF16."""
+def layout(name: str, settings: Settings) -> Result:
+    """Compare ours with its fastest peer on the layout `name` of LAYOUTS, in BF16 on two ranks."""
     bench = LAYOUTS[name]
-    settings = Settings(work=bench.work, rounds=rounds, ranks=2)
+    settings = replace(settings, work=bench.work, ranks=2)
     measured = measure([bench.ours, *bench.peers, *bench.others], settings)
     ratios = {peer.name: speed_up(measured[bench.ours.name], measured[peer.name]) for peer in bench.peers}
     best = min(ratios, key=lambda peer: ratios[peer].median)
@@ -166,27 +199,28 @@ def layout(name: str, rounds: int) -> Result:
 
 
 def measure(sides: Sequence[Side], settings: Settings) -> dict[str, Measured]:
-    """Measure each side's memory in a run of its own, then all sides' turns, round by round in rotated order."""
+    """Measure each side's memory in a run of its own, then all sides' turns, round by round in rotated order. On GPUs
+    the turns show the memory, too.
+    """
     peaks: dict[str, int] = {}
-    for side in sides:
+    for side in () if settings.card else sides:
         progress(f"memory of {side.name}")
         with ranks_of(side, settings) as alone:
             peaks[side.name] = max(alone.call(TrainRank.peak_live_bytes, MEMORY_STEPS))
     turns = take_turns(sides, settings)
-    return {name: _measured(rounds, peaks[name], settings) for name, rounds in turns.items()}
+    return {name: _measured(rounds, peaks.get(name, 0), settings) for name, rounds in turns.items()}
 
 
 def _measured(rounds: list[list[Turn]], peak: int, settings: Settings) -> Measured:
-    work = settings.work
-    copies = 1 if work.shared else settings.ranks  # copies of the model
-    tokens = copies * work.micro_batches * work.micro_batch_size * work.model.seq_len
+    figures = [settings.figures(turns) for turns in rounds]
     return Measured(
-        [tokens / max(turn.seconds for turn in turns) for turns in rounds],
+        [of_round["tokens_per_s"] for of_round in figures],
         [max(turn.optimizer_ms for turn in turns) for turns in rounds],
         [statistics.mean(turn.busy for turn in turns) for turns in rounds],
         [turns[0].details_ms for turns in rounds],
         max(turn.max_rss_bytes for turn in rounds[-1]),
-        peak,
+        peak or max(turn.peak_bytes for turns in rounds for turn in turns),
+        [of_round["mfu"] for of_round in figures if "mfu" in of_round],
     )
 
 
@@ -213,20 +247,22 @@ def result(
     bench: str, settings: Settings, measured: dict[str, Measured], goals: list[Goal], notes: list[str]
 ) -> Result:
     base = next(iter(measured))
+    more = ("MFU %", "peak GiB") if settings.card else ("optimizer ms", "cores a rank", "peak live MB", "ru_maxrss MB")
+    columns = ("side", "tokens/s", f"{base} / side", *more)
     rows = [
-        (
-            name,
-            show(spread(side.tokens_per_s)),
-            show(speed_up(measured[base], side), 3),
-            show(spread(side.optimizer_ms), 1),
-            show(spread(side.busy), 2),
-            f"{side.peak_live_bytes / 1e6:.1f}",
-            f"{side.max_rss_bytes / 1e6:.0f}",
-        )
+        (name, show(spread(side.tokens_per_s)), show(speed_up(measured[base], side), 3), *_more(side, settings.card))
         for name, side in measured.items()
     ]
-    columns = ("side", "tokens/s", f"{base} / side", "optimizer ms", "cores a rank", "peak live MB", "ru_maxrss MB")
     raw = {name: side._asdict() for name, side in measured.items()}
     return Result(
         bench, settings.described(), raw, columns, rows, goals, [*notes, *how_multiplied(settings.work.device)]
     )
+
+
+def _more(side: Measured, card: str) -> tuple[str, ...]:
+    """Return the cells of a row that follow the rates: other ones on GPUs."""
+    if card:
+        mfu = show(Spread(*(100 * share for share in spread(side.mfu))), 1) if side.mfu else "?"
+        return mfu, f"{side.peak_live_bytes / 2**30:.1f}"
+    cells = show(spread(side.optimizer_ms), 1), show(spread(side.busy), 2)
+    return *cells, f"{side.peak_live_bytes / 1e6:.1f}", f"{side.max_rss_bytes / 1e6:.0f}"

@@ -30,7 +30,7 @@ from megamix.model.family import parameter_count
 from megamix.model.transformer import Transformer
 from megamix.tools.bench.ranks import Settings, Side, rotated, seconds_of, start_ranks, take_turns
 from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show, spread
-from megamix.tools.bench.sides import ByHand, Ours, Work
+from megamix.tools.bench.sides import ByHand, Ours, Work, half_of
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
 ADAMW = AdamW(lr=1e-4)
@@ -44,6 +44,8 @@ KINDS = {
     "fp16": (torch.float16, ADAMW),
     "bf16, moments too": (torch.bfloat16, replace(ADAMW, state_dtype=torch.bfloat16)),
 }
+
+KIND_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 COMPILED, LIBRARY, CASTS = "update, compiled", "update, no compiler", "cast + AdamW(fused) + cast"
 AFTER, BY_HAND = "all after backward, no compiler", "all after backward, by hand"
@@ -80,13 +82,12 @@ class UpdateRank:
         self._groups = census.groups
         self.layout = build_layout(census.specs, [1])
         self._buckets = make_buckets(self.layout, [alone], self._groups, Precision(dtype), Sharding(), device)
-        # Far from the subnormal numbers, which take a CPU many times as long.
-        draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+        torch.manual_seed(0)
         for bucket in self._buckets:
             bucket.params = torch.zeros(bucket.plan.padded_numel, dtype=dtype)
             bucket.param_shard = bucket.params
             bucket.make_grads()
-            bucket.grads.copy_(draw(bucket.plan.padded_numel) * 1e-2)
+            bucket.grads.normal_(0, 1e-2)  # far from the subnormal numbers, which take a CPU many times as long
         count = torch.tensor(10.0)
         self._scalars = StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), count)
 
@@ -164,12 +165,16 @@ def update(
 ) -> Result:
     """Measure every variant in BF16, in FP16, and with moments in BF16 as well.
 
-    Each number of threads has a process of its own. `calls`: timed calls of each variant in a round. `sizes`: models on
-    which all work after backward is timed.
+    Each number of threads has a process of its own; on a GPU there are one process and one half dtype. `calls`: timed
+    calls of each variant in a round. `sizes`: models on which all work after backward is timed, on CPUs.
     """
-    after = after_backward(settings.rounds, sizes, calls)
-    cases = [(number, name) for number in threads for name in KINDS]
     work = settings.work
+    if settings.card:
+        kinds, threads, sizes = [KIND_OF[half_of(work.device)]], (1,), {}
+    else:
+        kinds = [*KINDS]
+    after = after_backward(settings.rounds, sizes, calls)
+    cases = [(number, name) for number in threads for name in kinds]
     measured: dict[tuple[int, str], Seconds] = {case: {} for case in cases}
     with ExitStack() as stack:
         ranks = {}
@@ -177,7 +182,8 @@ def update(
             progress(f"update: building {case[1]} with {case[0]} thread(s)")
             dtype, optimizer = KINDS[case[1]]
             actor = partial(UpdateRank, work.model, dtype, calls, work.compile_update, optimizer)
-            ranks[case] = stack.enter_context(start_ranks(f"update {case[1]}", actor, threads=case[0]))
+            pool = start_ranks(f"update {case[1]}", actor, threads=case[0], device=work.device)
+            ranks[case] = stack.enter_context(pool)
             ranks[case].call(UpdateRank.seconds, 0)  # first calls compile and allocate
         (num_params,) = ranks[cases[0]].call(UpdateRank.num_params)
         for number in rounds_told(settings.rounds):
@@ -185,6 +191,7 @@ def update(
                 (seconds,) = ranks[case].call(UpdateRank.seconds, number)
                 for variant, value in seconds.items():
                     measured[case].setdefault(variant, []).append(value)
+                settings.tell(side=case[1], threads=case[0], round=number + 1, seconds=seconds)
     columns = ("variant", "ns/param", "GB/s", "copy time / time")
     rows = [row for case in cases for row in _rows(case, measured[case], num_params)]
     goals = [goal for case in cases for goal in _goals(case, measured[case])]

@@ -9,8 +9,9 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from megamix.machine import set_torch_environment
 from megamix.progress import ProgressLine
 from megamix.supervise.console import drop_unwritten
 from megamix.tools.doctor import cards, host
-from megamix.tools.doctor.finding import HANGS, Finding, as_json, not_here, run_check, summary
+from megamix.tools.doctor.finding import HANGS, Finding, expected, is_fit, not_here, run_check, summary
 
 GPU_LIMIT_S, CPU_LIMIT_S = 600.0, 180.0  # seconds of all checks; a check that may take longer is left out
 _HOST_LIMIT_S = 60.0  # seconds of one check of the machine
 _NODES_LIMIT_S = 240.0
 _MOMENT_S = 15.0  # seconds left for ending ranks that are out of time
+_LEAST_S = 10.0  # seconds that a check begins with at least
 
 
 def doctor_arguments(parser: Parser) -> None:
@@ -34,30 +36,36 @@ def doctor_arguments(parser: Parser) -> None:
     where = "where runs will be written (runs)"
     parser.add_argument("--folder", metavar="DIR", type=Path, default=Path("runs"), help=where)
     parser.add_argument("--nodes", action="store_true", help="compare and connect the ranks that torchrun has started")
-    parser.add_argument("--json", action="store_true", help="every check with what was looked at, seen and expected")
+    parser.add_argument("--only", metavar="A,B", default="", help="only these checks (an unknown one lists all)")
+    parser.add_argument("--limit", metavar="SECONDS", type=float, help="of all checks (600 with GPUs, 180 without)")
+    what = "a line a check at once, with what was looked at, seen and expected; at last whether the machine is fit"
+    parser.add_argument("--json", action="store_true", help=what)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.nodes and "WORLD_SIZE" not in os.environ:
         fix = "write on every node torchrun --nnodes=2 --node-rank=0 --master-addr=node0 -m megamix doctor --nodes"
         raise ConfigError([f"--nodes: no launcher has started ranks; {fix}"], "flags")
+    only = [name for name in arguments.only.split(",") if name]
+    if unknown := [name for name in only if name not in names()]:
+        raise ConfigError([f"--only: got {', '.join(unknown)}, known are {', '.join(names())}"], "flags")
+    if arguments.limit is not None and arguments.limit <= 0:
+        raise ConfigError([f"--limit: got {arguments.limit:g}, must be above 0; write --limit 120"], "flags")
     start_s, findings = time.monotonic(), list[Finding]()
 
     def lines() -> Iterator[str]:
-        for finding in _nodes() if arguments.nodes else examine(arguments.folder):
+        checks = _nodes() if arguments.nodes else examine(arguments.folder, only or names(), arguments.limit)
+        for finding in checks:
             findings.append(finding)
-            if not arguments.json:
-                yield from finding.lines()
-        if arguments.nodes and not findings:
-            return
-        if arguments.json:
-            yield json.dumps(as_json(findings), indent=2)
-        else:
+            yield from [json.dumps(asdict(finding))] if arguments.json else finding.lines()
+        if arguments.json and findings:
+            yield json.dumps({"fit": is_fit(findings)})
+        elif findings:
             yield f"{summary(findings)}; {time.monotonic() - start_s:.0f} s"
 
     with ProgressLine("megamix doctor") as progress:
         print_lines(lines(), progress)
-    status = int(not as_json(findings)["fit"])
+    status = int(not is_fit(findings))
     if (arguments.nodes and status) or any(thread.name == HANGS for thread in threading.enumerate()):
         drop_unwritten()
         os._exit(status)  # an ordinary exit would wait for threads or a group that hang, or die of them
@@ -70,10 +78,17 @@ def _nodes() -> Iterator[Finding]:
     yield from run_check("--nodes", examine_nodes, _NODES_LIMIT_S)
 
 
-def examine(folder: Path) -> Iterator[Finding]:
-    """Yield the findings of every check, as they become known."""
-    start_s = time.monotonic()
-    seen, facts = list[cards.Card](), dict[str, Any]()
+def names() -> list[str]:
+    """Return the names of all checks, in order."""
+    return [
+        *_machine(Path(), [], {}),
+        *expected()["seconds"],
+        *(f"train {case['name']}" for case in expected()["trained"]),
+    ]
+
+
+def _machine(folder: Path, seen: list[cards.Card], facts: dict[str, Any]) -> dict[str, Callable[[], list[Finding]]]:
+    """Return the checks of the machine by name. They fill `seen` and `facts` with what driver and torch say."""
 
     def about_cards() -> list[Finding]:
         told, problem = cards.probe_cards()
@@ -88,7 +103,7 @@ def examine(folder: Path) -> Iterator[Finding]:
         port = host.meeting_port(os.environ)
         return host.judge_ports(*host.probe_ports(port), port)
 
-    machine: dict[str, Callable[[], list[Finding]]] = {
+    return {
         "cores": lambda: [host.judge_cores(host.probe_quota(), os.getloadavg()[0])],
         "driver": about_cards,
         "torch": about_torch,
@@ -105,20 +120,33 @@ def examine(folder: Path) -> Iterator[Finding]:
         "compiler": lambda: [host.judge_compiler(host.probe_compiler(os.environ.get("CXX", "g++")))],
         "environment": lambda: [host.judge_environment(os.environ)],
     }
-    for name, run in machine.items():
-        yield from run_check(name, run, _HOST_LIMIT_S)
+
+
+def examine(folder: Path, only: Sequence[str], limit_s: float | None) -> Iterator[Finding]:
+    """Yield the findings of the checks named `only`, as they become known; of driver and torch, which other checks
+    need, at least what is broken. `limit_s`: for all of them; None for the usual time.
+    """
+    start_s = time.monotonic()
+    seen, facts = list[cards.Card](), dict[str, Any]()
+    for name, run in _machine(folder, seen, facts).items():
+        findings = run_check(name, run, _HOST_LIMIT_S) if name in (*only, "driver", "torch") else []
+        yield from (one for one in findings if name in only or one.verdict == "broken")
     if "torch" not in facts:
         yield not_here("all else", "torch does not load")
         return
     set_torch_environment(len(facts["cards"]) or 2)
     from megamix.tools.doctor.measured import checks  # imports torch, which loads by now
 
-    end_s = start_s + (GPU_LIMIT_S if facts["cards"] else CPU_LIMIT_S)
+    limit_s = limit_s or (GPU_LIMIT_S if facts["cards"] else CPU_LIMIT_S)
     with ExitStack() as stack:
-        for name, (measure, limit_s) in checks(facts["cards"], stack).items():
+        for name, (measure, usual_s) in checks(facts["cards"], stack).items():
+            left_s = start_s + limit_s - _MOMENT_S - time.monotonic()
+            if name not in only:
+                continue
             if measure is None:
-                yield not_here(name, "torch sees no CUDA")
-            elif time.monotonic() + limit_s + _MOMENT_S > end_s:
-                yield not_here(name, f"no time is left: it may take {limit_s:.0f} s of {end_s - start_s:.0f}")
+                yield not_here(name, "torch sees CUDA" if facts["cards"] else "torch sees no CUDA")
+            elif left_s < _LEAST_S:
+                yield not_here(name, f"no time is left: it may take {usual_s:.0f} s of {limit_s:.0f}")
             else:
-                yield from run_check(name, partial(measure, limit_s), limit_s + _MOMENT_S)
+                given_s = min(usual_s, left_s)
+                yield from run_check(name, partial(measure, given_s), given_s + _MOMENT_S, cut=given_s < usual_s)

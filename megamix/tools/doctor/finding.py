@@ -9,7 +9,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,13 @@ def not_here(check: str, reason: str) -> Finding:
     return Finding(check, "", f"does not apply: {reason}", "", "does not apply")
 
 
-def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) -> Sequence[Finding]:
+def run_check(
+    check: str, run: Callable[[], Sequence[Finding]], limit_s: float, *, cut: bool = False
+) -> Sequence[Finding]:
     """Return the findings of a check, within `limit_s`.
 
     The check runs in a thread. If it hangs, as on a lost file system, the thread is left behind. A check that takes
-    longer than a moment is named on stderr.
+    longer than a moment is named on stderr. `cut`: it may usually take longer, and is not judged if it does.
     """
     answers: list[Sequence[Finding]] = []
 
@@ -75,7 +77,7 @@ def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) 
         except Exception as error:
             last = (str(error).strip().splitlines() or [""])[-1]
             late = isinstance(error, TimeoutError | subprocess.TimeoutExpired)
-            answers.append([_unanswered(check, f"{type(error).__name__}: {last}", late=late)])
+            answers.append([_unanswered(check, f"{type(error).__name__}: {last}", late=late, cut=cut)])
 
     thread = threading.Thread(target=answer, daemon=True, name=HANGS)
     thread.start()
@@ -84,25 +86,24 @@ def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) 
     if thread.is_alive():
         say(f"megamix doctor: {check}, at most {limit_s:.0f} s", sys.stderr)
         thread.join(limit_s - silent_s)
-    return answers[0] if answers else [_unanswered(check, f"none in {limit_s:.0f} s", late=True)]
+    return answers[0] if answers else [_unanswered(check, f"none in {limit_s:.0f} s", late=True, cut=cut)]
 
 
-def _unanswered(check: str, told: str, *, late: bool) -> Finding:
+def _unanswered(check: str, told: str, *, late: bool, cut: bool) -> Finding:
     """Return the finding of a check that failed or hung, which is broken.
 
-    A late check is not judged if other programs slow it down: then the load is beyond that of our ranks, which fill the
-    cores. The load is the whole machine's, also in a container that has few of its cores.
+    A late check is not judged if its time was `cut`, or if other programs slow it down: then the load is beyond that of
+    our ranks, which fill the cores. The load is the whole machine's, also in a container that has few of its cores.
     """
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if late and load > 1.5 * cores:
-        busy = f"the machine is busy (load {load:.1f} on {cores} core(s))"
-        return found("time", f"not judged: {told}; {busy}", True, of=check)
+    busy = f"the machine is busy (load {load:.1f} on {cores} core(s))" if load > 1.5 * cores else ""
+    if late and (cut or busy):
+        return found("time", f"not judged: {told}; {busy or 'it may take longer'}", True, of=check)
     return found("answer", told, True, of=check)
 
 
-def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the object that `--json` prints."""
-    return {"fit": not any(one.verdict == "broken" for one in findings), "checks": [asdict(one) for one in findings]}
+def is_fit(findings: Sequence[Finding]) -> bool:
+    return not any(one.verdict == "broken" for one in findings)
 
 
 def summary(findings: Sequence[Finding]) -> str:

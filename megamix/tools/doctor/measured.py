@@ -66,17 +66,20 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
         rates = {side: min(measure(side, case["steps"], deadline_s=share_s)) for side in ranks.SIDES}
         return [judge_training(case, rates, card)]
 
-    return {
-        "collectives": (shares("collectives", every, ranks.sums_off), 30.0),
-        "wire": (lambda s: [judge_wire(every.call(ranks.wire_rates, numel, deadline_s=s), on_gpus=on_gpus)], 30.0),
-        "device": (lambda s: judge_rates(devices.call(ranks.device_rates, *sizes, deadline_s=s), card), 30.0),
-        "host waits": (shares("host waits", alone, ranks.waits) if on_gpus else None, 60.0),
-        "CUDA graph": (graph if on_gpus else None, 60.0),
-        "verify": (verified, 60.0),
-        "compiled norms": (shares("compiled norms", alone, ranks.norms_off, tokens), 90.0),
-        "update": (updated, 60.0),
-        **{f"train {case['name']}": (partial(trained, case), case["limit_s"]) for case in cases},
+    measures: dict[str, Check | None] = {
+        "collectives": shares("collectives", every, ranks.sums_off),
+        "wire": lambda s: [judge_wire(every.call(ranks.wire_rates, numel, deadline_s=s), on_gpus=on_gpus)],
+        "device": lambda s: judge_rates(devices.call(ranks.device_rates, *sizes, deadline_s=s), card),
+        "host waits": shares("host waits", alone, ranks.waits) if on_gpus else None,
+        "CUDA graph": graph if on_gpus else None,
+        "verify": verified,
+        "compiled norms": shares("compiled norms", alone, ranks.norms_off, tokens),
+        "update": updated,
     }
+    timed = {name: (measures[name], seconds) for name, seconds in expected()["seconds"].items()}
+    for case in expected()["trained"]:
+        timed[f"train {case['name']}"] = partial(trained, case) if case in cases else None, case["limit_s"]
+    return timed
 
 
 def _work(case: Case) -> Work:

@@ -90,7 +90,8 @@ def _with_rates(path: Path, base: Hardware) -> Hardware:
 
     fix = "on that machine run megamix doctor --json > FILE"
     with _named("--rates", path, f"is no output of megamix doctor --json; {fix}"):
-        hardware = measured_hardware(json.loads(path.read_text(encoding="utf-8")), base)
+        lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        hardware = measured_hardware([line for line in lines if "fit" not in line], base)
     if hardware == base:
         raise ValueError(f"--rates: got {path}, in which nothing that the plan needs was measured; {fix}")
     return hardware

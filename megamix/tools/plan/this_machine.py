@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import harmonic_mean
 from typing import Any
@@ -17,9 +17,9 @@ UNITS = {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "GB/s": 1e9}
 FIGURE = re.compile(rf"([\d,.]+) ({'|'.join(UNITS)})")
 
 
-def measured_hardware(report: Mapping[str, Any], base: Hardware) -> Hardware:
-    """Return `base` with the rates in doctor's `report`; of several directions the mean by time."""
-    told = {check["check"]: check["seen"] for check in report["checks"]}
+def measured_hardware(checks: Iterable[Mapping[str, Any]], base: Hardware) -> Hardware:
+    """Return `base` with the rates in doctor's `checks`; of several directions the mean by time."""
+    told = {check["check"]: check["seen"] for check in checks}
     seen = {check: FIGURE.findall(text) for check, text in told.items()}
     rates = GPU_RATES if base.gpu else CPU_RATES
     measured: dict[str, Any] = {

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +109,7 @@ JUDGED: dict[str, tuple[Callable[[], Result], dict[str, Measured], list[tuple[st
     ),
 } | {
     name: (
-        lambda name=name: layout(name, 3),
+        lambda name=name: layout(name, Settings(rounds=3)),
         {
             "ours": _measured([110.0]),
             "autocast": _measured([100.0]),
@@ -120,7 +121,7 @@ JUDGED: dict[str, tuple[Callable[[], Result], dict[str, Measured], list[tuple[st
     for name in ("tp2", "pp2")
 } | {
     "cp2": (
-        lambda: layout("cp2", 3),
+        lambda: layout("cp2", Settings(rounds=3)),
         {"ours": _measured([95.0]), "dp2": _measured([100.0])},
         [("tokens/s over data-parallel ranks (dp2)", 0.95, True)],
     ),
@@ -193,9 +194,16 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
     if not FULL:
         fork_ranks(monkeypatch)
         monkeypatch.setattr(update_bench, "KINDS", {"fp16": update_bench.KINDS["fp16"]})  # one process a kind
-    benches.report([lambda: update(TINY, threads=(1,), calls=1, sizes={"tiny": MODEL}), lambda: overlap(TINY)], output)
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    tiny = partial(update, threads=(1,), calls=1, sizes={"tiny": MODEL})
+    benches.report({"update": (tiny, TINY), "overlap": (overlap, TINY)}, output)
+    every = [json.loads(line) for line in output.read_text().splitlines()]
+    lines = [line for line in every if "goals" in line]
     assert [line["bench"] for line in lines] == ["update", "overlap"]
+    assert [[*line] for line in every if line["bench"] == "overlap"][:3] == [
+        ["bench", "machine", "settings"],
+        *[["bench", "side", "round", "tokens_per_s"]] * 2,
+    ]
+    assert {line["side"] for line in every if "round" in line} == {"fp16", "overlap on", "overlap off"}
     assert set(lines[0]["raw"]["fp16, 1 thread(s)"]) == {LIBRARY, "statistics, no compiler", CASTS, COPY}
     after = lines[0]["raw"]["tiny"]
     assert [len(after[way]) for way in (AFTER, BY_HAND)] == [1, 1]
@@ -212,12 +220,13 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
 
 def test_a_reader_that_has_seen_enough_ends_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result: Any = SimpleNamespace(json_line=lambda machine: "{}", text=lambda: "one")
+    bench: Any = lambda settings: result  # noqa: E731
     ours, theirs = os.pipe()
     os.close(ours)
     with open(theirs, "w") as nobody_reads:
         monkeypatch.setattr("sys.stdout", nobody_reads)
-        benches.report([lambda: result] * 2, tmp_path / "bench.jsonl")
-    assert (tmp_path / "bench.jsonl").read_text() == "{}\n"
+        benches.report({"one": (bench, TINY), "two": (bench, TINY)}, tmp_path / "bench.jsonl")
+    assert [json.loads(line).get("bench") for line in (tmp_path / "bench.jsonl").open()] == ["one", None]
 
 
 def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,17 +298,18 @@ def test_the_verb_runs_what_it_names(
     names = ["update", "train", "step", "host", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"]
     for name in names:
 
-        def bench(settings: Any, name: str = name) -> Result:
+        def bench(settings: Any, name: str = name, **_: Any) -> Result:
             ran.append((name, settings.rounds))
             return Result(name, {}, {}, ("side",), [])
 
         monkeypatch.setattr(benches, name, bench)
-    monkeypatch.setattr(benches, "layout", lambda name, rounds: bench(Settings(rounds=rounds), name))
+    monkeypatch.setattr(benches, "layout", lambda name, settings: bench(settings, name))
     output = tmp_path / "lines.jsonl"
     assert main(["bench", what, "--rounds", "3", "--output", str(output), *flags]) == 0
     want = [*names[:4], *LAYOUTS, *names[4:]] if what == "all" else ["fp16"]
     assert ran == [(name, 3) for name in want]
-    assert [json.loads(line)["bench"] for line in output.read_text().splitlines()] == want
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["bench"] for line in lines if "goals" in line] == want
     printed = capsys.readouterr().out
     assert (printed == output.read_text()) is bool(flags)
     assert [f"megamix bench {name}" in printed for name in want] == [not flags] * len(want)

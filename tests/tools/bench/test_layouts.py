@@ -55,8 +55,8 @@ def test_ranks_that_share_a_model_count_its_tokens_once() -> None:
 def test_a_layout_is_a_flag_of_bench_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
 
-    def bench(name: str, rounds: int) -> Result:
-        ran.append((name, rounds))
+    def bench(name: str, settings: Settings) -> Result:
+        ran.append((name, settings.rounds))
         return Result(name, {}, {}, ("side",), [])
 
     monkeypatch.setattr(benches, "layout", bench)

@@ -1,5 +1,6 @@
 """A bench prints and writes its measurements; medians, quartiles and paired ratios equal those computed by hand."""
 
+import importlib.metadata
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,14 @@ def test_a_machine_without_proc_is_named_too(tmp_path: Path, monkeypatch: pytest
     assert describe_machine()["cpu"] == "Fast CPU"
 
 
+def test_a_checkout_that_is_not_installed_has_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_found)
+    assert describe_machine()["megamix"] == "not installed"
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
@@ -95,6 +104,13 @@ def test_the_kind_of_a_machine_is_told(found: dict[str, bool], said: str) -> Non
 )
 def test_median_between_its_quartiles(values: list[float], want: Spread) -> None:
     assert spread(values) == want
+
+
+def test_gpus_are_the_machine_where_they_computed() -> None:
+    cards = {"device": "NVIDIA H200", "cards": 8, "cpu": "Fast CPU", "cores": 96, "load": 0.25, "cuda": "13.0"}
+    assert machine_line(describe_machine() | cards | {"torch": "2.13.0"}) == (
+        "on 8 NVIDIA H200, beside 96 cores of Fast CPU; load 0.2, torch 2.13.0, CUDA 13.0"
+    )
 
 
 def test_a_slow_round_cancels_in_a_paired_ratio() -> None:

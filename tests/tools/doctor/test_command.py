@@ -16,7 +16,7 @@ import torch
 
 from megamix.cli import main
 from megamix.machine import num_cores
-from megamix.tools.doctor import cards, command, finding, host
+from megamix.tools.doctor import cards, command, finding, host, measured
 from megamix.tools.doctor.finding import HANGS, Finding, not_here, run_check
 from megamix.tools.ranks import LateRanks
 
@@ -51,14 +51,48 @@ def test_the_page_and_json_say_the_same(capsys: pytest.CaptureFixture[str], monk
 
     monkeypatch.setattr(host, "probe_compiler", lambda name: f"{name} is not on PATH")
     assert main(["doctor", "--json"]) == 1
-    page = json.loads(capsys.readouterr().out)
-    assert page["fit"] is False
-    (broken,) = [one for one in page["checks"] if one["verdict"] == "broken"]
+    *checks, verdict = map(json.loads, capsys.readouterr().out.splitlines())
+    assert verdict == {"fit": False}
+    (broken,) = [one for one in checks if one["verdict"] == "broken"]
     assert broken["check"] == "compiler"
     assert broken["seen"] == "g++ is not on PATH"
     assert all(broken.values())
     told = [line[7:22].strip() for line in lines if not line.startswith(" ")]
-    assert [one["check"] for one in page["checks"]] == told
+    assert [one["check"] for one in checks] == told
+
+
+@pytest.mark.usefixtures("sound")
+def test_named_checks_run_alone_and_an_unknown_name_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--only", "disk,collectives", "--limit", "60"]) == 2
+    said = capsys.readouterr().err
+    assert "--only: got disk, known are cores, driver, torch, links, " in said
+    assert ", host waits, CUDA graph, verify, " in said
+    assert said.rstrip().endswith("train 124 M, train 1.3 B, train 3 M")
+    assert main(["doctor", "--only", "cores,host waits", "--limit", "60", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line.get("check") for line in lines] == ["cores", "host waits", None]
+    assert lines[1]["seen"] == "does not apply: torch sees no CUDA"
+    assert lines[2] == {"fit": True}
+    assert main(["doctor", "--only", "cores", "--limit", "0"]) == 2
+
+
+@pytest.mark.usefixtures("sound")
+def test_a_check_whose_time_the_limit_cuts_is_not_judged(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def late(limit_s: float) -> None:
+        given.append(limit_s)
+        raise LateRanks("rank 0: did not answer in time")
+
+    monkeypatch.setattr(measured, "checks", lambda cards, stack: {"verify": (late, 60.0), "update": (late, 10.0)})
+    assert main(["doctor", "--only", "verify", "--limit", "45"]) == 0
+    assert 10 < given[0] <= 30
+    *_, line, _, last = capsys.readouterr().out.splitlines()
+    assert line.startswith("?      time verify     not judged: LateRanks: rank 0: did not answer in time; it may ")
+    assert last.startswith("fit as far as judged: ")
+    assert main(["doctor", "--only", "update", "--limit", "45"]) == 1  # it had all its time
 
 
 def test_torch_tells_its_facts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ class Measurements:
     @classmethod
     def of(cls, measured: dict[str, Any]) -> Measurements:
         """Return the medians of `measured`, the content of a file."""
-        machines = [measured_hardware(report, load_hardware("cpu")) for report in measured["doctor"]]
+        machines = [measured_hardware(report["checks"], load_hardware("cpu")) for report in measured["doctor"]]
         rates = ("dense_flops", "memory_bytes_per_s", "link_bytes_per_s")
         machine = replace(machines[0], **{rate: median(getattr(one, rate) for one in machines) for rate in rates})
         steps = {
@@ -187,8 +187,8 @@ def main(arguments: list[str]) -> None:
 def _doctor() -> dict[str, Any]:
     """Return what doctor says of this machine's rates."""
     command = [sys.executable, "-m", "megamix", "doctor", "--json", "--folder", tempfile.gettempdir()]
-    told = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout)
-    return {"checks": [check for check in told["checks"] if check["check"] in RATES]}
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+    return {"checks": [check for check in map(json.loads, told) if check.get("check") in RATES]}
 
 
 if __name__ == "__main__":

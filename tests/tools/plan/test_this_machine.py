@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from megamix.machine import num_cores
-from megamix.tools.doctor.finding import as_json, not_here
+from megamix.tools.doctor.finding import not_here
 from megamix.tools.doctor.host import judge_cores
 from megamix.tools.doctor.measured import judge_rates, judge_wire
 from megamix.tools.plan.this_machine import measured_hardware
@@ -19,7 +19,7 @@ def test_a_cpus_rates_are_those_that_doctor_saw() -> None:
         [{"reduce-scatter": 1e9, "all-gather": 3e9}, {"reduce-scatter": 2e9, "all-gather": 3e9}], on_gpus=False
     )
     rates = judge_rates([({"products": 1234.5e9, "copy": 36e9}, [])], "")
-    hardware = measured_hardware(as_json([judge_cores(64, 0.1), wire, *rates]), load_hardware("cpu"))
+    hardware = measured_hardware(map(asdict, [judge_cores(64, 0.1), wire, *rates]), load_hardware("cpu"))
     assert hardware.cores == num_cores()
     assert hardware.dense_flops == pytest.approx(1234.5e9)
     assert hardware.memory_bytes_per_s == pytest.approx(36e9)
@@ -36,5 +36,5 @@ def test_a_gpu_keeps_its_peak_and_what_was_not_measured() -> None:
     base = load_hardware("h100-sxm")
     card = "NVIDIA H100 80GB HBM3"
     rates = judge_rates([({"products": 700e12, "copy": 2.8e12, "pinned memory": 50e9}, [])], card)
-    hardware = measured_hardware(as_json([not_here("wire", "there is one rank"), *rates]), base)
+    hardware = measured_hardware(map(asdict, [not_here("wire", "there is one rank"), *rates]), base)
     assert asdict(hardware) == asdict(replace(base, memory_bytes_per_s=2.8e12))
