@@ -229,7 +229,7 @@ class HostCopy:
         on_gpu = self._device.type == "cuda"
         sizes = pinned_sizes(size) if on_gpu else [size]
         if [block.numel() for block in self._blocks] != sizes:
-            self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in sizes]
+            self._blocks = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu) for size in sizes]
         blocks, free, parts = iter(self._blocks), torch.empty(0, dtype=torch.uint8), []
         for part in _cut(snapshot.parts, [*accumulate(sizes)]):
             nbytes = part.tensor.nbytes

@@ -18,7 +18,7 @@ def put_table(table: Sequence[float], device: torch.device, dtype: torch.dtype =
     """Return numbers by update on the device, (updates,), without waiting for them."""
     if len(table) == 1:
         return torch.full((1,), table[0], dtype=dtype, device=device)  # a kernel; a copy would wait
-    host = torch.tensor(table, dtype=dtype)
+    host = torch.tensor(table, dtype=dtype, device="cpu")
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)

@@ -65,7 +65,8 @@ class LateRanks(RankFailure, TimeoutError):
 class RankPool:
     """Pool of `world_size` ranks, started by the first call and kept alive between calls.
 
-    on_gpus: one rank on each GPU, by NCCL; else on the CPU, by Gloo.
+    on_gpus: one rank on each GPU, by NCCL; else on the CPU, by Gloo, and no rank sees a GPU.
+    share_card: with `on_gpus`, all ranks on the first GPU, by Gloo, because NCCL wants a GPU for each.
     actor: each rank holds one `actor()` as long as it lives, and every function gets it as its first argument: name
     methods of its class. A lone rank then has no process group. Without an actor, no call finds anything that an
     earlier call left behind.
@@ -76,15 +77,21 @@ class RankPool:
     """
 
     def __init__(
-        self, world_size: int, *, on_gpus: bool = False, actor: Callable[[], object] | None = None,
-        environment: Mapping[str, str] | None = None, name: str = "", deadline_s: float = DEADLINE_S,
+        self, world_size: int, *, on_gpus: bool = False, share_card: bool = False,
+        actor: Callable[[], object] | None = None, environment: Mapping[str, str] | None = None, name: str = "",
+        deadline_s: float = DEADLINE_S,
     ):  # fmt: skip
-        self.world_size, self.on_gpus = world_size, on_gpus
+        self.world_size, self.on_gpus, self._share_card = world_size, on_gpus, share_card
         self._actor, self._environment, self._deadline_s = actor, environment, deadline_s
         self._who = f"{name}: rank" if name else "rank"
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # folder in which the ranks meet
+
+    @property
+    def where(self) -> str:
+        """Return where the ranks compute, as `pool_for` takes it."""
+        return ("cuda:0" if self._share_card else "cuda") if self.on_gpus else "cpu"
 
     def call(self, function: Callable[..., T], *args: Any, deadline_s: float | None = None) -> list[T]:
         """Return every rank's answer, in rank order. Raises: RankFailure."""
@@ -126,7 +133,7 @@ class RankPool:
             for rank in range(self.world_size):
                 mine, theirs = context.Pipe()
                 new_interpreter = self._environment is not None
-                args = (rank, self.world_size, folder.name, theirs, self.on_gpus, new_interpreter)
+                args = (rank, self.world_size, folder.name, theirs, self.where, new_interpreter)
                 process = context.Process(target=_serve, args=args, daemon=True)  # type: ignore[attr-defined]  # every start method has it
                 process.start()
                 theirs.close()
@@ -178,13 +185,23 @@ class RankPool:
         time.sleep(0.2)  # a signal handler writes the stacks, which takes a moment
 
 
-def pool_for(world_size: int, **settings: Any) -> RankPool:
-    """Return a pool on GPUs if this machine has one for each rank, else on its CPU. `settings`: as for RankPool."""
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
-    return RankPool(world_size, on_gpus=on_gpus, **settings)
+def num_cards() -> int:
+    """Return how many GPUs torch sees."""
+    return torch.cuda.device_count()
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: bool, new_interpreter: bool) -> None:
+def pool_for(world_size: int, where: str | None = None, **settings: Any) -> RankPool:
+    """Return a pool on this machine. `settings`: as for RankPool.
+
+    `where`: "cpu"; "cuda", a GPU for each rank; "cuda:0", the first GPU for all; None: "cuda" if there are enough GPUs,
+    else "cpu".
+    """
+    if where is None:
+        where = "cuda" if num_cards() >= world_size else "cpu"
+    return RankPool(world_size, on_gpus=where != "cpu", share_card=where == "cuda:0", **settings)
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection, where: str, new_interpreter: bool) -> None:
     """Answer calls until there are no more, or the parent is gone."""
     stay_deaf()
     parent = multiprocessing.parent_process()
@@ -199,8 +216,11 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Gloo's greetings would mix into a report
     else:
         torch.set_num_threads(1)
-    if on_gpus:
-        torch.cuda.set_device(rank)
+    card = {"cpu": None, "cuda": rank, "cuda:0": 0}[where]
+    if card is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a job would take the GPU that it sees
+    else:
+        torch.cuda.set_device(card)
     held: list[object] = []
     while (request := _request(pipe)) is not None:
         function, args, world, hold = request
@@ -210,8 +230,8 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
             # would cost threads that wake up 100 times a second.
             if dist.is_initialized():
                 dist.destroy_process_group()
-            method, backend = f"file://{folder}/world_{world}", "nccl" if on_gpus else "gloo"
-            device = torch.device("cuda", rank) if on_gpus else None  # a job passes it, too: NCCL splits groups by it
+            method, backend = f"file://{folder}/world_{world}", "nccl" if where == "cuda" else "gloo"
+            device = torch.device("cuda", rank) if where == "cuda" else None  # as a job does: NCCL splits groups by it
             dist.init_process_group(backend, init_method=method, rank=rank, world_size=world_size, device_id=device)
         torch.manual_seed(0)
         try:

@@ -96,6 +96,13 @@ class Event:
         return 1e3 * (end._s - self._s)
 
 
+class Stream:
+    """What is put on one is done at once."""
+
+    def __init__(self, device: object = None):
+        pass
+
+
 def synchronize(device: object = None) -> None:
     note_wait("synchronize of a device")
     ops.land(ops.issued())
@@ -157,12 +164,13 @@ vars(torch.cuda).update(
     get_rng_state=lambda device=None: torch.get_rng_state(),
     set_rng_state=lambda state, device=None: torch.set_rng_state(state),
     Event=Event,
-    Stream=lambda device=None: object(),  # what is put on one is done at once
+    Stream=Stream,
     stream=lambda stream: nullcontext(),
 )
 torch._C._cuda_getCurrentRawStream = lambda index: 0  # Dynamo imports it
 torch.cuda.nccl.version = lambda: (2, 28, 9)
 
-from tests.gpu import nccl
+from tests.gpu import gloo, nccl
 
 nccl.answer()
+gloo.answer()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megamix.mixed_precision.examination import count_exponents
+from megamix.mixed_precision.step import put_table
 
 
 def fresh_memory() -> None:
@@ -65,6 +66,14 @@ def exponents() -> None:
     assert sum(found[0]) == 5000
 
 
+def tables_of_the_host() -> None:
+    """They reach the GPU from pinned memory, whatever torch's default device is."""
+    with torch.device("cuda"):
+        table = put_table([1.0, 2.0], torch.device("cuda"))
+    assert table.is_cuda
+    assert table.tolist() == [1.0, 2.0]
+
+
 def nothing_to_send() -> None:
     """A rank may have nothing to give and nothing to get, in memory at no address."""
     dist.all_to_all_single(*torch.empty(2, 0, device="cuda"), [0], [0])
@@ -79,7 +88,9 @@ def devices_do_not_mix() -> None:
     assert torch.equal(here, other.to(here.device))
 
 
-@pytest.mark.parametrize("case", [fresh_memory, pinned_copies, gradients, exponents, nothing_to_send])
+@pytest.mark.parametrize(
+    "case", [fresh_memory, pinned_copies, gradients, exponents, tables_of_the_host, nothing_to_send]
+)
 def test_a_simulated_gpu_is_like_one(gpu_ranks, case: Callable[[], None]) -> None:
     gpu_ranks(case, 1)
 

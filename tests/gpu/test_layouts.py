@@ -1,5 +1,5 @@
 """Random layouts and settings train on simulated GPUs the same bits as on Gloo's CPU ranks, an overflow included;
-`megamix verify` passes there.
+`megamix verify` passes there, also on ranks that share a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,9 +25,10 @@ from megamix.machine import CPU_HALVES
 from megamix.model import layers, ops
 from megamix.model.ops import Ops
 from megamix.parallel import context_parallel
-from megamix.tools.ranks import RankFailure
+from megamix.tools.ranks import RankFailure, pool_for
 from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.core.observed_step import ObservedStep
+from megamix.tools.verify.core.observed_step import ObservedStep, rank_device
+from megamix.tools.verify.foreign import watch
 from megamix.tools.verify.layouts.judge import judge
 from tests.conftest import FULL, also_wide
 from tests.gpu.pools import processes_with_gpus
@@ -119,6 +121,27 @@ def test_verify_passes(gpu_ranks, capsys, monkeypatch, dtype: str) -> None:
     with processes_with_gpus(), mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 8):
         assert main(["verify", CONFIG, *settings]) == 0
     assert capsys.readouterr().out.count("passes") == len(layouts)
+
+
+def test_verify_passes_ranks_that_share_a_gpu(gpu_ranks, capsys, monkeypatch) -> None:
+    monkeypatch.setenv(CPU_HALVES, "native")
+    layouts = ("dp2", "dp2-parameters", "tp2sp") if FULL else ("dp2-parameters",)
+    settings = [*SMALL, "--layouts", ",".join(layouts), "--device", "cuda", "--share-card"]
+    with processes_with_gpus(), mock.patch.object(torch.cuda, "device_count", lambda: 1):
+        assert main(["verify", CONFIG, *settings]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [(layout, "cuda:0", "passes") for layout in layouts]
+
+
+def _seen_by_a_trainer() -> tuple[str, str, str]:
+    """Return this rank's LOCAL_RANK, device and backend, as a script finds them."""
+    with mock.patch.multiple(watch, load_trainer=mock.Mock(), _watch=lambda *_: os.environ["LOCAL_RANK"]):
+        return watch.watch_trainer("", 1), str(rank_device()), dist.get_backend()
+
+
+def test_a_trainer_takes_the_gpu_that_its_ranks_share(gpu_ranks) -> None:
+    with processes_with_gpus(), pool_for(2, "cuda:0") as pool:
+        assert pool.call(_seen_by_a_trainer) == [("0", "cuda:0", "gloo")] * 2
 
 
 # Context parallelism as on a GPU, with a stand-in for the kernels.

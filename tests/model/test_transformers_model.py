@@ -186,7 +186,7 @@ def test_verify_passes_dense_and_mixed_models(run_ranks, folder: Path) -> None:
     for kind, dtype, layout in itertools.product(kinds, dtypes, layouts):
         config = job(folder, kind, "verified", dtype)
         verdict = verify_layout(config, parse_layout(layout), cast(RankPool, pool))
-        print(*result_lines(f"{kind} {dtype} {layout}", verdict), sep="\n")
+        print(*result_lines(f"{kind} {dtype} {layout}", "cpu", verdict), sep="\n")
         assert not verdict.differences, (kind, dtype, layout, verdict.differences[0])
 
 

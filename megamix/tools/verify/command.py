@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megamix.arguments import Parser, add_config, check_plugins, print_lines
@@ -30,6 +30,8 @@ def verify_arguments(parser: Parser) -> None:
     kind.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
     parser.add_argument("--ranks", metavar="N", type=_worlds, help="numbers of ranks for --trainer, as 1,2,4 (1,2)")
     parser.add_argument("--steps", metavar="N", type=_steps, help="steps of --trainer (4)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda: a GPU for each rank (if there are as many)")
+    parser.add_argument("--share-card", action="store_true", help="with --device cuda: all ranks on one GPU, over Gloo")
 
 
 def _worlds(text: str) -> list[int]:
@@ -77,12 +79,29 @@ def _refuse_idle(arguments: argparse.Namespace) -> None:
             arguments.parser.error(f"{flag} has no effect beside {beside}", "leave one of them out")
 
 
+def _where(arguments: argparse.Namespace, worlds: Sequence[int]) -> str | None:
+    """Return where ranks compute, as `pool_for` takes it. End with status 2 if there are fewer GPUs than ranks need."""
+    if arguments.device != "cuda":
+        if arguments.share_card:
+            arguments.parser.error("--share-card has no effect without a GPU", "write --device cuda --share-card")
+        return arguments.device  # type: ignore[no-any-return]  # argparse gives no types
+    from megamix.tools.ranks import num_cards  # imports torch
+
+    cards, needed = num_cards(), 1 if arguments.share_card else max(worlds)
+    if cards < needed:
+        fix = "add --share-card, and all ranks take one" if cards else "write --device cpu, or see megamix doctor"
+        arguments.parser.error(f"--device cuda: {needed} rank(s) need as many GPUs, and torch sees {cards}", fix)
+    return "cuda:0" if arguments.share_card else "cuda"
+
+
 def _trainer_lines(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.tools.verify.foreign.trainer import WrongTrainer
     from megamix.tools.verify.foreign.trainer_lines import trainer_lines
 
+    worlds = arguments.ranks or [1, 2]
+    where = _where(arguments, worlds)
     try:
-        yield from trainer_lines(arguments.trainer, arguments.ranks or [1, 2], arguments.steps or 4, arguments.bisect)
+        yield from trainer_lines(arguments.trainer, worlds, where, arguments.steps or 4, arguments.bisect)
     except WrongTrainer as error:
         arguments.parser.exit(2, f"megamix verify: {error}\n")
 
@@ -100,10 +119,14 @@ def _config_lines(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.runs and len(layouts) > MOST_PARTS:
         problem = f"--layouts: got {len(layouts)} names, but a job with two resumes has {MOST_PARTS} parts"
         arguments.parser.error(problem, f"write up to {MOST_PARTS}, as --layouts dp2,dp1,dp4")
+    if arguments.share_card and (piped := [layout.name for layout in layouts if layout.size("pp") > 1]):
+        problem = f"--share-card: got {', '.join(piped)}, but Gloo sends nothing between the stages of one GPU"
+        arguments.parser.error(problem, "verify them by --device cpu, or with a GPU for each rank")
+    where = _where(arguments, [layout.world_size for layout in layouts])
     if arguments.runs or arguments.twice:
         from megamix.tools.verify.runs.run_lines import runs_lines, twice_lines
 
-        return (runs_lines if arguments.runs else twice_lines)(config, layouts)
+        return (runs_lines if arguments.runs else twice_lines)(config, layouts, where)
     from megamix.tools.verify.layouts.layout_lines import verify_lines
 
-    return verify_lines(config, layouts, arguments.progress, arguments.bisect)
+    return verify_lines(config, layouts, where, arguments.progress, arguments.bisect)

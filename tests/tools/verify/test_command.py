@@ -1,15 +1,20 @@
-"""`megamix verify` starts its ranks, prints one row for each layout, names the first difference and ends with 1."""
+"""`megamix verify` starts its ranks, prints one row for each layout with its device, names the first difference and
+ends with 1. GPUs that are asked for and missing are told; a rank on the CPU sees none.
+"""
 
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 from megamix.cli import main
 from megamix.config import Config
-from megamix.tools.ranks import RankFailure
+from megamix.tools.ranks import RankFailure, RankPool, pool_for
+from megamix.tools.verify.core.table import row
 from megamix.tools.verify.core.verdict import Difference, Verdict
 from megamix.tools.verify.layouts import layout_lines
 
@@ -25,11 +30,11 @@ def test_it_starts_its_own_ranks_and_says_that_they_pass(capsys: pytest.CaptureF
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2"]) == 0
     said = capsys.readouterr()
     assert said.err == f"megamix verify: dp2 on 2 rank(s), 1 of 1; {layout_lines.ATTEMPTS}\n"
-    size, head, row, _ = said.out.splitlines()
+    size, head, line, _ = said.out.splitlines()
     assert size == "at training.micro_batch_size=1 model.seq_len=8 (overrides take another size)"
-    assert head.split() == ["layout", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
-    assert row.split()[:3] == ["dp2", "4", "1"]
-    assert row.split()[-1] == "passes"
+    assert head.split() == ["layout", "on", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
+    assert line.split()[:4] == ["dp2", "cpu", "4", "1"]
+    assert line.split()[-1] == "passes"
 
 
 def test_a_difference_is_named_and_is_exit_status_1(
@@ -100,15 +105,58 @@ def test_a_rank_that_fails_is_told_and_exit_status_1(
         raise RankFailure("rank 1: ValueError: no such thing")
 
     monkeypatch.setattr(layout_lines, "verify_layout", fails)
-    monkeypatch.setattr(layout_lines, "pool_for", lambda *_, **__: mock.Mock())
+    monkeypatch.setattr(layout_lines, "pool_for", lambda *_, **__: mock.Mock(where="cpu"))
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2,dp1"]) == 1
     said = capsys.readouterr()
     first, second = said.err.splitlines()
     assert first == f"megamix verify: dp2 on 2 rank(s), 1 of 2; {layout_lines.ATTEMPTS}"
     assert second.startswith("megamix verify: dp1 on 1 rank(s), 2 of 2; about 0 s left")
-    assert said.out.splitlines()[2:6] == [
-        line for name in ("dp2", "dp1") for line in (f"{name}           fails", "rank 1: ValueError: no such thing")
-    ]
+    why = "rank 1: ValueError: no such thing"
+    told = [line for name in ("dp2", "dp1") for line in (row(name, "cpu", "fails"), why)]
+    assert said.out.splitlines()[2:6] == told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cards", "told"),
+    [
+        (["--device", "cuda"], 1, "2 rank(s) need as many GPUs, and torch sees 1; add --share-card, and all"),
+        (["--device", "cuda", "--share-card"], 0, "1 rank(s) need as many GPUs, and torch sees 0; write --device cpu"),
+        (["--share-card"], 1, "--share-card has no effect without a GPU; write --device cuda --share-card"),
+        (
+            ["--device", "cuda", "--share-card", "model.num_layers=2", "--layouts", "dp2,dp2pp2"], 1,
+            "--share-card: got dp2pp2, but Gloo sends nothing between the stages of one GPU; verify them by --device",
+        ),
+    ],
+)  # fmt: skip
+def test_gpus_that_are_not_there_are_told_before_any_rank_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], cards: int, told: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(layout_lines, "pool_for", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", CONFIG, *SMALL, *arguments])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("where", "cards", "expected"),
+    [(None, 1, "cpu"), (None, 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda"), ("cuda:0", 1, "cuda:0")],
+)
+def test_the_gpus_are_used_where_there_are_enough_unless_one_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, where: str | None, cards: int, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    assert pool_for(2, where).where == expected
+
+
+def _sees(name: str) -> str:
+    return os.environ[name]
+
+
+def test_a_rank_on_the_cpu_sees_no_gpu() -> None:
+    with RankPool(1, environment={"CUDA_VISIBLE_DEVICES": "0"}) as pool:
+        assert pool.call(_sees, "CUDA_VISIBLE_DEVICES") == [""]
 
 
 def test_how_long_the_rest_takes_is_told_by_the_ranks_so_far(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megamix.cli import main
-from megamix.tools.ranks import RankFailure
+from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.hypotheses import RightStep
 from megamix.tools.verify.core.reference import Reference, finite
 from megamix.tools.verify.core.update_kinds import RightUpdate
@@ -87,8 +87,8 @@ def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
     (tmp_path / "configs").symlink_to(Path(CONFIG).parent)
     monkeypatch.chdir(tmp_path)
 
-    def by_these_ranks(where: str, world: int, steps: int, bisect: bool) -> Verdict:
-        whole = str(tmp_path / where)
+    def by_these_ranks(trained: str, pool: RankPool, steps: int, bisect: bool) -> Verdict:
+        whole, world = str(tmp_path / trained), pool.world_size
         return judge_trainer(load_trainer(whole, ranks=world), run_ranks(watch_trainer, world, whole, steps, bisect))
 
     monkeypatch.setattr(trainer_lines, "verify_trainer", by_these_ranks)
@@ -104,7 +104,7 @@ def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
     rows = [line.split() for line in said["verify --trainer my_trainer.py:Mine --ranks 1,2"].splitlines()[1:3]]
     assert [(row[0], row[-1]) for row in rows] == [("1", "passes"), ("2", "passes")]
     assert said["verify configs/quickstart.toml --twice --layouts dp2"].endswith(
-        "dp2           the same, bit for bit\n"
+        "dp2                  cpu  the same, bit for bit\n"
     )
 
 

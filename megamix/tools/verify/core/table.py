@@ -18,16 +18,16 @@ COLUMNS = {
 }
 
 
-def result_lines(name: str, verdict: Verdict, bisect: bool = False) -> Iterator[str]:
+def result_lines(name: str, where: str, verdict: Verdict, bisect: bool = False) -> Iterator[str]:
     """Yield a row, and below it the differences, the tensors left out and the first module that is wrong.
 
-    `name`: a layout's, or a number of ranks.
+    `name`: a layout's, or a number of ranks. `where`: where they computed.
     """
     shares = [[verdict.worst[check] for check in checks if check in verdict.worst] for checks in COLUMNS.values()]
     worst = [max(column) if column else None for column in shares]
     cells = ["-" if one is None else f"{one:.3f}" if one < 1000 else f"{one:.3g}" for one in worst]
     ends = "differs" if verdict.differences else "passes"
-    yield row(name, str(verdict.attempts), str(verdict.skipped), *cells, ends)
+    yield row(name, where, str(verdict.attempts), str(verdict.skipped), *cells, ends)
     if verdict.tokens:
         yield routing_line(verdict)
     if verdict.differences:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megamix.arguments import Failed
 from megamix.supervise.console import say
-from megamix.tools.ranks import RankFailure, pool_for
+from megamix.tools.ranks import RankFailure, RankPool, pool_for
 from megamix.tools.verify.core.table import COLUMNS, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
@@ -17,27 +17,30 @@ from megamix.tools.verify.foreign.watch import watch_trainer
 DEADLINE_S = 1800.0
 
 
-def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = False) -> Iterator[str]:
-    """Yield the lines to print: the results of somebody's own training on each number of ranks. `where`:
-    FILE.py:CLASS.
+def trainer_lines(
+    trained: str, worlds: Sequence[int], where: str | None, steps: int, bisect: bool = False
+) -> Iterator[str]:
+    """Yield the lines to print: the results of somebody's own training on each number of ranks. `trained`:
+    FILE.py:CLASS. `where`: as for `pool_for`.
     """
-    trainer = load_trainer(where, ranks=worlds[0])
+    trainer = load_trainer(trained, ranks=worlds[0])
     with in_own_code(trainer):
         check_trainer(trainer)  # mistakes of the trainer are told before any rank is started
-    yield row("ranks", "attempts", "skipped", *COLUMNS, "")
+    yield row("ranks", "on", "attempts", "skipped", *COLUMNS, "")
     for world in worlds:
-        say(f"megamix verify: {where} on {world} rank(s)", sys.stderr)
+        say(f"megamix verify: {trained} on {world} rank(s)", sys.stderr)
+        pool = pool_for(world, where, deadline_s=DEADLINE_S)
         try:
-            yield from result_lines(str(world), verify_trainer(where, world, steps, bisect), bisect)
+            yield from result_lines(str(world), pool.where, verify_trainer(trained, pool, steps, bisect), bisect)
         except RankFailure as failure:
-            yield Failed(f"{world:<13} fails\n{failure}")
+            yield Failed(f"{row(str(world), pool.where, 'fails')}\n{failure}")
     yield "numbers are the largest error as a share of its bound (docs/verify_reference.md); 1 is too much"
 
 
-def verify_trainer(where: str, world: int, steps: int, bisect: bool = False) -> Verdict:
-    """Run FILE.py:CLASS on `world` ranks and judge it."""
-    with pool_for(world, deadline_s=DEADLINE_S) as pool:
-        ranks = pool.call(watch_trainer, where, steps, bisect)
-    trainer = load_trainer(where, ranks=world)
+def verify_trainer(trained: str, pool: RankPool, steps: int, bisect: bool = False) -> Verdict:
+    """Run FILE.py:CLASS on these ranks, which end behind it, and judge it."""
+    with pool:
+        ranks = pool.call(watch_trainer, trained, steps, bisect)
+    trainer = load_trainer(trained, ranks=pool.world_size)
     with in_own_code(trainer):
         return judge_trainer(trainer, ranks)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megamix.tools.ranks import environment
+from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.core.tape import Tape, plain_name, recorded
 from megamix.tools.verify.core.verdict import Tensors
 from megamix.tools.verify.foreign.trainer import (
@@ -57,8 +58,9 @@ def watch_trainer(where: str, steps: int, bisect: bool = False) -> list[SeenStep
 
     `bisect`: record the tensors through each module.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 0}
+    rank, world, card = dist.get_rank(), dist.get_world_size(), rank_device().index
+    ours = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 0}
+    ours["LOCAL_RANK"] = rank if card is None else card
     # Variables that torchrun sets. accelerate and DeepSpeed ask for no more, for the process group exists already.
     with environment({name: str(value) for name, value in ours.items()} | {"MASTER_ADDR": "127.0.0.1"}):
         trainer = load_trainer(where, rank, world)

@@ -27,11 +27,13 @@ DEADLINE_S = 1800.0
 
 
 def verify_lines(
-    config: Config, layouts: Sequence[Layout], progress: ProgressLine, bisect: bool = False
+    config: Config, layouts: Sequence[Layout], where: str | None, progress: ProgressLine, bisect: bool = False
 ) -> Iterator[str]:
-    """Yield the lines to print, as they become known. The beginning of each layout is reported on stderr."""
+    """Yield the lines to print, as they become known. The beginning of each layout is reported on stderr. `where`: as
+    for `pool_for`.
+    """
     yield size_told(config)
-    yield row("layout", "attempts", "skipped", *COLUMNS, "")
+    yield row("layout", "on", "attempts", "skipped", *COLUMNS, "")
     pools: dict[int, RankPool] = {}
     begin_s = time.monotonic()
     # Weighted by the number of ranks, which share this machine.
@@ -44,12 +46,12 @@ def verify_lines(
             with progress.aside():
                 say(f"megamix verify: {what}; {rest}", sys.stderr)
             # One pool of a size serves all layouts of that size.
-            pool = pools.setdefault(layout.world_size, pool_for(layout.world_size))
+            pool = pools.setdefault(layout.world_size, pool_for(layout.world_size, where))
             try:
                 for name, job in _by_products(layout.name, config).items():
-                    yield from result_lines(name, verify_layout(job, layout, pool, bisect), bisect)
+                    yield from result_lines(name, pool.where, verify_layout(job, layout, pool, bisect), bisect)
             except RankFailure as failure:
-                yield Failed(f"{layout.name:<13} fails\n{failure}")
+                yield Failed(f"{row(layout.name, pool.where, 'fails')}\n{failure}")
             progress.advance(layout.world_size)
     finally:
         for pool in pools.values():

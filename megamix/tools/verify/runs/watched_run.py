@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -122,8 +121,8 @@ def _lengths(schedule: Any) -> dict[str, int | None]:
 
 def watch_job(part: JobPart) -> list[Seen]:
     """Train a part of a job. Every rank of its layout must call it."""
-    if rank_device().type == "cuda":
-        os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as the launcher does
+    if (device := rank_device()).type == "cuda":
+        os.environ["LOCAL_RANK"] = str(device.index)  # as the launcher does
     seen: list[Seen] = []
     with redirect_stdout(io.StringIO()), suppress(PreemptedError):
         run_job(part.config, make=partial(_WatchedTrainer, part, seen))

@@ -104,4 +104,4 @@ def test_what_is_rounded_added_or_moved_on_purpose_is_noted_and_passes(run_ranks
     where = f"{__file__}:{name}"
     verdict = judge_trainer(load_trainer(where), run_ranks(watch_trainer, 1, where, 3))
     assert verdict.differences == []
-    assert {str(line) for line in result_lines("1", verdict)} >= notes
+    assert {str(line) for line in result_lines("1", "cpu", verdict)} >= notes

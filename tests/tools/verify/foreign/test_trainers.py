@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megamix.cli import main
-from megamix.tools.verify.core.table import result_lines
+from megamix.tools.ranks import RankPool
+from megamix.tools.verify.core.table import result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.plain_optimizer import torch_update
@@ -110,7 +111,7 @@ def test_states_of_any_shape_are_compared_and_what_is_not_is_told(name: str, fir
     verdict = judge_trainer(load_trainer(where), [_watch(load_trainer(where), STEPS, bisect=False)])
     assert [one.looks_like for one in verdict.differences[:1]] == ([first] if first else [])
     assert verdict.worst["weight"] > 0  # in the first update, at least
-    lines = [str(line) for line in result_lines("1", verdict) if "not compared" in line]
+    lines = [str(line) for line in result_lines("1", "cpu", verdict) if "not compared" in line]
     assert all(line.startswith(left) for line in lines[:1])
     assert bool(lines) == bool(left)
 
@@ -145,10 +146,10 @@ def test_an_eps_that_is_not_given_is_that_of_the_dtype_which_is_trained() -> Non
 
 def test_the_verb_starts_the_ranks_and_prints_a_row_for_each_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--trainer", f"{TRAINERS}:Plain", "--ranks", "1"]) == 0
-    head, row, _ = capsys.readouterr().out.splitlines()
-    assert head.split() == ["ranks", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
-    assert row.split()[:3] == ["1", "4", "0"]
-    assert row.split()[-1] == "passes"
+    head, line, _ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["ranks", "on", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
+    assert line.split()[:4] == ["1", "cpu", "4", "0"]
+    assert line.split()[-1] == "passes"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_a_mistake_on_a_rank_is_told_without_our_traceback(
     file.write_text("from trainers import *\nclass Mine(Plain):\n    def setup(self, model): return model\n")
     assert main(["verify", "--trainer", f"{file}:Mine", "--ranks", "1"]) == 1
     fault = "rank 0: Mine.setup returned (Sequential), must be (module, optimizer); write return module, optimizer"
-    assert capsys.readouterr().out.splitlines()[1:3] == ["1             fails", fault]
+    assert capsys.readouterr().out.splitlines()[1:3] == [row("1", "cpu", "fails"), fault]
 
 
 @pytest.mark.parametrize(("told", "read"), [({"loss": torch.tensor(2.0), "run": "mine"}, {"loss": 2.0}), (None, {})])
@@ -270,9 +271,12 @@ def test_a_difference_without_a_distance_is_told_as_what_it_is() -> None:
 def test_a_bisection_that_finds_no_module_says_so() -> None:
     wrong = Verdict()
     wrong.note(0, "gradient", "up.weight", 3.0, 1e-5)
-    assert [*result_lines("2", wrong, bisect=True)][-1].startswith("  first module: none, up to a factor: look after")
+    assert [*result_lines("2", "cpu", wrong, bisect=True)][-1].startswith(
+        "  first module: none, up to a factor: look after"
+    )
     assert not any(
-        "first module" in line for line in (*result_lines("2", wrong), *result_lines("2", Verdict(), bisect=True))
+        "first module" in line
+        for line in (*result_lines("2", "cpu", wrong), *result_lines("2", "cpu", Verdict(), bisect=True))
     )
 
 
@@ -285,7 +289,18 @@ def test_a_skipped_step_without_a_known_scaler_asks_for_it() -> None:
 
 def test_numbers_of_many_digits_keep_to_their_columns() -> None:
     verdict = Verdict(worst={"loss": 51.8, "gradient": 165491.2})
-    assert next(result_lines("2", verdict)).split() == ["2", "0", "0", "51.800", "1.65e+05", "-", "-", "-", "passes"]
+    assert next(result_lines("2", "cpu", verdict)).split() == [
+        "2",
+        "cpu",
+        "0",
+        "0",
+        "51.800",
+        "1.65e+05",
+        "-",
+        "-",
+        "-",
+        "passes",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +314,7 @@ def test_numbers_of_many_digits_keep_to_their_columns() -> None:
 )
 def test_a_training_by_a_package_passes(package: str, name: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")
-    verdict = verify_trainer(f"{Path(__file__).parent / 'packages.py'}:{name}", 2, STEPS)  # ranks of its own
+    verdict = verify_trainer(f"{Path(__file__).parent / 'packages.py'}:{name}", RankPool(2), STEPS)  # ranks of its own
     assert verdict.differences == []
     assert verdict.skipped == 0
 

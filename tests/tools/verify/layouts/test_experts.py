@@ -130,10 +130,10 @@ def test_a_run_of_many_experts_in_half_stays_far_within_its_bounds(run_ranks) ->
 def test_a_report_has_a_line_of_what_was_judged_of_routing(run_ranks) -> None:
     config = _config("dp1", EXPERTS, dtype="fp32")
     verdict = _judge(config, run_ranks(observe_case, 1, config))
-    _, line = result_lines("dp1", verdict)
+    _, line = result_lines("dp1", "cpu", verdict)
     assert line.startswith("  routing: 64 choices of experts at most ")
     assert "counts and biases bit for bit" in line
-    assert [*result_lines("dp1", replace(verdict, tokens=0))][1:] == []
+    assert [*result_lines("dp1", "cpu", replace(verdict, tokens=0))][1:] == []
 
 
 def test_the_shortfall_of_a_choice() -> None:

@@ -239,9 +239,9 @@ class Pool:
     """The session's ranks in place of the command's pool."""
 
     run: Callable[..., list[Any]]
-    on_gpus = False
+    on_gpus, where = False, "cpu"
 
-    def __init__(self, size: int, **settings: object):
+    def __init__(self, size: int, where: str | None, **settings: object):
         self.size = size
 
     def __enter__(self) -> Self:
@@ -265,7 +265,8 @@ def test_the_command_names_what_differs_and_ends_with_1(
     monkeypatch.setattr(run_lines, "twice_problems", lambda *_: problems)
     assert main(["verify", CONFIG, *SMALL, "--twice", "--layouts", "dp1"]) == 1
     told = capsys.readouterr().out.splitlines()
-    assert told[1:] == ["dp1           differs", *(f"  {problem}" for problem in problems[:8]), "  and 2 more"]
+    assert told[1].split() == ["dp1", "cpu", "differs"]
+    assert told[2:] == [*(f"  {problem}" for problem in problems[:8]), "  and 2 more"]
 
     def fails(*_: object) -> None:
         raise RankFailure("rank 1: no such thing")
