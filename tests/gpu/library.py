@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,8 +20,9 @@ FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-w")
 
 def missing() -> str | None:
     """Return why there can be no simulated device here."""
-    if importlib.metadata.version("torch").partition("+")[2] not in ("cpu", ""):
-        return "torch is built for a real device"
+    built_for = runpy.run_path(str(TORCH / "version.py"))
+    if built_for["cuda"] or built_for["hip"] or built_for["xpu"]:
+        return "torch is built for real GPUs, and the simulated ones take their place"
     return None if shutil.which("g++") else "no g++ to build the simulated device with"
 
 
