@@ -11,6 +11,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,12 @@ def kernel_kills(root: Path = Path("/")) -> int:
         for file in (root / "proc/vmstat", *of_groups(root, "memory.events", "memory.oom_control")):
             kills += numbers_of(file).get("oom_kill", 0)
     return kills
+
+
+@functools.cache
+def torch_version() -> tuple[int, ...]:
+    """Return the first two numbers of torch's version; does not load it."""
+    return tuple(map(int, version("torch").split(".")[:2]))
 
 
 def has_gpu() -> bool:

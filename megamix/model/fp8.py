@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megamix.config import FP8Config
+from megamix.machine import torch_version
 from megamix.model.decoder import Decoder
 from megamix.model.language_model import LanguageModel
 from megamix.model.layers import Linear
@@ -32,6 +33,7 @@ HALVES = torch.float16, torch.bfloat16
 SMALLEST = 1e-12  # a row of zeros has a scale, too
 FP8_CAPABILITY = 8, 9  # of a GPU, at least
 MULTIPLE = 16  # a GPU's kernels take sizes that are multiples of it
+CPU_KNOWS_ROWS = torch_version() >= (2, 12)  # whether torch multiplies factors of rows on a CPU, too
 
 
 class Codes(NamedTuple):
@@ -72,6 +74,8 @@ def product(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> Te
         raise ValueError(f"a product in FP8 with a factor of each row got {dtype}, its result must be BF16")
     # unsqueeze() gives a dim of size 1 the stride that the kernels want; contiguous() does not.
     of_a, of_b = a.factors.unsqueeze(1), b.factors.unsqueeze(0)
+    if by_row and a.values.is_cpu and not CPU_KNOWS_ROWS:
+        return (a.values.float() @ b.values.float().t() * of_a * of_b).to(dtype)
     result: Tensor = torch._scaled_mm(
         a.values, b.values.t(), scale_a=of_a, scale_b=of_b, out_dtype=dtype, use_fast_accum=fast
     )

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamix.live_storage import has_values
-from megamix.machine import native_halves
+from megamix.machine import native_halves, torch_version
 from megamix.model import wide
 from megamix.model.context import Documents
 from megamix.model.wide import aten
 
-_VARLEN_KNOWS_GROUPS = torch.__version__ >= "2.12"
+_VARLEN_KNOWS_GROUPS = torch_version() >= (2, 12)
 
 
 @functools.cache

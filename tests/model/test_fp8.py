@@ -89,7 +89,8 @@ LAXER = {
 def test_what_a_cpu_takes_and_a_gpu_does_not_is_refused(message: str) -> None:
     a, b, dtype = LAXER[message]
     scales = {"scale_a": a.factors[:, None], "scale_b": b.factors[None], "out_dtype": dtype}
-    assert torch._scaled_mm(a.values, b.values.t(), **scales).isfinite().all()
+    if fp8.CPU_KNOWS_ROWS:
+        assert torch._scaled_mm(a.values, b.values.t(), **scales).isfinite().all()
     with pytest.raises(ValueError, match=message):
         product(a, b, dtype)
 
