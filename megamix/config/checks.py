@@ -17,6 +17,7 @@ from megamix.config.mesh_checks import (
     mesh_problems,
     micro_batch_problems,
     reading_ranks,
+    torch_problems,
 )
 from megamix.config.model_and_data import ModelConfig
 from megamix.config.optimizers import SettingSchedule
@@ -65,7 +66,7 @@ def model_problems(model: ModelConfig) -> list[str]:
 def check_world_size(config: Config, world_size: int) -> list[str]:
     """Return the problems that show once the number of ranks is known, one line each."""
     dp_size = config.parallelism.dp_size or data_parallel_size(config, world_size)
-    return [*mesh_problems(config, world_size), *_batch_problems(config, dp_size)]
+    return [*mesh_problems(config, world_size), *_batch_problems(config, dp_size), *torch_problems(config)]
 
 
 def grad_accum_steps(config: Config, dp_size: int) -> int:

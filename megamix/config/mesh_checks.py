@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from megamix.axes import AXES, OWN_AXES
 from megamix.config.model_and_data import default_ffn_hidden_size
 from megamix.config.sections import Config, ParallelismConfig
+from megamix.machine import torch_version
 from megamix.tuned import DEALT_CHUNKS
 
 # Each schedule's fewest and most stages per rank, and what it takes where the key is not set.
@@ -16,6 +17,8 @@ _STAGES = {
     "zbv_zero_bubble": (2, 2, 2),
 }
 
+
+SPLITS_BACKWARD = 2, 13  # torch's version, at least: before, it splits no backward of a Python function
 
 # The key of each axis that has a setting of its own.
 AXIS_KEYS = {
@@ -296,6 +299,16 @@ def _split_backward_is_not_compiled(config: Config) -> Iterator[str]:
         yield (
             f'parallelism.pp_schedule: got "{schedule}", which splits backward in two, and that of compiled blocks '
             '(model.compile = true) cannot be; write pp_schedule = "interleaved_1f1b", or compile = false'
+        )
+
+
+def torch_problems(config: Config) -> Iterator[str]:
+    """Yield why this version of torch cannot run the schedule. A run's file still loads, to export it for example."""
+    schedule, (major, minor) = config.parallelism.pp_schedule, torch_version()
+    if config.parallelism.pp_size > 1 and schedule.endswith("zero_bubble") and (major, minor) < SPLITS_BACKWARD:
+        yield (
+            f'parallelism.pp_schedule: got "{schedule}", which splits backward in two, and torch {major}.{minor} '
+            'cannot split that of our operations; install torch >= 2.13, or write pp_schedule = "interleaved_1f1b"'
         )
 
 

@@ -17,9 +17,8 @@ from megamix.beside.added_loss import added_losses_times
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.settings import Shard
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
-from megamix.parallel.pipeline_parallel import SCHEDULES
 from tests.beside.choosers import Choosers, choosers, loss_of, tokens_of
-from tests.distributed.pipelines import Case, make_pipeline, make_whole, micro_batches, state_of
+from tests.distributed.pipelines import SCHEDULES, Case, make_pipeline, make_whole, micro_batches, state_of
 from tests.engines import BF16, FP32, make_engine
 
 FP16 = Precision(torch.float16, loss_scale=StaticLossScale(2.0**10))

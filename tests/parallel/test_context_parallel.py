@@ -39,6 +39,7 @@ from megamix.tools.verify.layouts.judge import judge
 from megamix.tools.verify.layouts.observe import observe
 from tests.config.test_errors import changed
 from tests.conftest import FULL
+from tests.distributed.pipelines import SCHEDULES
 from tests.model.flash import stand_in
 from tests.parallel.layouts import Case, Outcome, first_difference, same_everywhere, train
 from tests.tools.verify.jobs import make_config
@@ -46,7 +47,6 @@ from tests.train.jobs import run_recorded, tiny_job, write_data
 from tests.train.outcome import metrics_of
 
 LAYOUTS = {2: ["cp2"], 4: ["cp4", "dp2cp2", "tp2cp2", "tp2cp2sp", "cp2pp2", "replicas2cp2"]}
-SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 COUNTS = {2: 40, 4: 160} if FULL else {2: 2, 4: 6}
 AT_ONCE = 20  # observed steps of more would fill the memory
 

@@ -19,6 +19,7 @@ from megamix.model.family import family_of
 from megamix.tools.verify.core.observed_step import ObservedStep, assemble
 from megamix.tools.verify.layouts.observe import batches, observe
 from tests.conftest import FULL
+from tests.distributed.pipelines import SCHEDULES
 from tests.parallel.virtual_ranks import take_step
 from tests.tools.verify.jobs import make_config
 
@@ -140,7 +141,7 @@ def test_ranks_that_gather_all_tokens_train_the_bits_of_one_process_and_read_not
 
 
 @pytest.mark.skipif(not FULL, reason="needs four ranks: --full")
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"])
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
 def test_each_schedule_repeats_forwards_with_the_rows_that_they_had(run_ranks, schedule: str) -> None:
     model = {"experts": EXPERTS, "num_layers": 4, "recompute": "full"}
     job = make_config("dp2pp2", tied=False, schedule=schedule, model=model).with_keys(parallelism={"ep_size": 2})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megamix.config import check_world_size, config_from_dict
+from megamix.config import check_world_size, config_from_dict, mesh_checks
 from tests.config.test_errors import changed, problems_of
 
 SIZES = {"num_layers": 8}
@@ -76,3 +76,23 @@ def test_micro_batches_must_suit_the_schedule_and_ranks() -> None:
         "runs them in 2 equal rounds (count / pp_size, rounded down); write global_batch_size = 8"
     ]
     config_from_dict(_tree({"pp_size": 2, "dp_size": 1, "pp_schedule": "zbv_zero_bubble"}, global_batch_size=10))
+
+
+def test_an_older_torch_is_told_which_one_splits_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where ranks are about to start: a run's file still loads there."""
+    for pp_schedule, problems in (
+        ("interleaved_1f1b", []),
+        (
+            "zbv_zero_bubble",
+            [
+                'parallelism.pp_schedule: got "zbv_zero_bubble", which splits backward in two, and torch 2.11 cannot '
+                'split that of our operations; install torch >= 2.13, or write pp_schedule = "interleaved_1f1b"'
+            ],
+        ),
+    ):
+        config = config_from_dict(_tree({"pp_size": 2, "pp_schedule": pp_schedule}))
+        for version in ((2, 13), (3, 0)):
+            monkeypatch.setattr(mesh_checks, "torch_version", lambda version=version: version)
+            assert check_world_size(config, 2) == []
+        monkeypatch.setattr(mesh_checks, "torch_version", lambda: (2, 11))
+        assert check_world_size(config, 2) == problems

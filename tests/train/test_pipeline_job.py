@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megamix.report.metrics import TAGS
+from tests.distributed.pipelines import SCHEDULES
 from tests.train.jobs import Sections, run_on_ranks, tiny_job, write_data
 
 LAYOUT = {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}
@@ -65,7 +66,7 @@ def test_a_pipeline_s_job_is_one_process_s_job(run_ranks, tmp_path, data) -> Non
 
 def test_checkpoints_go_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path, data) -> None:
     """There are three legs of two updates each; every change of layout is one of a resumed run."""
-    layouts = [{"pp_size": 2, "pp_schedule": "zbv_zero_bubble"}, {}, {"pp_size": 2}]
+    layouts = [{"pp_size": 2, "pp_schedule": SCHEDULES[-1]}, {}, {"pp_size": 2}]
     same = {
         "lr_schedule": {"decay_style": "constant"},
         "precision": {"loss_scale": {"init_scale": 2.0**10}},

@@ -21,6 +21,7 @@ from megamix.mixed_precision.settings import Shard
 from megamix.model.transformer import Transformer
 from megamix.train import job
 from tests.conftest import FULL
+from tests.distributed.pipelines import SCHEDULES
 from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job, write_data
 from tests.train.outcome import metrics_of
 
@@ -120,20 +121,17 @@ def _chain(folder: Path, data: Path, legs: list[tuple[dict[str, Any], Shard]]) -
         run_on_ranks(job)
 
 
-PIPELINES = [
-    {"pp_size": 2, "pp_schedule": schedule}
-    for schedule in ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
-]
+PIPELINES = [{"pp_size": 2, "pp_schedule": schedule} for schedule in SCHEDULES]
 LEGS: list[tuple[dict[str, Any], Shard]] = [
     ({}, "states"),
-    (PIPELINES[3], "gradients"),
+    (PIPELINES[-1], "gradients"),
     ({"tp_size": 2}, "parameters"),
     (PIPELINES[0], "gradients"),
     ({}, "parameters"),
     ({"tp_size": 2}, "gradients"),
     ({}, "states"),
     (PIPELINES[1], "gradients"),
-    (PIPELINES[2], "gradients"),
+    (PIPELINES[-2], "gradients"),
     ({}, "parameters"),
 ][: None if FULL else 5]
 

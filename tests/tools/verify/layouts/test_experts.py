@@ -18,6 +18,7 @@ from megamix.tools.verify.core.table import result_lines
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.layouts.judge import judge
 from tests.conftest import FULL, also_wide
+from tests.distributed.pipelines import SCHEDULES
 from tests.tools.verify.jobs import EXPERTS, OVERFLOW_AT, UPDATES, make_config, observe_bugs, observe_case
 
 GROUPED = EXPERTS | {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 2, "bias_rate": 0.01}
@@ -44,7 +45,7 @@ RIGHT = {
         ("dp2", {"dtype": "fp32", "shard": "parameters", "model": {"recompute": "full"}}),
         ("cp2", {"dtype": "fp16"}),
         ("cp2", {"dtype": "bf16", "cp_method": "heads", "packing": "documents"}),
-        ("pp2", {"dtype": "bf16", "schedule": "interleaved_zero_bubble"}),
+        ("pp2", {"dtype": "bf16", "schedule": SCHEDULES[len(SCHEDULES) // 2]}),
         ("dp2ep2", {"dtype": "bf16", "name": "muon"}),
         ("dp2ep2", {"dtype": "fp16", "model": {"recompute": "selective"}}),
         ("cp2ep2", {"dtype": "bf16"}),

@@ -18,13 +18,13 @@ from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.layouts.judge import judge
 from tests.conftest import FULL, also_wide
+from tests.distributed.pipelines import SCHEDULES
 from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_case
 from tests.tools.verify.layouts.covering import Run, covering_runs, whole_matrix
 
 MOST_RUNS = 20
 AT_ONCE = 6  # with more runs, observed steps would fill the memory, and groups the limit on threads
 LAYOUTS = ("dp2", "dp4", "tp2", "tp4", "pp2", "pp4", "dp2tp2", "dp2pp2", "tp2pp2", "dp2tp2pp2")
-SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 OPTIMIZERS = ("adamw", "muon")
 AXES = {
     "layout": LAYOUTS,
