@@ -33,7 +33,7 @@ _TORCH = {
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",  # collectives that a failed rank reports
 }
 WORKSPACES = (":4096:8", ":16:8")  # values with which cuBLAS gives the same bits each time
-_DETERMINISTIC = {("CUBLAS_WORKSPACE_CONFIG", ""): WORKSPACES[0], ("TORCHINDUCTOR_DETERMINISTIC", ""): "1"}
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": WORKSPACES[0], "TORCHINDUCTOR_DETERMINISTIC": "1"}
 CPU_HALVES = "MEGAMIX_CPU_HALVES"  # names the variable that says how a CPU computes halves
 _LARGEST_BEFORE_2_35 = 2**25  # largest value that older glibc keeps; a larger one makes it fall back to 128 KiB
 
@@ -135,8 +135,8 @@ def set_torch_environment(ranks: int, *, deterministic: bool = False) -> None:
     Each rank gets its share of the cores. With more threads than cores the ranks wait for each other's threads: two
     ranks with two threads each on two cores reached 30 % of the speed of two ranks with one thread each.
     """
-    chosen = _TORCH | {("OMP_NUM_THREADS", ""): str(max(1, num_cores() // ranks))}
-    for (name, former), value in (chosen | _DETERMINISTIC if deterministic else chosen).items():
+    more = {"OMP_NUM_THREADS": str(max(1, num_cores() // ranks)), **(DETERMINISTIC if deterministic else {})}
+    for (name, former), value in (_TORCH | {(name, ""): value for name, value in more.items()}).items():
         if former not in os.environ:
             os.environ.setdefault(name, value)
 

@@ -45,7 +45,11 @@ class UnseenWrites:
     def due(self) -> bool:
         """Return whether the step under way is checked; the answer is equal on every rank."""
         often = self._steps < _FIRST or (self._steps + 1) % _EVERY == 0
-        return often or self._progress.examined
+        return (often or self._progress.examined) and not self._is_captured()
+
+    def _is_captured(self) -> bool:
+        """Return whether a CUDA graph captures the step under way: a replay asks the host nothing."""
+        return self.found.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def look(self, buckets: Iterable[Bucket]) -> None:
         """Compare these buckets, which must have memory, and keep the first parameter that differs in `found`."""
@@ -73,7 +77,7 @@ class UnseenWrites:
 
     def refuse_told(self) -> None:
         """Raise RuntimeError naming the parameter found `_LAG` steps ago, if there is one."""
-        if number := self._slots[self._steps % _LAG].read_once():
+        if not self._is_captured() and (number := self._slots[self._steps % _LAG].read_once()):
             self.forget()  # the steps since then have found the same write
             self._refuse(number)
 

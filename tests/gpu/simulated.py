@@ -160,6 +160,7 @@ vars(torch.cuda).update(
     reset_peak_memory_stats=lambda device=None: ops.reset_peak(_index(device)),
     synchronize=synchronize,
     empty_cache=lambda: None,
+    is_current_stream_capturing=lambda: False,
     manual_seed_all=lambda seed: None,  # the generator is the CPU's
     get_rng_state=lambda device=None: torch.get_rng_state(),
     set_rng_state=lambda state, device=None: torch.set_rng_state(state),

@@ -22,10 +22,10 @@ from megamix.tools.bench.host_bench import HostSettings, host
 from megamix.tools.bench.muon_bench import muon
 from megamix.tools.bench.ranks import Settings
 from megamix.tools.bench.report import Result, append_line, describe_machine, machine_line, progress
-from megamix.tools.bench.sides import SIZES, Work, fitted, sides_at_once
+from megamix.tools.bench.sides import SIDES, SIZES, Work, fitted, sides_at_once
 from megamix.tools.bench.startup_bench import startup
 from megamix.tools.bench.step_bench import step
-from megamix.tools.bench.train_bench import SIDES, examine, fp16, layout, overlap, train, wire
+from megamix.tools.bench.train_bench import examine, fp16, layout, overlap, train, wire
 from megamix.tools.bench.update_bench import GPT_20M, update
 
 # Benches that measure GPUs, and how many they need; the others measure the host's work or arithmetic.
@@ -43,61 +43,48 @@ def run(
     `size` and `sides`: of `bench train`, by names.
     Raises: ConfigError.
     """
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if problem := _problem(what, cards, device, sides):
-        raise ConfigError([problem], "flags")
+    cards = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
+    on_gpus = [name for name, needed in GPUS.items() if needed <= cards]
+    if device == "cuda" and what not in (*on_gpus, "all"):
+        fix = f"name one of {', '.join(on_gpus)}" if on_gpus else "write --device cpu"
+        raise ConfigError([f"--device: got cuda, but {what} is not measured on {cards} GPU(s); {fix}"], "flags")
+    if unknown := [name for name in sides if name not in SIDES]:
+        raise ConfigError([f"--sides: got {', '.join(unknown)}, known are {', '.join(SIDES)}"], "flags")
     benches: dict[str, Bench] = {
-        "update": update,
+        "update": lambda s: update(s if s.card else replace(s, work=Work(model=GPT_20M))),
         "train": partial(train, names=sides),
         "step": step,
-        "host": lambda settings: host(HostSettings(rounds=settings.rounds, tell=settings.tell)),
+        "host": lambda s: host(HostSettings(rounds=s.rounds, tell=s.tell)),
         **{name: partial(layout, name) for name in ("tp2", "pp2", "cp2")},
         "fp16": fp16,
         "overlap": overlap,
         "wire": wire,
         "muon": muon,
-        "examine": lambda settings: examine(settings if settings.card else replace(settings, ranks=1)),
+        "examine": lambda s: examine(s if s.card else replace(s, ranks=1)),
         "checkpoint": checkpoint,
         "startup": startup,
     }
     progress(f"megamix bench {what}: takes minutes: each side's first steps, then {rounds} rounds with the time left")
     chosen = {}
-    for name in benches:
-        on_gpus = device != "cpu" and 0 < GPUS.get(name, 0) <= cards
-        if what in (name, "all") and (on_gpus or device != "cuda"):
-            settings = on_cards(name, cards, size) if on_gpus else on_cores(name, size)
-            chosen[name] = benches[name], replace(settings, rounds=rounds)
+    for name, bench in benches.items():
+        if what in (name, "all") and (name in on_gpus or device != "cuda"):
+            settings = _settings(name, cards if name in on_gpus else 0, size)
+            chosen[name] = bench, replace(settings, rounds=rounds)
     report(chosen, output, as_json=as_json)
 
 
-def _problem(what: str, cards: int, device: str | None, sides: Sequence[str]) -> str:
-    """Return what is wrong about flags that only torch can judge."""
-    if unknown := [name for name in sides if name not in SIDES]:
-        return f"--sides: got {', '.join(unknown)}, known are {', '.join(SIDES)}"
-    if device != "cuda" or what == "all":
-        return ""
-    if what not in GPUS:
-        return f"--device: got cuda, but {what} measures the host; leave it out, or name one of {', '.join(GPUS)}"
-    if cards < GPUS[what]:
-        return f"--device: got cuda, but {what} needs {GPUS[what]} GPU(s), and torch sees {cards}; write --device cpu"
-    return ""
+def _settings(name: str, cards: int, size: str | None) -> Settings:
+    """Return the settings of a bench of the CPU or of `cards` GPUs: the work is as large as they hold.
 
-
-def on_cores(name: str, size: str | None) -> Settings:
-    """Return the settings of a bench of this machine's CPU."""
-    return Settings(work=Work(model=GPT_20M) if name == "update" else SIZES[size or "12M"])
-
-
-def on_cards(name: str, cards: int, size: str | None) -> Settings:
-    """Return the settings of a bench of this machine's GPUs, as large as they hold."""
+    Beside the state an update's bench holds torch's own gradients and moments, and what it copies: four times as much.
+    """
+    if not cards:
+        return Settings(work=SIZES[size or "12M"])
     set_torch_environment(cards)  # as a job's ranks have it
-    memory = torch.cuda.get_device_properties(0).total_memory
-    work = replace(SIZES[size or ("1.3B" if name == "update" else "124M")], device="cuda")
-    # Beside the state, an update's bench holds torch's own gradients and moments, and two tensors to copy.
-    work = fitted(work, memory / 4 if name == "update" else memory)
-    ranks = 1 if name == "update" else cards
-    at_once = sides_at_once(work, memory)
-    return Settings(work=work, ranks=ranks, card=torch.cuda.get_device_name(0), at_once=at_once)
+    memory, alone = torch.cuda.get_device_properties(0).total_memory, name == "update"
+    work = fitted(replace(SIZES[size or ("1.3B" if alone else "124M")], device="cuda"), memory / (4 if alone else 1))
+    card, at_once = torch.cuda.get_device_name(0), max(1, sides_at_once(work, memory))
+    return Settings(work=work, ranks=1 if alone else cards, card=card, at_once=at_once)
 
 
 def report(benches: Mapping[str, tuple[Bench, Settings]], output: Path, *, as_json: bool = False) -> None:
@@ -115,8 +102,6 @@ def report(benches: Mapping[str, tuple[Bench, Settings]], output: Path, *, as_js
         tell(machine=machine, settings=settings.described())
         with ProgressLine("megamix bench"):
             result = bench(replace(settings, tell=tell))
-        printed = write(result.json_line(machine))
-        if not as_json:
-            printed = print_lines(iter([f"{result.text()}\n{machine_line(machine)}\n"]))
-        if not printed:
+        page = [] if as_json else [f"{result.text()}\n{machine_line(machine)}\n"]
+        if not (write(result.json_line(machine)) and print_lines(iter(page))):
             return

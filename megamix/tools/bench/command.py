@@ -15,9 +15,7 @@ def bench_arguments(parser: Parser) -> None:
     where = "where: GPUs or CPU (GPUs where they are, for the benches that measure them)"
     parser.add_argument("--device", choices=["cuda", "cpu"], help=where)
     parser.add_argument("--size", choices=["12M", "124M", "1.3B"], help="model of whole steps (124M; on a CPU 12M)")
-    parser.add_argument(
-        "--sides", metavar="A,B", default="", help="of whole steps: ours,plain,fsdp2,fp8_rowwise,muon..."
-    )
+    parser.add_argument("--sides", metavar="A,B", default="", help="of whole steps: ours,plain,fsdp2,fp8_rowwise ...")
     parser.add_argument("--layout", choices=["tp2", "pp2", "cp2"], help="whole steps on two ranks that divide the work")
     parser.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
     parser.add_argument(

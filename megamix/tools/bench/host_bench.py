@@ -20,18 +20,7 @@ from megamix import tuned
 from megamix.config import ModelConfig
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, nobody_listens, rotated, start_ranks
 from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show, spread, table
-from megamix.tools.bench.sides import (
-    Autocast,
-    ByHand,
-    Ddp,
-    ForwardBackward,
-    Fsdp,
-    Ours,
-    Work,
-    how_multiplied,
-    join_a_group,
-    make_model,
-)
+from megamix.tools.bench.sides import SIDES, ByHand, Fsdp, Ours, Work, how_multiplied, join_a_group, make_model
 
 BARE, DDP = "forward and backward", "ddp"
 PARTS = 4  # blocks of a unit in the case of few units; micro-batches in the case of many
@@ -109,8 +98,8 @@ def sittings(settings: HostSettings) -> list[Sitting]:
         HALF: of(layers // 2),
         CUT: replace(of(layers), micro_batches=PARTS),
     }
-    alone = {UNJOINED: Unjoined, "by hand": ByHand, "autocast": Autocast}
-    on_both = {BARE: ForwardBackward, **OURS, DDP: Ddp, **FSDP}
+    alone = {UNJOINED: Unjoined, "by hand": ByHand, "autocast": SIDES["plain"]}
+    on_both = {BARE: SIDES[BARE], **OURS, DDP: SIDES[DDP], **FSDP}
     return [Sitting(1, on_both | alone, small), Sitting(2, on_both, {TWO: of(layers // 2)})]
 
 

@@ -31,10 +31,7 @@ def muon(settings: Settings) -> Result:
     shares = paired_ratio(small["muon"].optimizer_ms, alone["muon"].optimizer_ms)
     progress("the iteration and its products")
     with start_ranks("the iteration", partial(Iteration, settings.work)) as ranks:
-        rounds = []
-        for number in range(settings.rounds):
-            rounds.append(ranks.call(Iteration.turn)[0])
-            settings.tell(side="the iteration", round=number + 1, seconds=rounds[-1])
+        rounds = [ranks.call(Iteration.turn)[0] for _ in range(settings.rounds)]
     own, products = zip(*rounds, strict=True)
     size = settings.work.micro_batch_size
     goals = [

@@ -6,7 +6,6 @@ A rank of a training comparison takes its turns at the machine and says how long
 from __future__ import annotations
 
 import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -70,7 +69,8 @@ class Side:
     warm_up_steps: int = 1  # untimed steps before them, so that caches and gathers are as in the middle of a run
 
 
-def nobody_listens(**figures: object) -> None: ...
+def nobody_listens(**figures: object) -> None:
+    """Take figures that are told for nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +119,7 @@ class Turn(NamedTuple):
     busy: float  # cores that the rank kept busy, its communication threads included
     details_ms: dict[str, float]  # parts of a step
     max_rss_bytes: int  # the process's peak of resident memory so far
-    peak_bytes: int = 0  # on a GPU: peak of its allocated memory in the turn
-
-
-def max_rss_bytes() -> int:
-    """Return this process's peak of resident memory so far."""
-    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # the unit of ru_maxrss differs
+    peak_bytes: int = 0  # on a GPU: peak of its allocated memory so far
 
 
 class TrainRank:
@@ -144,9 +138,7 @@ class TrainRank:
     def turn(self) -> Turn:
         """Take the steps of a turn, after its warm-up steps."""
         engine, on_gpu = self._built(), self._work.device == "cuda"
-        wait = torch.cuda.synchronize if on_gpu else nobody_listens
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        wait: Callable[[], object] = torch.cuda.synchronize if on_gpu else list
         for _ in range(self._side.warm_up_steps):
             self._train_step(engine)
         engine.details_ms()
@@ -170,7 +162,7 @@ class TrainRank:
             optimizer_cpu_s=self._optimizer_cpu_s / steps,
             busy=cpu_s / seconds,
             details_ms=details,
-            max_rss_bytes=max_rss_bytes(),
+            max_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
         )
 

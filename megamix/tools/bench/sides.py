@@ -24,6 +24,7 @@ from megamix.machine import native_halves
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
+from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.settings import Precision, ReduceDtype, Shard, Sharding
 from megamix.mixed_precision.weights import Fill
 from megamix.model.family import parameter_count
@@ -33,13 +34,14 @@ from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from megamix.report.interval_report import gather_precision
 
+GPT_3M = ModelConfig(vocab_size=1024, seq_len=128, hidden_size=256, num_layers=4, num_heads=4)
 GPT_12M = ModelConfig(vocab_size=4096, seq_len=256, hidden_size=384, num_layers=6, num_heads=6)
 GPT_124M = ModelConfig(
     vocab_size=50304, seq_len=1024, hidden_size=768, num_layers=12, num_heads=12, activation="gelu", compile=True
 )
 GPT_1300M = GPT_124M.model_copy(update={"seq_len": 2048, "hidden_size": 2048, "num_layers": 24, "num_heads": 16})
 
-STATE_BYTES = 16  # of a parameter: half weight and gradient, FP32 master and moments; or all in FP32
+STATE_BYTES = 18  # of a parameter: weight, gradient and moments in FP32, and a half copy by autocast; ours has 16
 _USABLE = 0.85  # share of a card's memory; the rest is for contexts, workspaces and fragments
 
 
@@ -62,6 +64,7 @@ class Work:
 
 
 SIZES = {
+    "3M": Work(model=GPT_3M, compile_update=False),  # compiling takes each rank some seconds
     "12M": Work(),
     "124M": Work(model=GPT_124M, micro_batch_size=32),
     "1.3B": Work(model=GPT_1300M, micro_batch_size=8),
@@ -72,22 +75,24 @@ def sides_at_once(work: Work, memory: float) -> int:
     """Return of how many sides a GPU of `memory` bytes holds the states, while one of them takes steps.
 
     A step keeps 34 bytes a token, layer and element of the hidden size (Korthikanti et al. 2022, Reducing Activation
-    Recomputation in Large Transformer Models, section 4.1, without scores), and its logits with their gradient.
+    Recomputation in Large Transformer Models, section 4.1, without scores), 10 more under autocast, where the residual
+    stream is FP32, and its logits with their gradient.
     """
     model = work.model
-    a_token = 34 * model.hidden_size * model.num_layers + 4 * model.vocab_size
+    a_token = 44 * model.hidden_size * model.num_layers + 4 * model.vocab_size
     left = _USABLE * memory - work.micro_batch_size * model.seq_len * a_token
     return int(left // (STATE_BYTES * parameter_count(model)))
 
 
 def fitted(work: Work, memory: float) -> Work:
     """Return the work with half the sequences, then with half the layers, until a GPU of `memory` bytes holds it."""
-    while sides_at_once(work, memory) < 1:
-        if work.micro_batch_size > 1:
-            work = replace(work, micro_batch_size=work.micro_batch_size // 2)
+    size, model = work.micro_batch_size, work.model
+    while sides_at_once(work, memory) < 1 and model.num_layers > 1:
+        if size > 1:
+            size //= 2
         else:
-            layers = {"num_layers": work.model.num_layers // 2}
-            work = replace(work, model=work.model.model_copy(update=layers))
+            model = model.model_copy(update={"num_layers": model.num_layers // 2})
+        work = replace(work, micro_batch_size=size, model=model)
     return work
 
 
@@ -132,11 +137,7 @@ class _DrawnThere(Transformer):
     def reset_parameters(self) -> None:
         self.tie()
         for name, param in self.named_parameters():
-            rule = self.rules[name]
-            if rule.draw == "normal":
-                param.data.normal_(0, rule.std)
-            else:
-                param.data.fill_(rule.draw == "ones")
+            param.data.normal_(self.rules[name].draw == "ones", self.rules[name].std)
 
 
 def make_model(work: Work, *, wide: bool = True) -> Transformer:
@@ -339,9 +340,8 @@ class Autocast(Engine):
     def _begin(self, work: Work, dtype: torch.dtype) -> None:
         """Make what all of torch's ways have. `dtype`: of the products."""
         self._clip_grad, self.micro_batches = work.clip_grad, work.micro_batches
-        self._loss: Callable[..., Tensor] = _loss_of_head
-        if work.model.compile:
-            self._loss = partial(_loss_of_logits, torch.compile(_cross_entropy, dynamic=False))
+        # A user of torch compiles the loss, too. Our head's multiplies in place, which autocast leaves in FP32.
+        self._compiled_loss = torch.compile(_cross_entropy, dynamic=False) if work.model.compile else None
         self._scaler = torch.amp.GradScaler(work.device, enabled=dtype == torch.float16)
         self.optimizer = self._make_optimizer(self.model, work)
 
@@ -353,7 +353,10 @@ class Autocast(Engine):
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype != torch.float32):
-            loss = self._loss(self.model, tokens, targets)
+            if self._compiled_loss is None:
+                loss: Tensor = self.model(tokens, targets)
+            else:
+                loss = self._compiled_loss(self.model(tokens), targets)
         self._scaler.scale(loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]  # untyped in torch
         return loss.detach()
 
@@ -363,18 +366,6 @@ class Autocast(Engine):
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-
-
-def _loss_of_head(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    loss: Tensor = model(tokens, targets)
-    return loss
-
-
-def _loss_of_logits(cross_entropy: Callable[..., Tensor], model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss as a user of torch writes it beside compiled blocks. Our head's multiplies in place, which
-    autocast leaves in FP32.
-    """
-    return cross_entropy(model(tokens), targets)
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -432,8 +423,7 @@ class Fsdp(Autocast):
         join_a_group(work.device)
         dtype = dtype or half_of(work.device)
         self._dtype = torch.float32  # nothing is left for autocast
-        model = make_model(work)
-        self.model = model
+        model = self.model = make_model(work)
         mesh = init_device_mesh(work.device, (dist.get_world_size(),))
         shard_fully(model, model.blocks, mesh, dtype, reduce_dtype or dtype, **settings)
         self._begin(work, dtype)
@@ -449,3 +439,20 @@ def shard_fully(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     for module in (*blocks, root):
         fully_shard(module, mesh=mesh, mp_policy=policy, **settings)
+
+
+# Sides of whole steps. "resharded" is FSDP2 that frees a part's weights between its forward and its backward.
+SIDES: dict[str, Callable[[Work], Engine]] = {
+    "ours": Ours,
+    "gradients": partial(Ours, shard="gradients"),
+    "parameters": partial(Ours, shard="parameters"),
+    "muon": partial(Ours, optimizer=Muon),
+    "fp8_rowwise": partial(Ours, fp8="rowwise"),
+    "fp8_tensorwise": partial(Ours, fp8="tensorwise"),
+    "plain": plain,
+    "ddp": Ddp,
+    "zero": Zero,
+    "fsdp2": Fsdp,
+    "resharded": partial(Fsdp, reshard_after_forward=True),
+    "forward and backward": ForwardBackward,
+}

@@ -6,7 +6,7 @@ Further benches: FP16, overlap off, each way to sum gradients, examined steps.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +15,6 @@ import torch
 
 from megamix.config.sections import MetricsConfig
 from megamix.machine import native_halves
-from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.settings import ReduceDtype
 from megamix.tools.bench.layout_sides import (
     OursContextParallel,
@@ -27,19 +26,7 @@ from megamix.tools.bench.layout_sides import (
 )
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, Turn, ranks_of, take_turns
 from megamix.tools.bench.report import Goal, Result, Spread, paired_ratio, progress, show, spread
-from megamix.tools.bench.sides import (
-    GPT_12M,
-    Ddp,
-    Engine,
-    Examined,
-    ForwardBackward,
-    Fsdp,
-    Ours,
-    Work,
-    Zero,
-    how_multiplied,
-    plain,
-)
+from megamix.tools.bench.sides import GPT_12M, SIDES, Examined, Ours, Work, how_multiplied
 
 MEMORY_STEPS = 2  # states exist from the first update on, so the second step has the peak
 
@@ -82,21 +69,6 @@ LAYOUTS = {
 }
 
 
-# Sides of whole steps. "resharded" is FSDP2 that frees a part's weights between its forward and its backward.
-SIDES: dict[str, Callable[[Work], Engine]] = {
-    "ours": Ours,
-    "gradients": partial(Ours, shard="gradients"),
-    "parameters": partial(Ours, shard="parameters"),
-    "muon": partial(Ours, optimizer=Muon),
-    "fp8_rowwise": partial(Ours, fp8="rowwise"),
-    "fp8_tensorwise": partial(Ours, fp8="tensorwise"),
-    "plain": plain,
-    "ddp": Ddp,
-    "zero": Zero,
-    "fsdp2": Fsdp,
-    "resharded": partial(Fsdp, reshard_after_forward=True),
-    "forward and backward": ForwardBackward,
-}
 ON_CPU = ("ours", "gradients", "parameters", "ddp", "zero", "fsdp2", "resharded", "forward and backward")
 ON_GPU = ("ours", "plain", "fsdp2")
 

@@ -62,12 +62,13 @@ def not_here(check: str, reason: str) -> Finding:
 
 
 def run_check(
-    check: str, run: Callable[[], Sequence[Finding]], limit_s: float, *, cut: bool = False
+    check: str, run: Callable[[], Sequence[Finding]], limit_s: float, *, may_last: bool = False
 ) -> Sequence[Finding]:
     """Return the findings of a check, within `limit_s`.
 
     The check runs in a thread. If it hangs, as on a lost file system, the thread is left behind. A check that takes
-    longer than a moment is named on stderr. `cut`: it may usually take longer, and is not judged if it does.
+    longer than a moment is named on stderr. `may_last`: it is not judged if it takes longer or has too little
+    memory.
     """
     answers: list[Sequence[Finding]] = []
 
@@ -76,8 +77,8 @@ def run_check(
             answers.append(run())
         except Exception as error:
             last = (str(error).strip().splitlines() or [""])[-1]
-            late = isinstance(error, TimeoutError | subprocess.TimeoutExpired)
-            answers.append([_unanswered(check, f"{type(error).__name__}: {last}", late=late, cut=cut)])
+            late = isinstance(error, TimeoutError | subprocess.TimeoutExpired) or "OutOfMemory" in str(error)
+            answers.append([_unanswered(check, f"{type(error).__name__}: {last}", late=late, may_last=may_last)])
 
     thread = threading.Thread(target=answer, daemon=True, name=HANGS)
     thread.start()
@@ -86,19 +87,19 @@ def run_check(
     if thread.is_alive():
         say(f"megamix doctor: {check}, at most {limit_s:.0f} s", sys.stderr)
         thread.join(limit_s - silent_s)
-    return answers[0] if answers else [_unanswered(check, f"none in {limit_s:.0f} s", late=True, cut=cut)]
+    return answers[0] if answers else [_unanswered(check, f"none in {limit_s:.0f} s", late=True, may_last=may_last)]
 
 
-def _unanswered(check: str, told: str, *, late: bool, cut: bool) -> Finding:
+def _unanswered(check: str, told: str, *, late: bool, may_last: bool) -> Finding:
     """Return the finding of a check that failed or hung, which is broken.
 
-    A late check is not judged if its time was `cut`, or if other programs slow it down: then the load is beyond that of
-    our ranks, which fill the cores. The load is the whole machine's, also in a container that has few of its cores.
+    A late check is not judged if it `may_last` longer, or if other programs slow it down: then the load is beyond that
+    of our ranks, which fill the cores. The load is the whole machine's, also in a container that has few of its cores.
     """
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     busy = f"the machine is busy (load {load:.1f} on {cores} core(s))" if load > 1.5 * cores else ""
-    if late and (cut or busy):
-        return found("time", f"not judged: {told}; {busy or 'it may take longer'}", True, of=check)
+    if late and (may_last or busy):
+        return found("time", f"not judged: {told}; {busy or 'it may need more'}", True, of=check)
     return found("answer", told, True, of=check)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from megamix.config import ModelConfig, config_from_dict
+from megamix.config import config_from_dict
+from megamix.machine import DETERMINISTIC
 from megamix.model.family import flops_per_token
 from megamix.model.sizes import dense_peak
-from megamix.tools.bench.sides import Work, how_multiplied
+from megamix.tools.bench.sides import SIZES, Work, how_multiplied
 from megamix.tools.doctor import ranks
 from megamix.tools.doctor.cards import Card, judge_cards
 from megamix.tools.doctor.finding import Finding, expected, found, not_here
@@ -29,42 +32,62 @@ Case = Mapping[str, Any]  # a model to train beside torch's own ways, as expecte
 Check = Callable[[float], list[Finding]]  # takes a limit in seconds
 
 
-def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | None, float]]:
+def checks(facts: Mapping[str, Any], stack: ExitStack) -> dict[str, tuple[Check | None, float]]:
     """Return the checks by name, each with the seconds that it may take; None for a check that this device cannot have.
 
-    They run on one rank for each card, or on two ranks without cards. The ranks live until the end of `stack`.
+    They run on one rank for each card, or on two ranks without cards. The ranks live until the end of `stack`. `facts`:
+    what torch tells of itself and its cards.
     """
+    cards, capabilities = facts["cards"], facts["capabilities"]
     on_gpus, size = bool(cards), len(cards) or 2
+    half = "fp16" if any(major < 8 for major, _ in capabilities) else "bf16"
     card, device = (cards[0], "cuda") if on_gpus else ("", "cpu")
     alone, every = (stack.enter_context(RankPool(number, on_gpus=on_gpus)) for number in (1, size))
     devices = every if on_gpus else alone  # two ranks on one CPU would share its rate
-    tokens, numel, *sizes = expected()["sizes"][device]
-    cases = [case for case in expected()["trained"] if case["device"] == device]
+    tokens, width, numel, *sizes = expected()["sizes"][device]
+    cases = {name: case for name, case in expected()["trained"].items() if case["device"] == device}
+    usual = next(iter(cases.values()))
 
     def shares(check: str, pool: RankPool, function: Callable[..., dict[str, float]], *args: object) -> Check:
         return lambda limit_s: [judge_shares(check, pool.call(function, *args, deadline_s=limit_s))]
 
-    def graph(limit_s: float) -> list[Finding]:
+    def spared(check: str, measure: Check, limit_s: float) -> list[Finding]:
         try:
-            return shares("CUDA graph", alone, ranks.captured_off)(limit_s)
-        except RankFailure as failure:  # no job captures its steps, so a failure does not make the machine unfit
-            return [found("CUDA graph", str(failure).strip().splitlines()[-1], True)]
+            return measure(limit_s)
+        except RankFailure as failure:  # jobs can do without, so a failure does not make the machine unfit
+            return [found(check, str(failure).strip().splitlines()[-1], True)]
+
+    graph = partial(spared, "CUDA graph", shares("CUDA graph", alone, ranks.captured_off))
 
     def verified(limit_s: float) -> list[Finding]:
-        names, job = layouts_of(size), config_from_dict(expected()["job"], {"optimizer": {"compile": on_gpus}})
+        names, section = layouts_of(size), {"optimizer": {"compile": on_gpus}, "precision": {"dtype": half}}
+        job = config_from_dict(expected()["job"], section)
         verdicts = {
             name: verify_layout(job, parse_layout(name), every, deadline_s=limit_s / len(names)) for name in names
         }
         return [judge_shares("verify", [verdict.worst], name) for name, verdict in verdicts.items()]
 
     def updated(limit_s: float) -> list[Finding]:
-        share = alone.call(ranks.update_share, _work(cases[0]).model, deadline_s=limit_s)[0]
+        share = alone.call(ranks.update_share, _work(usual).model, deadline_s=limit_s)[0]
         return [found("update", f"{share:.2f}", share < 0.9)]
 
-    def trained(case: Case, limit_s: float) -> list[Finding]:
-        measure, share_s = partial(every.call, ranks.train_rate, _work(case)), limit_s / len(ranks.SIDES)
-        rates = {side: min(measure(side, case["steps"], deadline_s=share_s)) for side in ranks.SIDES}
-        return [judge_training(case, rates, card)]
+    def trained(name: str, limit_s: float) -> list[Finding]:
+        alone.close()  # its process holds memory
+        case, end_s, rates = cases[name], time.monotonic() + limit_s, dict[str, float]()
+        for side in ranks.COMPARED:
+            asked = _work(case), side, case["steps"]
+            answers = every.call(ranks.train_rate, *asked, deadline_s=end_s - time.monotonic())
+            rates[side], work = min(answers, key=lambda answer: answer[0])
+        return [judge_training(name, work, rates, card)]
+
+    def deterministic(limit_s: float) -> list[Finding]:
+        alone.close()
+        every.close()
+        asked, half_s = (_work(usual), "ours", usual["steps"]), limit_s / 2
+        plain = alone.call(ranks.train_rate, *asked, deadline_s=half_s)[0][0]
+        with RankPool(1, on_gpus=True, environment=DETERMINISTIC) as pool:
+            fixed = pool.call(ranks.train_rate, *asked, True, deadline_s=half_s)[0][0]
+        return [found("deterministic", f"{1 - fixed / plain:.1%} of {plain:,.0f} tokens/s lost", False)]
 
     measures: dict[str, Check | None] = {
         "collectives": shares("collectives", every, ranks.sums_off),
@@ -73,23 +96,16 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
         "host waits": shares("host waits", alone, ranks.waits) if on_gpus else None,
         "CUDA graph": graph if on_gpus else None,
         "verify": verified,
-        "compiled norms": shares("compiled norms", alone, ranks.norms_off, tokens),
+        "compiled blocks": shares("compiled blocks", alone, ranks.blocks_off, tokens, width),
         "update": updated,
+        "deterministic": partial(spared, "deterministic", deterministic) if on_gpus else None,
     }
-    timed = {name: (measures[name], seconds) for name, seconds in expected()["seconds"].items()}
-    for case in expected()["trained"]:
-        timed[f"train {case['name']}"] = partial(trained, case) if case in cases else None, case["limit_s"]
-    return timed
+    measures |= {name: partial(trained, name) for name in cases}
+    return {name: (measures.get(name), seconds) for name, seconds in expected()["seconds"].items()}
 
 
 def _work(case: Case) -> Work:
-    """Return the work of a case, with a compiled update only on a GPU.
-
-    On a CPU the check `update` has measured it by then, and compiling it takes seconds on every rank.
-    """
-    model, device = ModelConfig(**case["model"]), case["device"]
-    size = case["micro_batch_size"]
-    return Work(model=model, micro_batch_size=size, device=device, compile_update=device == "cuda")
+    return replace(SIZES[case["size"]], device=case["device"])
 
 
 def layouts_of(size: int) -> list[str]:
@@ -134,19 +150,22 @@ def judge_rates(by_rank: Sequence[tuple[Mapping[str, float], Sequence[Card]]], c
     return [*findings, *judge_cards(by_rank[0][1], ["power limit", "throttled"], of="under load")]
 
 
-def judge_training(case: Case, rates: Mapping[str, float], card: str) -> Finding:
+def judge_training(name: str, work: Work, rates: Mapping[str, float], card: str) -> Finding:
     """Compare ours with torch's own ways and, on a card whose peak is known, its MFU with the one expected there.
 
-    `rates`: tokens/s of the slowest rank, by side.
+    `name`: of the case. `work`: what was trained. `rates`: tokens/s of the slowest rank, by side.
     """
+    case = expected()["trained"][name]
     others = {side: rate for side, rate in rates.items() if side != "ours"}
     ours, peak = rates["ours"], dense_peak(card, torch.bfloat16)
     shares = ", ".join(f"{ours / rate:.2f} of {side}" for side, rate in others.items())
     seen = "; ".join([f"{ours:,.0f} tokens/s a rank", shares, *how_multiplied(case["device"])])
     wanted, wrong = f"{_OF_TORCH} of the best", ours < _OF_TORCH * max(others.values())
+    if work != _work(case):
+        seen = f"{seen}; all that fits: {work.micro_batch_size} sequence(s), {work.model.num_layers} layers"
     if peak is not None:
-        per_token = flops_per_token(_work(case).model) / peak
+        per_token = flops_per_token(work.model) / peak
         seen = f"{seen}; MFU {ours * per_token:.1%}"
         wanted = f"{wanted}, MFU {case['mfu']:.0%}: {case['mfu'] / per_token:,.0f} tokens/s"
         wrong = wrong or ours * per_token < case["mfu"]
-    return found("train", seen, wrong, of=case["name"], expected=wanted)
+    return found("train", seen, wrong, of=name.removeprefix("train "), expected=wanted)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,22 @@ from torch import Tensor, nn
 from megamix.comm.collectives import make_collectives, sum_in_rank_order
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
-from megamix.model.layers import LayerNorm, RMSNorm
-from megamix.model.ops import Ops
+from megamix.model.transformer import Transformer
 from megamix.tools.bench.ranks import Side, TrainRank, seconds_of
-from megamix.tools.bench.sides import Ddp, Engine, Fsdp, Ours, Work
+from megamix.tools.bench.sides import SIDES, Ours, Work, fitted, half_of
 from megamix.tools.bench.update_bench import COMPILED, COPY, LIBRARY, UpdateRank
 from megamix.tools.doctor.cards import Card, probe_cards
 from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.core.verdict import NOISE, UNIT
 
 _TINY = ModelConfig(vocab_size=256, seq_len=64, hidden_size=128, num_layers=2, num_heads=2)
-SIDES: dict[str, Callable[[Work], Engine]] = {"ours": Ours, "FSDP2": Fsdp, "plain torch": Ddp}
+COMPARED = ("ours", "fsdp2", "plain")  # of SIDES
+_SEQ = 128  # positions of a compiled block
+_SIZE = 0.005  # of a gradient, by chance; a rounding of each element is three times less
+_BLOCKS: dict[str, dict[str, Any]] = {  # keys' biases have no gradient
+    "SwiGLU": {"activation": "swiglu", "qk_norm": True},
+    "GELU": {"activation": "gelu", "norm": "layernorm", "bias": True, "qkv_bias": False},
+}
 
 
 def sums_off(numel: int = 4096) -> dict[str, float]:
@@ -74,49 +79,45 @@ def wire_rates(numel: int) -> dict[str, float]:
     return {name: sent / seconds_of(work, 5) for name, work in works.items()}
 
 
-class _Norms(nn.Module):
-    """Every norm of the models, in a row. Their weights are slices of one buffer, as the engine's are."""
+def blocks_off(tokens: int, width: int) -> dict[str, float]:
+    """Return by parameter how far its gradient in a compiled block is from FP64's, as a share of its bounds.
 
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device):
-        super().__init__()
-        ops = Ops()
-        kinds = [RMSNorm(width, 1e-5, ops), LayerNorm(width, 1e-5, True, ops), LayerNorm(width, 1e-5, False, ops)]
-        self.norms = nn.ModuleList([*kinds, RMSNorm(width // 4, 1e-5, ops, within_heads=True)])
-        self.widths = [width, width, width, width // 4]
-        numel = sum(param.numel() for param in self.parameters())
-        flat = (1 + 0.1 * torch.randn(numel, generator=torch.Generator().manual_seed(0))).to(device, dtype)
-        nn.utils.vector_to_parameters(flat, self.parameters())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, width in zip(self.norms, self.widths, strict=True):
-            x = x + norm(x.view(len(x), -1, width)).view_as(x)
-        return x
-
-
-def norms_off(tokens: int, width: int = 1024) -> dict[str, float]:
-    """Return by parameter how far a compiled norm's gradient is from FP64's, as a share of its bound.
-
-    The bound is NOISE times the largest error without a compiler, plus one BF16 rounding of the largest element.
+    The bound of an element is NOISE times the largest error without a compiler, plus one rounding of the largest
+    element. The bound of the whole gradient, along the right one, is _SIZE.
     """
-    device, dtype = rank_device(), torch.bfloat16
-    draw = partial(torch.randn, tokens, width, generator=torch.Generator().manual_seed(1))
+    device, shares = rank_device(), dict[str, float]()
+    dtype = half_of(device.type)
+    draw = partial(torch.randn, tokens // _SEQ, _SEQ, width, generator=torch.Generator().manual_seed(1))
     x, upstream = draw().to(device, dtype), draw().to(device, dtype)
-    norms = _Norms(width, dtype, device)
 
-    def gradients(module: nn.Module, run: Callable[[Tensor], Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        leaf = x.to(dtype, copy=True).requires_grad_()
-        inputs = {"the input": leaf} | dict(module.named_parameters())
-        grads = torch.autograd.grad(run(leaf), [*inputs.values()], upstream.to(dtype))
+    def gradients(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
+        block, leaf = model.blocks[0], x.to(dtype, copy=True).requires_grad_()
+        inputs = {"the input": leaf} | dict(block.named_parameters())
+        result = block(leaf, model.rotary(_SEQ), None, None)  # type: ignore[misc]  # it has rotary tables
+        grads = torch.autograd.grad(result, [*inputs.values()], upstream.to(dtype))
         return {name: grad.double() for name, grad in zip(inputs, grads, strict=True)}
 
-    double = copy.deepcopy(norms).double()
-    exact, eager = gradients(double, double, torch.float64), gradients(norms, norms, dtype)
-    compiled = gradients(norms, torch.compile(norms, dynamic=False), dtype)
-    shares = {}
-    for name, want in exact.items():
-        bound = NOISE * (eager[name] - want).abs().max() + UNIT[dtype] * want.abs().max()
-        shares[name] = float(((compiled[name] - want).abs().max() / bound).nan_to_num(math.inf))
+    for kind, settings in _BLOCKS.items():
+        make = partial(_one_block, device, dtype, width, **settings)
+        exact = gradients(make().double(), torch.float64)
+        plain, found = gradients(make(), dtype), gradients(make(compile=True), dtype)
+        for name, want in exact.items():
+            bound = NOISE * (plain[name] - want).abs().max() + UNIT[dtype] * want.abs().max()
+            size = (found[name] * want).sum() / want.square().sum() - 1
+            off = torch.stack([(found[name] - want).abs().max() / bound, size.abs() / _SIZE])
+            shares[f"{kind} {name}"] = float(off.max().nan_to_num(math.inf))
     return shares
+
+
+def _one_block(device: torch.device, dtype: torch.dtype, width: int, **settings: Any) -> Transformer:
+    """Return a model of one block, whose parameters are slices of one half buffer, as the engine's are."""
+    settings |= {"vocab_size": 16, "seq_len": _SEQ, "hidden_size": width, "num_layers": 1, "num_heads": width // 64}
+    torch.manual_seed(0)
+    with device:
+        model = Transformer(ModelConfig(**settings))
+    params = [*model.blocks.parameters()]
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params).detach().to(dtype), params)
+    return model
 
 
 def _make_step() -> Callable[[], Tensor]:
@@ -148,7 +149,7 @@ def waits() -> dict[str, float]:
     return {"waits in two steps": 0.0}
 
 
-def captured_off() -> dict[str, float]:  # pragma: CUDA only
+def captured_off() -> dict[str, float]:
     """Return for each step 0 if a CUDA graph's replay has the loss of a plain step, else inf."""
     plain, step, stream = _make_step(), _make_step(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
     stream.wait_stream(torch.cuda.current_stream())
@@ -169,11 +170,11 @@ def captured_off() -> dict[str, float]:  # pragma: CUDA only
 def device_rates(side: int, numel: int) -> tuple[dict[str, float], list[Card]]:
     """Return this rank's rates by check, and the driver's answers on the cards while products run.
 
-    Rates: operations/s of BF16 matrix products (FP32 on a CPU), bytes/s read and written by a copy, and bytes/s from
+    Rates: operations/s of half matrix products (FP32 on a CPU), bytes/s read and written by a copy, and bytes/s from
     pinned memory. `side`: rows of the square matrices. `numel`: FP32 elements to copy.
     """
     device = rank_device()
-    a = torch.randn(side, side, device=device).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
+    a = torch.randn(side, side, device=device).to(torch.float32 if device.type == "cpu" else half_of("cuda"))
     source, target, out = torch.ones(numel, device=device), torch.zeros(numel, device=device), torch.empty_like(a)
     rates = {
         "products": 2 * side**3 / seconds_of(lambda: torch.mm(a, a, out=out), 10),
@@ -190,15 +191,23 @@ def device_rates(side: int, numel: int) -> tuple[dict[str, float], list[Card]]:
 
 def update_share(model: ModelConfig) -> float:
     """Return the update's rate as a share of a plain copy's, both counted by the bytes they read and write."""
-    with torch.device(rank_device().type):
-        seconds = UpdateRank(model, torch.bfloat16, calls=3).seconds(0)
+    with torch.device(device := rank_device().type):
+        seconds = UpdateRank(model, half_of(device), calls=3).seconds(0)
     return seconds[COPY] / seconds[COMPILED if COMPILED in seconds else LIBRARY]
 
 
-def train_rate(work: Work, side: str, steps: int) -> float:
-    """Return this rank's tokens/s in whole steps of one of SIDES."""
+def train_rate(work: Work, side: str, steps: int, deterministic: bool = False) -> tuple[float, Work]:
+    """Return this rank's tokens/s in whole steps of one of COMPARED, and the work: as much of it as its card holds.
+
+    `deterministic`: as training.deterministic sets torch, which stays so in this process.
+    """
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+    if work.device == "cuda":
+        work = fitted(work, torch.cuda.get_device_properties(rank_device()).total_memory)
     rank = TrainRank(Side(side, SIDES[side], steps=steps, warm_up_steps=3), work)
-    return work.micro_batch_size * work.model.seq_len / rank.turn().seconds
+    return work.micro_batch_size * work.model.seq_len / rank.turn().seconds, work
 
 
 def seconds_by_source(numel: int) -> list[tuple[int, float]]:

@@ -60,7 +60,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     settings = replace(TINY, ranks=2)
     measured = train_bench._measured(rounds, 8, settings)
     # 2 ranks x 2 sequences x 16 tokens in half a second
-    assert measured == Measured([128.0], [4.0], [0.75], [{"update": 1.0}], 7, 8)
+    assert measured == Measured([128.0], [4.0], [0.75], [{"update": 1.0}], 7, 8, [])
 
 
 # Made-up tokens/s and peak live bytes of each side, and the bench's goals for them.

@@ -16,7 +16,7 @@ from megamix.machine import CPU_HALVES
 from megamix.mixed_precision.muon import Muon
 from megamix.tools.bench import train_bench
 from megamix.tools.bench.ranks import Side, TrainRank
-from megamix.tools.bench.sides import Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied
+from megamix.tools.bench.sides import Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied, plain
 from tests.distributed.late_gather import late_gathers
 from tests.tools.bench.tiny import WORK
 
@@ -41,6 +41,8 @@ HALF = {
     "ddp": Ddp,
     "zero": Zero,
     "fsdp2": Fsdp,
+    "ddp in fp16": partial(Ddp, dtype=torch.float16),
+    "fsdp2 in fp16": partial(Fsdp, dtype=torch.float16),
 }
 
 
@@ -132,7 +134,7 @@ class _Products(TorchDispatchMode):
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm", "linear"):
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "linear"):
             self.dtypes |= {arg.dtype for arg in args if isinstance(arg, Tensor)}
         return func(*args, **(kwargs or {}))
 
@@ -144,6 +146,18 @@ def _products(builds: dict[str, Any], work: Work) -> dict[str, set[torch.dtype]]
             TrainRank(Side(name, build), replace(work, compile_update=False)).losses(1)
         found[name] = products.dtypes
     return found
+
+
+def test_plain_torch_multiplies_in_half_alone_where_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_HALVES, "native")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    work = replace(WORK, model=WORK.model.model_copy(update={"compile": True}))
+    with _Products() as products:
+        losses = TrainRank(Side("plain", plain), work).losses(2)
+    assert products.dtypes == {torch.bfloat16}
+    assert losses == pytest.approx(
+        TrainRank(Side("ours", partial(Ours, dtype=torch.float32)), WORK).losses(2), abs=2e-2
+    )
 
 
 def test_without_bf16_arithmetic_no_side_multiplies_in_bf16(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ H100 = {
 }  # fmt: skip
 FACTS = {
     "torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "cudnn": 91900, "problem": "",
-    "cards": [H100["name"]] * 2, "apart": [],
+    "cards": [H100["name"]] * 2, "apart": [], "capabilities": [[9, 0]] * 2, "code": ["sm_75", "sm_90", "sm_100"],
 }  # fmt: skip
 NVLINKED = [
     "\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity", "GPU0\t X \tNV18\tNV18\tPXB\t0-47", "GPU1\tNV18\t X \tNV18\tSYS\t0-47",
@@ -85,6 +85,9 @@ BROKEN: dict[str, tuple[Callable[[], Finding | list[Finding]], str, str]] = {
     "an old driver": (
         lambda: judged_torch(cards=[], cudnn=0, problem="The NVIDIA driver on your system is too old"), "torch's CUDA",
         "too old",
+    ),
+    "a V100 with a newer CUDA": (
+        lambda: judged_torch(capabilities=[[7, 0]]), "torch's CUDA", "CUDA 13.0 without code for SM 7.0",
     ),
     "wrong CUDA_VISIBLE_DEVICES": (lambda: judged_torch(visible="0,9", cards=[H100["name"]]), "visible cards", "'0,9'"),
     "no card is visible": (lambda: judged_torch(visible="", cards=[], cudnn=0), "visible cards", "0 of 2"),
@@ -339,6 +342,16 @@ def test_the_page_says_what_to_do_below_what_is_wrong() -> None:
     findings = [found("port", "free", False), found("disk", "9 MB/s", True), not_here("links", "one card")]
     assert summary(findings) == "fit to train: 1 ok, 1 slow, 1 does not apply"
     assert summary([*findings, found("port", "taken", True)]).startswith("NOT fit: repair each BROKEN line: 1 ok, ")
+
+
+@pytest.mark.parametrize(("capability", "code", "has"), [
+    ((7, 5), ["sm_75"], True), ((8, 9), ["sm_80", "sm_90"], True), ((12, 0), ["sm_90"], False),
+    ((12, 0), ["sm_90", "compute_90"], True), ((7, 0), ["sm_75", "compute_75"], False), ((9, 0), ["sm_90a"], True),
+])  # fmt: skip
+def test_code_runs_on_cards_of_its_generation_or_is_compiled(
+    capability: tuple[int, int], code: list[str], has: bool
+) -> None:
+    assert cards._has_code({"code": code}, *capability) is has
 
 
 def test_every_check_has_all_its_texts() -> None:
