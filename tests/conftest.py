@@ -22,6 +22,7 @@ import pytest
 
 import megamix
 from megamix import progress
+from tests import devices
 from tests.programs import count_no_lines_in_programs, counting, lines_counted
 
 if TYPE_CHECKING:
@@ -43,6 +44,15 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the 
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # behind a shell's &, likewise
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "device of the tests of engine and model (tests/devices.py); on another than the CPU no others run"
+    parser.addoption("--device", choices=("cpu", "cuda", "simulated"), default="cpu", help=told)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    devices.prepare(config.getoption("device"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,7 +80,11 @@ CASES_COUNTED = 3  # of a test with many: the others run the same lines, and cou
 counts = True  # covered lines, in the test that runs: see the marker `uncounted`
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (device := config.getoption("device")) != "cpu":
+        chosen = devices.chosen(device, items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     seen = Counter[str]()
     for item in items:
         test = item.nodeid.partition("[")[0]
@@ -88,15 +102,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-def _on_rank(counts: bool, case: Callable[..., Any], *args: Any) -> Any:
+def _on_rank(counts: bool, device: str, case: Callable[..., Any], *args: Any) -> Any:
     import torch.distributed as dist
 
-    with lines_counted(counts and dist.get_rank() == 0):
+    with lines_counted(counts and dist.get_rank() == 0), devices.default_device(device):
         return case(*args)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def processes() -> None:
+def processes(pytestconfig: pytest.Config) -> None:
     """This one has one thread; ranks inherit what tests import, and programs count no lines."""
     import torch
 
@@ -104,6 +118,7 @@ def processes() -> None:
 
     torch.set_num_threads(1)
     ranks.PRELOADED.append("tests.train.fresh_ranks")  # and what that imports: pytest, a job's command line
+    ranks.PRELOADED[:0] = devices.preloaded(pytestconfig.getoption("device"))
     # Not when this file is imported: the processes that run the tests are programs of the one that hands them out.
     count_no_lines_in_programs()
 
@@ -113,6 +128,16 @@ def pytest_sessionfinish() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and (coverage := counting()) is not None:
         coverage.stop()
         coverage.save()
+
+
+@pytest.fixture(autouse=True)
+def default_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test makes without a word about the device is on that of the run, unless the test is about two devices."""
+    device = "cpu" if devices.is_of_two(request.node) else request.config.getoption("device")
+    for name, tensor in devices.moved(device, vars(request.module)).items():
+        monkeypatch.setattr(request.module, name, tensor)
+    with devices.default_device(device):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -164,9 +189,12 @@ def doors(tmp_path: Path) -> Iterator[None]:
 
 
 class RankPools:
-    """Real Gloo ranks that wait for work: a pool per world size (megamix/tools/ranks.py), started at first use."""
+    """Real Gloo ranks that wait for work: a pool per world size (megamix/tools/ranks.py), started at first use. On
+    another device than the CPU they share it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu"):
+        self._device = device
         self._pools: dict[int, RankPool] = {}
 
     def __call__(
@@ -175,9 +203,12 @@ class RankPools:
         """Run a top-level function on ranks. A case that fails in a rank fails the test by the rank's name."""
         from megamix.tools.ranks import RankPool
 
+        on_gpu = self._device != "cpu"
         if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size)
-        return self._pools[world_size].call(_on_rank, counts, case, *args, deadline_s=deadline_s)
+            self._pools[world_size] = RankPool(world_size, on_gpus=on_gpu, share_card=on_gpu)
+        if on_gpu:  # its minutes are few, and nothing there is compiled
+            deadline_s = min(deadline_s or devices.DEADLINE_S, devices.DEADLINE_S)
+        return self._pools[world_size].call(_on_rank, counts, self._device, case, *args, deadline_s=deadline_s)
 
     def close(self) -> None:
         """End the ranks, and with them what plugins registered there. The next case starts new ones."""
@@ -187,8 +218,8 @@ class RankPools:
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Iterator[RankPools]:
+def run_ranks(pytestconfig: pytest.Config) -> Iterator[RankPools]:
     """`run_ranks(case, world_size, *args)` runs a top-level function on real Gloo ranks."""
-    pools = RankPools()
+    pools = RankPools(pytestconfig.getoption("device"))
     yield pools
     pools.close()

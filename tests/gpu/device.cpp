@@ -10,6 +10,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 #include <atomic>
@@ -204,6 +205,8 @@ void by_the_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
       ours.emplace_back(host(t), t);
       return ours.back().first;
     });
+    TORCH_CHECK(!value.isGenerator() || value.toGenerator().device().is_cuda(), name, ": Expected a 'cuda' device type for "
+                "generator but found 'cpu'");
     if (value.isDevice() && value.toDevice().is_cuda()) {
       if (!where) where = value.toDevice().has_index() ? value.toDevice().index() : current;
       value = Device(c10::kCPU);
@@ -258,10 +261,21 @@ Tensor as_strided(const Tensor& self, SymIntArrayRef size, SymIntArrayRef stride
                                                     offset ? offset->expect_int() : self.storage_offset());
   return view;
 }
-Tensor view(const Tensor& self, SymIntArrayRef size) {
-  auto like = at::empty_strided(self.sizes(), self.strides(), at::TensorOptions().dtype(self.dtype()).device(at::kMeta))
-                  .view(C10_AS_INTARRAYREF_SLOW(size));
+Tensor meta(const Tensor& self) {
+  return at::empty_strided(self.sizes(), self.strides(), at::TensorOptions().dtype(self.dtype()).device(at::kMeta));
+}
+Tensor as_like(const Tensor& self, const Tensor& like) {
   return as_strided(self, c10::fromIntArrayRefSlow(like.sizes()), c10::fromIntArrayRefSlow(like.strides()), self.storage_offset());
+}
+Tensor view(const Tensor& self, SymIntArrayRef size) { return as_like(self, meta(self).view(C10_AS_INTARRAYREF_SLOW(size))); }
+Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) {
+  return as_like(self, meta(self).unfold(dim, size, step));
+}
+Tensor view_as_real(const Tensor& self) {
+  auto like = at::view_as_real(meta(self));
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(self.storage()), self.key_set(), like.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), 2 * self.storage_offset());
+  return view;
 }
 Tensor reshape_alias(const Tensor& self, SymIntArrayRef size, SymIntArrayRef stride) { return as_strided(self, size, stride, {}); }
 
@@ -318,6 +332,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty_strided", TORCH_FN(empty_strided));
   m.impl("as_strided", TORCH_FN(as_strided));
   m.impl("view", TORCH_FN(view));
+  m.impl("unfold", TORCH_FN(unfold));
+  m.impl("view_as_real", TORCH_FN(view_as_real));
   m.impl("_reshape_alias", TORCH_FN(reshape_alias));
   m.impl("copy_", TORCH_FN(copy_));
   m.impl("resize_", TORCH_FN(resize_));

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.tools import ranks
 from megamix.tools.verify.layouts import judge, layout_lines
+from tests import devices
 from tests.programs import lines_counted
 
 CPU = torch.device("cpu")
@@ -57,5 +58,5 @@ def on_gpu(seed: int, counts: bool, case: Callable[..., Any], *args: Any) -> Any
 
 def on_default_gpu(case: Callable[..., Any], *args: Any) -> Any:
     """Run a case that was written for the CPU: what it makes without a word about the device is on the GPU."""
-    with torch.device("cuda", torch.cuda.current_device()):
+    with devices.default_device("simulated"):
         return case(*args)

@@ -68,6 +68,7 @@ def test_jobs_make_no_mask_and_no_wait_and_have_the_losses_of_the_mask(gpu_ranks
             assert _first_row(job)[name] == pytest.approx(want[name], rel=units * UNIT[torch.float16])
 
 
+@pytest.mark.real_gpu
 @pytest.mark.skipif(not torch.version.cuda or not torch.cuda.is_available(), reason="there is no real GPU")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_real_gpus_kernels_give_what_the_mask_gives(dtype: torch.dtype) -> None:

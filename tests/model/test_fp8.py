@@ -133,6 +133,7 @@ def test_forward_and_backward_are_the_products_of_the_codes(recipe: Any, grad_ki
     assert torch.equal(got[3], grad.float().sum(0).to(BF16))
 
 
+@pytest.mark.real_gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < fp8.FP8_CAPABILITY, reason="no GPU with FP8"
 )

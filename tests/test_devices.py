@@ -1,0 +1,80 @@
+"""`pytest --device` keeps its word: without it no test sees a GPU, `cuda` without a GPU is an error, and on the
+simulated GPU exactly the tests of tests/gpu/cpu_only.txt fail, by which those for a real one are chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import devices
+from tests.conftest import FULL
+from tests.gpu import library
+from tests.gpu.cpu_only import Recorder
+
+ROOT = Path(__file__).parents[1]
+# Without `--full`, files of few seconds, with tests that pass and tests that fail.
+SAMPLE = [f"tests/mixed_precision/test_{name}.py" for name in ("engine", "set_lr")]
+SAMPLE += [f"tests/model/test_{name}.py" for name in ("fp8", "windows")]
+
+
+def _pytest(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_no_test_sees_a_gpu_unasked() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_gpu_that_is_not_there_is_an_error() -> None:
+    status, told = _pytest("--device", "cuda", "--collect-only", "tests/model/test_flops.py")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "--device cuda: torch sees no GPU here" in told
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=f"{library.missing()}")
+def test_the_simulated_gpu_fails_the_tests_that_are_written_down_and_no_others() -> None:
+    status, told = _pytest("--device", "simulated", *(devices.ROOMS if FULL else SAMPLE))
+    assert status == 0, f"python -m tests.gpu.cpu_only writes down what it cannot run\n{told[-4000:]}"
+    assert " xfailed" in told
+
+
+def test_what_is_written_down_is_there() -> None:
+    for name in devices.cpu_only():
+        file, _, test = name.partition("[")[0].partition("::")
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), name
+
+
+def _item(name: str, *, real_gpu: bool = False) -> Any:
+    marks: list[Any] = []
+    return SimpleNamespace(
+        nodeid=name, get_closest_marker=lambda _: real_gpu or None, add_marker=marks.append, marks=marks
+    )
+
+
+def test_a_real_gpu_runs_what_the_simulated_one_can_and_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "cpu_only", lambda: {"tests/model/a.py::b": "why", "tests/model/a.py::c[1]": "why"})
+    names = [f"tests/model/a.py::{test}" for test in ("a", "b[0]", "c[0]", "c[1]")]
+    items = [*map(_item, names), _item("tests/model/a.py::d", real_gpu=True), _item("tests/data/a.py::e")]
+    assert devices.chosen("cuda", items) == [items[0], items[2], items[4]]
+    assert devices.chosen("simulated", items) == items[:4]
+    assert [bool(item.marks) for item in items[:4]] == [False, True, False, True]
+
+
+def test_a_test_is_written_down_as_one_or_by_its_cases() -> None:
+    recorder = Recorder()
+    for name, outcome in (("a[0]", "failed"), ("a[1]", "failed"), ("b[0]", "failed"), ("b[1]", "passed")):
+        report = SimpleNamespace(
+            nodeid=name, failed=outcome == "failed", passed=outcome == "passed", when="call",
+            longrepr="RuntimeError: no  kernel at 0x7f00 of /tmp/it",
+        )  # fmt: skip
+        recorder.pytest_runtest_logreport(report)  # type: ignore[arg-type]
+    assert recorder.lines() == [f"{name}\tRuntimeError: no kernel at of\n" for name in ("a", "b[0]")]
