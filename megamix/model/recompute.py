@@ -8,12 +8,25 @@ recompute the attention core; this is not needed here, because the attention kee
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from megamix.machine import torch_version
 
 Recipe = Callable[[], Tensor]
+
+
+def _always(*operation: object, **keywords: object) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# In torch 2.11's compiler an autograd function within `checkpoint` is computed again only if a policy says so.
+_POLICY: dict[str, Any] = (
+    {} if torch_version() >= (2, 12) else {"context_fn": partial(create_selective_checkpoint_contexts, _always)}
+)
 
 
 class _Again:
@@ -43,7 +56,7 @@ def recomputed(enabled: bool, *recipes: Recipe) -> Iterator[tuple[Tensor, ...]]:
     A recipe must return the same bits at each call.
     """
     if enabled and torch.compiler.is_compiling():  # the compiler gets `checkpoint`, and decides what to recompute
-        yield tuple(checkpoint(recipe, use_reentrant=False) for recipe in recipes)
+        yield tuple(checkpoint(recipe, use_reentrant=False, **_POLICY) for recipe in recipes)
         return
     results = tuple(recipe() for recipe in recipes)
     if not enabled:
