@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megamix.machine import half_units
+
 ROOT = Path(__file__).parents[1]
 SYSTEM = (
     *("bash", "cat", "cksum", "cp", "date", "dirname", "grep", "mkdir", "mktemp", "mv", "rm", "sed", "sleep", "sort"),
@@ -81,6 +83,8 @@ sys.exit(pretrain.main(sys.argv[2:]))
 TORCH = """
 import types
 __version__ = "9.9+fake"
+float16, bfloat16 = "FP16", "BF16"
+cpu = types.SimpleNamespace(get_capabilities=lambda: {{"avx512_bf16": {halves}}})
 cuda = types.SimpleNamespace(is_available=lambda: {gpus} > 0, device_count=lambda: {gpus})
 """
 
@@ -107,7 +111,7 @@ class Sandbox:
         self.gpus(0)
 
     def gpus(self, count: int) -> None:
-        (self.modules / "torch.py").write_text(TORCH.format(gpus=count))
+        (self.modules / "torch.py").write_text(TORCH.format(gpus=count, halves=bool(half_units())))
 
     def hide(self, *names: str) -> None:
         """Let these modules not be there."""
