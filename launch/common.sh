@@ -4,7 +4,10 @@
 # shellcheck shell=bash
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+# Where everything is installed, with which versions, by which of the Pythons on PATH: use_oldest_torch has others.
 VENV="$ROOT/.venv"
+CONSTRAINTS="$ROOT/constraints.txt"
+PYTHONS=(python3 python3.14 python3.13 python3.12 python3.11)
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -77,22 +80,32 @@ print("lacks", *(name for name in sys.argv[1:] if find_spec(name) is None), end=
 PY
 }
 
-# Prints the first Python >= 3.11 on PATH that can make virtual environments.
+# Prints the first of $PYTHONS on PATH that is new enough and can make virtual environments.
 find_python() {
   local name
-  for name in python3 python3.14 python3.13 python3.12 python3.11; do
+  for name in "${PYTHONS[@]}"; do
     if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       printf '%s\n' "$name"
       return
     fi
   done
-  die "no Python >= 3.11 with the venv module on PATH (tried python3, python3.14 to python3.11);" \
-    "install one (Debian and Ubuntu: apt install python3 python3-venv), or name one with torch in MEGAMIX_PYTHON"
+  name="${PYTHONS[0]}"
+  die "no Python >= 3.11 with the venv module on PATH (tried ${PYTHONS[*]});" \
+    "install one (Debian and Ubuntu: apt install $name $name-venv), or name one with torch in MEGAMIX_PYTHON"
 }
 
 # What the environment was installed from: it must be renewed when any of this changes. The path counts because an
 # environment that was moved with its repository still points to the old place.
-install_stamp() { { printf '%s\n' "$ROOT"; cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt"; } | cksum; }
+install_stamp() { { printf '%s\n' "$ROOT"; cat "$ROOT/pyproject.toml" "$CONSTRAINTS"; } | cksum; }
+
+# Lets ensure_python make an environment beside the usual one, with the oldest torch that pyproject.toml allows.
+use_oldest_torch() {
+  VENV="$ROOT/.venv-oldest" CONSTRAINTS="$(mktemp)" PYTHONS=(python3.12)
+  trap 'rm -f -- "$CONSTRAINTS"' EXIT
+  # torch 2.11 wants an older setuptools than the usual pin.
+  sed -n 's/.*"torch>=\([0-9.]*\)".*/torch==\1.0/p' "$ROOT/pyproject.toml" >"$CONSTRAINTS"
+  grep -v -e '^torch==' -e '^setuptools==' "$ROOT/constraints.txt" >>"$CONSTRAINTS"
+}
 
 # Sets PYTHON to an interpreter that can run megamix, installing it first where needed.
 # $1: the extras, "all" or "all,dev"; the rest: modules that a MEGAMIX_PYTHON must have.
@@ -120,7 +133,7 @@ ensure_python() {
 install_megamix() {
   local extras="$1" stamp="$2" python torch started=$SECONDS
   python="$(find_python)" || exit
-  torch="$(grep -m 1 '^torch==' "$ROOT/constraints.txt")"
+  torch="$(grep -m 1 '^torch==' "$CONSTRAINTS")"
   # .megamix-unfinished lies in the environment while it is being changed. Found here, an install was cut short, and the
   # environment may hold half a package that pip takes for a whole one.
   if [[ -e "$VENV/.megamix-unfinished" ]]; then
@@ -142,10 +155,10 @@ install_megamix() {
   say "1 of 2: $torch, the longest part; its packages are downloaded unless pip has them"
   # torch first, by its exact version: left to a range, pip may choose a newer build for other hardware.
   at_work "installing $torch" \
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" "$torch"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$CONSTRAINTS" "$torch"
   say "2 of 2: megamix and what else it needs"
   (cd "$ROOT" && at_work "installing megamix" \
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]")
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$CONSTRAINTS" -e ".[$extras]")
   if [[ "$extras" == *dev* ]]; then
     # For the tests of a GPU's code, in a folder of its own: every process that compiles for the CPU would import it.
     at_work "installing triton" "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$VENV/triton" \

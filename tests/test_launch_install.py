@@ -39,9 +39,34 @@ def test_torch_is_installed_first_at_its_pin_then_the_extras_and_triton_apart(sa
     _, torch, extras, triton = sandbox.lines()
     (pin,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
     assert torch.endswith(f"-c {sandbox.repo}/constraints.txt {pin}")
-    assert extras.endswith("-c constraints.txt -e .[all,dev]")
+    assert extras.endswith(f"-c {sandbox.repo}/constraints.txt -e .[all,dev]")
     assert f"--target {sandbox.repo}/.venv/triton triton==" in triton
     assert "installed in " in done.stderr
+
+
+def test_the_oldest_torch_gets_an_environment_and_a_python_of_its_own(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    done = sandbox.run("test.sh", "--oldest")
+    assert done.returncode == 2
+    assert "(tried python3.12); install one (Debian and Ubuntu: apt install python3.12 python3.12-venv)" in done.stderr
+    python = sandbox.program("python3.12")
+    noted = 'echo "pip $*" >>"$BASE/log"'
+    python.write_text(python.read_text().replace(noted, f'{noted}; [[ "$4" != -c ]] || cat "$5" >"$BASE/pins"'))
+    assert sandbox.run("test.sh", "--oldest").returncode == 0
+    venv, torch, extras, _, tests = sandbox.lines()
+    (oldest,) = re.findall(r'"torch>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert venv == "python3.12 -m venv"
+    assert torch.endswith(f" torch=={oldest}.0")
+    assert extras.endswith("-e .[all,dev]")
+    assert (sandbox.repo / ".venv-oldest").is_dir()
+    assert not (sandbox.repo / ".venv").exists()
+    pins = (sandbox.base / "pins").read_text().splitlines()
+    assert [pin for pin in pins if pin.startswith(("torch==", "setuptools=="))] == [f"torch=={oldest}.0"]
+    assert [pin for pin in pins if pin.startswith("numpy==")] != []
+    assert not Path(torch.split(" -c ")[1].split()[0]).exists()
+    handful = tests.removeprefix("python -m pytest -n 2 --dist worksteal ").split()
+    assert len(handful) > 10
+    assert [name for name in handful if not (ROOT / name).exists()] == []
 
 
 def test_an_install_that_takes_long_says_every_four_seconds_that_it_is_at_work(sandbox: Sandbox) -> None:
