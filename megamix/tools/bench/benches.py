@@ -45,7 +45,7 @@ def run(
     """
     cards = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
     on_gpus = [name for name, needed in GPUS.items() if needed <= cards]
-    if device == "cuda" and what not in (*on_gpus, "all"):
+    if device == "cuda" and (not on_gpus or what not in (*on_gpus, "all")):
         fix = f"name one of {', '.join(on_gpus)}" if on_gpus else "write --device cpu"
         raise ConfigError([f"--device: got cuda, but {what} is not measured on {cards} GPU(s); {fix}"], "flags")
     if unknown := [name for name in sides if name not in SIDES]:

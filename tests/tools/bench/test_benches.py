@@ -313,3 +313,13 @@ def test_the_verb_runs_what_it_names(
     printed = capsys.readouterr().out
     assert (printed == output.read_text()) is bool(flags)
     assert [f"megamix bench {name}" in printed for name in want] == [not flags] * len(want)
+
+
+def test_gpus_that_torch_does_not_see_are_not_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for what in ("train", "all"):
+        assert main(["bench", what, "--device", "cuda"]) == 2
+        said = f"--device: got cuda, but {what} is not measured on 0 GPU(s); write --device cpu"
+        assert said in capsys.readouterr().err
