@@ -87,6 +87,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),
         mock.patch.object(fused_update, "_compile", operations.compiled),
         mock.patch.object(unseen_writes, "HostSlot", lambda device: mock.Mock(read_once=lambda: 0)),  # of pinned memory
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),  # there is no stream
     ):
         with torch.device("cuda"):
             model = Transformer(model_config.model_copy(update={**sizes, "compile": False}))
