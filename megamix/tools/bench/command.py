@@ -14,7 +14,9 @@ def bench_arguments(parser: Parser) -> None:
     parser.add_argument("what", choices=[*benches, "all"], nargs="?", default="train", help="what to measure (train)")
     where = "where: GPUs or CPU (GPUs where they are, for the benches that measure them)"
     parser.add_argument("--device", choices=["cuda", "cpu"], help=where)
-    parser.add_argument("--size", choices=["12M", "124M", "1.3B"], help="model of whole steps (124M; on a CPU 12M)")
+    parser.add_argument(
+        "--size", choices=["3M", "12M", "124M", "1.3B"], help="model of whole steps (124M; on a CPU 12M)"
+    )
     parser.add_argument("--sides", metavar="A,B", default="", help="of whole steps: ours,plain,fsdp2,fp8_rowwise ...")
     parser.add_argument("--layout", choices=["tp2", "pp2", "cp2"], help="whole steps on two ranks that divide the work")
     parser.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")

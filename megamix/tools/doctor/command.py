@@ -18,13 +18,14 @@ from typing import Any
 
 from megamix.arguments import Parser, print_lines
 from megamix.config import ConfigError
-from megamix.machine import set_torch_environment
+from megamix.machine import has_gpu, set_torch_environment
 from megamix.progress import ProgressLine
 from megamix.supervise.console import drop_unwritten
-from megamix.tools.doctor import cards, host
+from megamix.tools.doctor import cards, first_light, host
 from megamix.tools.doctor.finding import HANGS, Finding, expected, is_fit, not_here, run_check, summary
 
 GPU_LIMIT_S, CPU_LIMIT_S = 600.0, 180.0  # seconds of all checks; a check that may take longer is left out
+FIRST_LIGHT_LIMIT_S = 900.0
 _HOST_LIMIT_S = 60.0  # seconds of one check of the machine
 _NODES_LIMIT_S = 240.0
 _MOMENT_S = 15.0  # seconds left for ending ranks that are out of time
@@ -36,8 +37,12 @@ def doctor_arguments(parser: Parser) -> None:
     where = "where runs will be written (runs)"
     parser.add_argument("--folder", metavar="DIR", type=Path, default=Path("runs"), help=where)
     parser.add_argument("--nodes", action="store_true", help="compare and connect the ranks that torchrun has started")
-    parser.add_argument("--only", metavar="A,B", default="", help="only these checks (an unknown one lists all)")
-    parser.add_argument("--limit", metavar="SECONDS", type=float, help="of all checks (600 with GPUs, 180 without)")
+    light = "all that the first run on a GPU should show, with a page and results to send, in this folder; 10 minutes"
+    parser.add_argument("--first-light", metavar="OUT", type=Path, help=light)
+    only = "only these checks, or parts of the first light (an unknown one lists all)"
+    parser.add_argument("--only", metavar="A,B", default="", help=only)
+    limit = "of everything (600 with GPUs, 180 without; first light 900)"
+    parser.add_argument("--limit", metavar="SECONDS", type=float, help=limit)
     what = "a line a check at once, with what was looked at, seen and expected; at last whether the machine is fit"
     parser.add_argument("--json", action="store_true", help=what)
 
@@ -46,15 +51,19 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.nodes and "WORLD_SIZE" not in os.environ:
         fix = "write on every node torchrun --nnodes=2 --node-rank=0 --master-addr=node0 -m megamix doctor --nodes"
         raise ConfigError([f"--nodes: no launcher has started ranks; {fix}"], "flags")
-    only = [name for name in arguments.only.split(",") if name]
-    if unknown := [name for name in only if name not in names()]:
-        raise ConfigError([f"--only: got {', '.join(unknown)}, known are {', '.join(names())}"], "flags")
+    on_gpu = arguments.first_light is not None and has_gpu()
+    known = names() if arguments.first_light is None else [part.name for part in first_light.parts(on_gpu=on_gpu)]
+    only = [name for name in arguments.only.split(",") if name] or known
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError([f"--only: got {', '.join(unknown)}, known are {', '.join(known)}"], "flags")
     if arguments.limit is not None and arguments.limit <= 0:
         raise ConfigError([f"--limit: got {arguments.limit:g}, must be above 0; write --limit 120"], "flags")
+    if arguments.first_light is not None:
+        return first_light.run(arguments.first_light, only, arguments.limit or FIRST_LIGHT_LIMIT_S, on_gpu=on_gpu)
     start_s, findings = time.monotonic(), list[Finding]()
 
     def lines() -> Iterator[str]:
-        checks = _nodes() if arguments.nodes else examine(arguments.folder, only or names(), arguments.limit)
+        checks = _nodes() if arguments.nodes else examine(arguments.folder, only, arguments.limit)
         for finding in checks:
             findings.append(finding)
             yield from [json.dumps(asdict(finding))] if arguments.json else finding.lines()

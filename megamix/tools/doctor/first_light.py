@@ -1,0 +1,180 @@
+"""`megamix doctor --first-light`: all that the first run on a GPU should show, part by part, each under a limit.
+
+Each part is a process of this package, such as a bench. Its lines of JSON are kept at once, so whatever ends early has
+told what it found. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from megamix.supervise.console import say
+from megamix.supervise.processes import children_of
+from megamix.tools.doctor.finding import Finding
+
+RESULTS, PAGE, LOG = "results.jsonl", "page.txt", "log.txt"
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+_PATH = re.compile(r"(?<![\w.])/(?!dev/|proc/|sys/)(?:[\w.+@-]+/)+")
+_WELL = "status 0"
+_LEAST_S = 15.0  # seconds that a part begins with at least
+_OWN = "-m", "megamix.tools.doctor.first_parts"
+_CHECKS = "cores,driver,torch,memory,/dev/shm,compiler,environment,collectives,wire,device,host waits,CUDA graph"
+_NUMBERS = "verify,compiled blocks,update,deterministic"
+# What a page says of each verdict, in the page's order.
+_TITLES = {
+    "broken": "What is wrong", "slow": "What is slow", "not judged": "What is not judged", "ok": "What is right",
+    "does not apply": "What is not here",
+}  # fmt: skip
+
+
+class Trial(NamedTuple):
+    """A part: Python's arguments, and the seconds that it may take."""
+
+    name: str
+    arguments: Sequence[str]
+    limit_s: float
+
+
+def parts(*, on_gpu: bool) -> list[Trial]:
+    """Return all parts. Without a GPU they are small, to try this command."""
+    device, rounds = ("cuda", "3") if on_gpu else ("cpu", "1")
+    bench = ["-m", "megamix", "bench", "--json", "--device", device, "--rounds", rounds]
+    small, large = ("124M", "1.3B") if on_gpu else ("3M", "12M")
+    in_fp8 = "ours,fp8_rowwise,fp8_tensorwise,muon"
+    doctor = ["-m", "megamix", "doctor", "--json", "--only"]
+    chosen = [
+        Trial("machine", [*doctor, _CHECKS, "--limit", "90"], 120),
+        Trial("numbers", [*doctor, _NUMBERS, "--limit", "170"], 180),
+        Trial("smoke", [*_OWN, "smoke"], 120),
+        Trial("verify", [*_OWN, "settings"], 200),
+        Trial("job", [*_OWN, "job"], 160),
+        Trial("update", [*bench, "update"], 90),
+        Trial(small, [*bench, "train", "--size", small, "--sides", "ours,plain,fsdp2"], 150),
+        Trial(f"{large} beside torch", [*bench, "train", "--size", large, "--sides", "ours,plain,fsdp2"], 180),
+        Trial("FP8, Muon", [*bench, "train", "--size", large, "--sides", in_fp8], 180),
+        Trial("plan", [*_OWN, "planned"], 120),
+    ]
+    return chosen if on_gpu else [part._replace(limit_s=3 * part.limit_s) for part in chosen]
+
+
+class Findings:
+    """The results so far: rows on the disk, and the page made of them. None names a host, a user or a path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.rows = folder, list[dict[str, Any]]()
+        self._begun_s, self._lock = time.monotonic(), threading.Lock()
+        self._host = socket.gethostname()
+        (folder / RESULTS).write_text("")
+
+    def add(self, part: str, row: Mapping[str, Any]) -> None:
+        """Keep a row at once."""
+        text = json.dumps({"seconds": round(time.monotonic() - self._begun_s, 1), "part": part, **row})
+        text = _PATH.sub("", text).replace(self._host, "HOST")
+        with self._lock, (self.folder / RESULTS).open("a") as file:
+            self.rows.append(json.loads(text))
+            file.write(text + "\n")
+
+    def write_page(self) -> None:
+        (self.folder / PAGE).write_text("\n".join(page(self.rows)) + "\n")
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the page's lines: what is wrong, what is slow, what is right, and the figures of the benches."""
+    from megamix.tools.bench.report import table  # imports torch
+
+    by_verdict, tables = defaultdict[str, list[str]](list), list[str]()
+    for row in rows:
+        if "verdict" in row:
+            finding = Finding(*(row[name] for name in Finding.__slots__))
+            by_verdict[finding.verdict] += finding.lines()
+        elif "ended" in row:
+            told = f"part {row['part']}: {row['ended']}, {row['took']} s"
+            by_verdict["ok" if row["ended"] == _WELL else "broken"].append(told)
+        elif "columns" in row:
+            tables += ["", f"{row['part']} ({row['bench']})", *table(row["columns"], row["rows"])]
+            for goal in row["goals"]:
+                tables.append(f"{'met' if goal['met'] else 'MISSED'} {goal['value']:.3f}: {goal['text']}")
+            tables += row["notes"]
+    for verdict, title in _TITLES.items():
+        if by_verdict[verdict]:
+            yield from [title, *by_verdict[verdict], ""]
+    yield from tables
+    yield from ["", f"To tell others, send {RESULTS}: no host, user or path is in it."]
+
+
+def run(folder: Path, only: Sequence[str], limit_s: float, *, on_gpu: bool) -> int:
+    """Run the parts named `only` within `limit_s`, and print the page. Return 1 if anything is wrong, else 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    findings, end_s, over = Findings(folder), time.monotonic() + limit_s, threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: over.set())
+    with (folder / LOG).open("ab") as log, TemporaryDirectory(prefix="megamix-first-light-") as place:
+        for part in parts(on_gpu=on_gpu):
+            begun_s, ended = time.monotonic(), "left out"
+            if part.name in only and not over.is_set() and end_s - begun_s > _LEAST_S:
+                until_s = min(begun_s + part.limit_s, end_s)
+                say(f"first light: {part.name}, at most {until_s - begun_s:.0f} s")
+                ended = _run(part, Path(place), findings, log, until_s, over)
+            if part.name in only:
+                findings.add(part.name, {"ended": ended, "took": round(time.monotonic() - begun_s, 1)})
+            findings.write_page()
+    text = (folder / PAGE).read_text()
+    say(text)
+    return int(_TITLES["broken"] in text)
+
+
+def _run(part: Trial, place: Path, findings: Findings, log: Any, until_s: float, over: threading.Event) -> str:
+    """Run a part in a folder until it ends, its time is up or all is `over`; return how it ended."""
+    process = start(part.arguments, place, log)
+    reader = threading.Thread(target=_keep, args=(process, part.name, findings, log), daemon=True)
+    reader.start()
+    while process.poll() is None and time.monotonic() < until_s and not over.wait(0.1):
+        pass
+    if (status := process.poll()) is None:
+        end_tree(process.pid)
+    reader.join(5.0)
+    return "cut" if status is None else f"status {status}"
+
+
+def start(arguments: Sequence[str], folder: Path, errors: Any, **settings: str) -> subprocess.Popen[bytes]:
+    """Start Python in a folder, as a process that ends with this one."""
+    library = ctypes.CDLL(None)
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), **settings},
+        preexec_fn=lambda: library.prctl(_DIES_WITH_PARENT, signal.SIGTERM),
+    )  # fmt: skip
+
+
+def _keep(process: subprocess.Popen[bytes], part: str, record: Findings, log: Any) -> None:
+    """Keep a part's lines of JSON; all else it says goes to the log."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(b"{"):
+            record.add(part, json.loads(line))
+        else:
+            log.write(line)
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process and all that it has started, in sessions of their own, too."""
+    below = children_of(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in below:
+        end_tree(child)

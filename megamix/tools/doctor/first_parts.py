@@ -1,0 +1,198 @@
+"""The parts of `megamix doctor --first-light` that no other verb has, each a process: `python -m ... NAME`.
+
+A part prints each finding at once, as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megamix.config import config_from_dict, config_to_toml
+from megamix.model.fp8 import FP8_CAPABILITY
+from megamix.tools.bench.sides import SIZES, ByHand, Engine, Ours, Work, fitted, half_of
+from megamix.tools.doctor.finding import Finding, expected, found, not_here
+from megamix.tools.doctor.first_light import end_tree, start
+from megamix.tools.ranks import RankFailure, RankPool
+from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.layouts.layout_lines import verify_layout
+
+STEPS, FEW = 20, 6
+_SWIGLU = {"activation": "swiglu", "norm": "rmsnorm", "position": "rotary", "num_kv_heads": 2}
+_BF16: dict[str, Any] = {"dtype": "bf16"}
+_FP16: dict[str, Any] = {"dtype": "fp16", "loss_scale": {"rule": "static", "init_scale": 1024.0}}
+_EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 64, "shared_ffn_hidden_size": 64, "dense_layers": 1}
+_PARAMETERS = {"shard": "parameters"}
+# Settings that one rank verifies, by name: keys on top of doctor's job.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp16, gelu": {"precision": _FP16, "model": {"activation": "gelu", "compile": True}},
+    "compiled": {"model": {**_SWIGLU, "compile": True}},
+    "packed": {"model": {**_SWIGLU, "compile": True}, "data": {"packing": "documents"}},
+    "windows": {"model": {**_SWIGLU, "windows": [16, 0]}},
+    "rowwise": {"model": {**_SWIGLU, "compile": True}, "precision": {"fp8": {"recipe": "rowwise"}}},
+    "tensorwise": {"model": _SWIGLU, "precision": {"fp8": {"recipe": "tensorwise", "weight_grad": "fp8"}}},
+    "experts": {"model": {**_SWIGLU, "experts": _EXPERTS}},
+    "experts, fp16": {"model": {"experts": _EXPERTS}, "precision": _FP16},
+    "muon": {"optimizer": {"name": "muon"}},
+    "selective": {"model": {**_SWIGLU, "compile": True, "recompute": "selective"}, "parallelism": _PARAMETERS},
+}
+# Layouts of two ranks that share one card.
+SHARED = ("dp2", "dp2-gradients", "dp2-parameters", "tp2", "tp2sp", "cp2")
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def precision() -> dict[str, Any]:
+    """Return the section of a job: BF16, or FP16 on a card without it."""
+    return _BF16 if half_of(device()) == torch.bfloat16 else _FP16
+
+
+def _losses(side: Engine, work: Work, steps: int) -> list[float]:
+    """Train on the same sequences in every step, which can be learnt by heart; return the losses."""
+    draw, losses = torch.Generator().manual_seed(0), []
+    shape = work.micro_batch_size, work.model.seq_len + 1
+    tokens = torch.randint(work.model.vocab_size, shape, generator=draw).to(work.device)
+    for _ in range(steps):
+        losses.append(side.forward_backward(tokens[:, :-1], tokens[:, 1:]))
+        side.optimize()
+    side.finish()
+    return [float(loss) for loss in losses]
+
+
+def trained(work: Work, dtype: torch.dtype, **sharding: Any) -> str:
+    """Take a few steps, and return a hash of the FP32 weights."""
+    side = Ours(work, dtype, **sharding)
+    _losses(side, work, FEW)
+    weights = side.engine.full_weights().values()
+    return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).hexdigest()
+
+
+def smoke() -> Iterator[Finding]:
+    """Train beside a loop by hand, then on every card with NCCL, in three shards, on the same sequences."""
+    work = replace(SIZES["3M"], device=device(), compile_update=device() == "cuda")
+    halves = [torch.float16] if precision() is _FP16 else [torch.bfloat16, torch.float16]
+    for dtype in halves:
+        ours, by_hand = (_losses(kind(work, dtype), work, STEPS) for kind in (Ours, ByHand))
+        apart = max(abs(a - b) for a, b in zip(ours, by_hand, strict=True))
+        wrong = not (apart < 0.02 and ours[-1] < ours[0] - 0.1)
+        seen = f"loss {ours[0]:.3f} to {ours[-1]:.3f}, at most {apart:.2g} apart"
+        yield found("smoke", seen, wrong, of=str(dtype).removeprefix("torch."))
+    cards = torch.cuda.device_count() if device() == "cuda" else 1
+    alone = trained(work, halves[0])
+    with RankPool(cards, on_gpus=device() == "cuda") as ranks:
+        for shard in ("states", "gradients", "parameters"):
+            bits = {*ranks.call(partial(trained, work, halves[0], shard=shard))}
+            seen = f"{'the' if bits == {alone} else 'other'} bits, {cards} rank(s)"
+            yield found("shards", seen, bits != {alone}, of=shard)
+    if cards == 1:
+        yield not_here("more cards", "there is one card, or none")
+
+
+def settings() -> Iterator[Finding]:
+    """Verify settings on one rank, and layouts of two ranks that share a card."""
+    on_gpu = device() == "cuda"
+    chosen = SETTINGS if on_gpu else {name: SETTINGS[name] for name in ("plain", "experts")}
+    base = {**expected()["job"], "precision": precision()}
+    with RankPool(1, on_gpus=on_gpu) as alone, RankPool(2, on_gpus=on_gpu, share_card=on_gpu) as pair:
+        cases = [(name, "dp1", alone, change) for name, change in chosen.items()]
+        cases += [(name, name, pair, {"model": _SWIGLU}) for name in (SHARED if on_gpu else SHARED[:2])]
+        for name, layout, ranks, change in cases:
+            if "fp8" in change.get("precision", {}) and on_gpu and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+                yield not_here(f"verify {name}", "this card has no FP8")
+                continue
+            try:
+                job = config_from_dict(base, {"optimizer": {"compile": on_gpu}}, change)
+                verdict = verify_layout(job, parse_layout(layout), ranks, deadline_s=60.0)
+            except (RankFailure, ValueError) as error:
+                yield found("verify", str(error).strip().splitlines()[-1], True, of=name)
+                continue
+            check, share = max(verdict.worst.items(), key=lambda one: one[1])
+            yield found("verify", f"{share:.3f}, {check}", bool(verdict.differences), of=name)
+
+
+def _job(name: str, changes: Mapping[str, Any]) -> list[str]:
+    """Write a job, whose run has the same name, into the working folder; return Python's arguments for it."""
+    own = {"data": {"train": [{"markov": 16, "weight": 1.0}]}, "checkpoint": {"folder": name}}
+    config = config_from_dict(expected()["job"], own, changes)
+    Path(f"{name}.toml").write_text(config_to_toml(config))
+    return ["-m", "megamix.pretrain", "--standalone", "--", f"{name}.toml"]
+
+
+def _lines_of(arguments: Sequence[str], stop_at: str | None = None) -> tuple[int, list[str]]:
+    """Run a job on one rank. Return its exit status and lines. `stop_at`: send SIGTERM at the first line with this."""
+    process, lines = start(arguments, Path(), sys.stderr, NPROC_PER_NODE="1"), list[str]()
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            lines.append(line.decode(errors="replace").rstrip())
+            print(lines[-1], flush=True)
+            if stop_at is not None and re.search(stop_at, lines[-1]):
+                process.send_signal(signal.SIGTERM)
+                stop_at = None
+        return process.wait(), lines
+    finally:
+        end_tree(process.pid)
+
+
+def job() -> Iterator[Finding]:
+    """Run a job, and again with a SIGTERM in the middle: the weights are the same bits."""
+    steps = 2000 if device() == "cuda" else 60
+    changes: dict[str, Any] = {
+        "training": {"steps": steps, "global_batch_size": 4}, "precision": {"dtype": "fp16"},
+        "metrics": {"log_interval": steps // 20, "tensorboard": False},
+    }  # fmt: skip
+    whole, cut = (_job(name, changes) for name in ("whole", "cut"))
+    for what, arguments, stop_at, right in (
+        ("whole", whole, None, 0),
+        ("stopped by SIGTERM", cut, rf"step +{steps // 4}/", 75),
+        ("resumed", cut, None, 0),
+    ):
+        status, lines = _lines_of(arguments, stop_at)
+        yield found("job", f"status {status}, {lines[-1] if lines else 'no line'}", status != right, of=what)
+    one, other = (Path(folder, "weights.safetensors") for folder in ("whole", "cut"))
+    same = one.exists() and other.exists() and one.read_bytes() == other.read_bytes()
+    yield found("job", "the same bits" if same else "other bits, or no weights", not same, of="weights")
+
+
+def planned() -> Iterator[Finding]:
+    """Train the largest model for some steps: planned beside measured, and the kernels that a step's time goes to."""
+    on_gpu = device() == "cuda"
+    work = SIZES["1.3B" if on_gpu else "3M"]
+    work = fitted(work, torch.cuda.get_device_properties(0).total_memory) if on_gpu else work
+    size = {"micro_batch_size": work.micro_batch_size, "global_batch_size": 2 * work.micro_batch_size, "steps": 16}
+    changes: dict[str, Any] = {
+        "model": work.model.model_dump(), "training": size, "precision": precision(),
+        "optimizer": {"lr": 3e-4, "compile": on_gpu}, "metrics": {"log_interval": 4, "tensorboard": False},
+        "profiling": {"start_step": 14, "num_steps": 1},
+    }  # fmt: skip
+    status, lines = _lines_of(_job("large", changes))
+    yield found("job", f"status {status}, {lines[-1] if lines else 'no line'}", status != 0, of="large")
+    for line in lines:
+        if line.startswith(("memory |", "time |")):
+            yield Finding("planned", "", line, "", "slow" if "WARNING" in line else "ok")
+    kernels = Counter[str]()
+    for event in json.loads(Path("large/trace_rank0.json").read_text())["traceEvents"]:
+        if event.get("cat") == ("kernel" if on_gpu else "cpu_op"):
+            kernels[event["name"][:80]] += event["dur"] / 1e3
+    for name, ms in kernels.most_common(12):
+        yield Finding("profile", "", f"{ms:.2f} of {kernels.total():.1f} ms: {name}", "", "ok")
+
+
+if __name__ == "__main__":
+    part = {"smoke": smoke, "settings": settings, "job": job, "planned": planned}[sys.argv[1]]
+    for finding in part():
+        print(json.dumps(asdict(finding)), flush=True)

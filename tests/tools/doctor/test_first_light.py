@@ -1,0 +1,156 @@
+"""The first light keeps each finding at once, names no host, user or path, and tells on its page what is wrong first.
+Killed at any instant it leaves every finished result, and no process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megamix.config import config_from_dict
+from megamix.tools.doctor import first_light, first_parts
+from megamix.tools.doctor.finding import expected, found, not_here
+from megamix.tools.doctor.first_light import LOG, PAGE, RESULTS, Findings, Trial, page
+from megamix.tools.verify.core.layout import parse_layout
+from tests.conftest import FULL
+
+ROOT = Path(__file__).resolve().parents[3]
+# A part that tells a number of findings, of which it notes each in a file as well, and has a process in a session of
+# its own, as a job's ranks are.
+TELLS = """
+import json, os, subprocess, sys, time
+number, folder = int(sys.argv[1]), sys.argv[2]
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "FIRST_LIGHT_CHILD"],
+                         start_new_session=True, preexec_fn=lambda: __import__("ctypes").CDLL(None).prctl(1, 15))
+for row in range(5):
+    print(json.dumps({"number": number, "row": row}), flush=True)
+    time.sleep(0.1)
+    open(f"{folder}/told_{number}_{row}", "w").close()
+while not os.path.exists(f"{folder}/may_end"):
+    time.sleep(0.05)
+child.kill()
+"""
+# A first light of four such parts.
+DRIVER = """
+import sys
+from pathlib import Path
+from megamix.tools.doctor import first_light
+from megamix.tools.doctor.first_light import Trial
+tells, told, out = sys.argv[1:]
+parts = [Trial(f"part {n}", [tells, str(n), told], 60) for n in range(4)]
+first_light.parts = lambda on_gpu: parts
+sys.exit(first_light.run(Path(out), [part.name for part in parts], 60, on_gpu=False))
+"""
+
+
+def _processes_of(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:
+            continue
+        if mark.encode() in line and int(path.parent.name) != os.getpid():
+            found.append(line.replace(b"\0", b" ").decode())
+    return found
+
+
+def _wait_for(what, limit_s: float = 20.0) -> bool:
+    end_s = time.monotonic() + limit_s
+    while not (done := what()) and time.monotonic() < end_s:
+        time.sleep(0.02)
+    return bool(done)
+
+
+def _rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / RESULTS).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("seed", range(10 if FULL else 1))
+def test_killed_at_a_random_instant_it_leaves_every_finished_result_and_no_process(
+    tmp_path: Path, number: int, seed: int
+) -> None:
+    tells, told, out = tmp_path / "FIRST_LIGHT_TELLS.py", tmp_path / "told", tmp_path / "out"
+    tells.write_text(TELLS)
+    told.mkdir()
+    (told / "may_end").touch()
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, tells, told, out], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    many = random.Random(seed * 100 + number).randint(1, 18)
+    assert _wait_for(lambda: len([*told.iterdir()]) > many)
+    (told / "may_end").unlink()
+    driver.send_signal(number)
+    driver.wait(30)
+    before = {path.name for path in told.iterdir()}
+    assert _wait_for(lambda: not _processes_of(str(tmp_path)) and not _processes_of("FIRST_LIGHT_CHILD"))
+    # What a part had told a moment before it was killed may still have been on its way.
+    kept = {f"told_{row['number']}_{row['row']}" for row in _rows(out) if "row" in row}
+    assert len(before - kept) <= (2 if number == signal.SIGKILL else 0)
+
+
+def test_a_part_that_takes_too_long_is_cut_and_its_results_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = 'import time; print(\'{"row": 1}\', flush=True); print("a word", flush=True); time.sleep(600)'
+    parts = [
+        Trial("slow", ["-c", slow], 2.0),
+        Trial("fails", ["-c", "import sys; sys.exit(3)"], 20.0),
+        Trial("fine", ["-c", "print('{\"row\": 2}')"], 20.0),
+    ]
+    monkeypatch.setattr(first_light, "parts", lambda on_gpu: parts)
+    assert first_light.run(tmp_path, ["slow", "fails", "fine"], 100.0, on_gpu=False) == 1
+    text = (tmp_path / PAGE).read_text()
+    wrong, right = text.split("What is right")
+    assert "part slow: cut" in wrong
+    assert "part fails: status 3" in wrong
+    assert "part fine: status 0" in right
+    assert [row["row"] for row in _rows(tmp_path) if "row" in row] == [1, 2]
+    assert b"a word" in (tmp_path / LOG).read_bytes()
+    assert text.strip() in capsys.readouterr().out
+
+
+def test_the_page_has_what_is_wrong_first_and_a_bench_as_a_table() -> None:
+    rows = [
+        {"part": "machine", **_as_row(found("cuDNN", "91501", False))},
+        {"part": "machine", **_as_row(found("torch", "2.10", True))},
+        {"part": "machine", **_as_row(not_here("links", "there is one card, or none"))},
+        {"part": "update", "bench": "update", "round": 1, "seconds": {}},
+        {"part": "update", "bench": "update", "columns": ["variant", "GB/s"], "rows": [["copy", "4000.0"]],
+         "goals": [{"text": "rate over the copy's", "value": 0.95, "met": True}], "notes": ["a note"]},
+    ]  # fmt: skip
+    lines = [*page(rows)]
+    places = [lines.index(f"What is {title}") for title in ("wrong", "right", "not here")]
+    assert places == sorted(places)
+    assert "BROKEN" in lines[places[0] + 1]
+    assert lines[lines.index("variant    GB/s") + 1] == "copy     4000.0"
+    assert "met 0.950: rate over the copy's" in lines
+
+
+def _as_row(finding) -> dict:
+    return {name: getattr(finding, name) for name in finding.__slots__}
+
+
+def test_each_setting_that_is_verified_is_a_job() -> None:
+    for change in first_parts.SETTINGS.values():
+        config = config_from_dict(expected()["job"], change)
+        parse_layout("dp1").apply(config)
+    for name in first_parts.SHARED:
+        parse_layout(name).apply(config_from_dict(expected()["job"]))
+
+
+def test_rows_name_no_host_user_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node17")
+    record = Findings(tmp_path)
+    record.add("job", {"seen": "saved /home/ada/runs/x/step_5 on node17; /dev/shm 2 GiB; 3 tokens/s", "n": 1})
+    (row,) = _rows(tmp_path)
+    assert row["seen"] == "saved step_5 on HOST; /dev/shm 2 GiB; 3 tokens/s"
