@@ -2,7 +2,6 @@
 for CPUs.
 """
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
-
-
-def has_values(x: Tensor) -> bool:
-    """Return whether a tensor has values. A meta tensor and a fake one have a shape and a dtype alone."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none; the import takes a second
-    return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
 
 
 class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch

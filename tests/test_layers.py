@@ -17,6 +17,7 @@ LAYER = {
     "durable": 0,
     "interrupt": 0,
     "live_storage": 0,
+    "values": 0,
     "machine": 0,
     "names": 0,
     "progress": 0,

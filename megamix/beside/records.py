@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from megamix.live_storage import has_values
+from megamix.values import has_values
 
 Reduce = Literal["mean", "sum", "max", "min"]
 JOIN: dict[Reduce, Callable[[Tensor, Tensor], Tensor]] = {

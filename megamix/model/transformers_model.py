@@ -19,12 +19,12 @@ from torch.nn.functional import cross_entropy
 
 from megamix.config import DecoderConfig, TransformersConfig, architecture
 from megamix.data.loader import IGNORE
-from megamix.live_storage import has_values
 from megamix.model.cross_entropy import Slopes, compiled_slopes, linear_cross_entropy, slopes
 from megamix.model.language_model import Cache, Cost, Costs, Draw, LanguageModel, compile_blocks
 from megamix.model.layers import ParamRule
 from megamix.model.ops import Ops
 from megamix.model.sizes import is_repeated
+from megamix.values import has_values
 
 _PREFIX = "hf."
 # Logits may differ by these shares of the largest: in forwards of one shape, where only experts sum in another order,

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives
-from megamix.live_storage import has_values
 from megamix.model.decoder import Decoder
 from megamix.model.experts import Compute, Experts, Routes, SortedRows, at_own_experts
 from megamix.model.ops import host_counts
 from megamix.model.wide import Crossing, apply
+from megamix.values import has_values
 
 FindWay = Callable[[Tensor, int], "_Way"]
 

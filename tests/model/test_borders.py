@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megamix.live_storage import has_values
 from megamix.model import context, decoder, ops
 from megamix.model.context import Documents, find_borders, find_documents
 from megamix.model.ops import Ops, takes_borders
 from megamix.model.transformer import Transformer
+from megamix.values import has_values
 from tests.model.families import VOCAB, config_of
 from tests.model.flash import stand_in
 from tests.model.rounding import FP16_WIDE, HALF_OF_SMALLEST, U32, UNIT, randn
