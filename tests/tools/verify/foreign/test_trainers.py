@@ -319,7 +319,10 @@ def test_a_training_by_a_package_passes(package: str, name: str) -> None:
     assert verdict.skipped == 0
 
 
-def test_a_file_may_have_the_name_of_a_module_and_takes_nobodys_place(tmp_path: Path) -> None:
+def test_a_file_may_have_the_name_of_a_module_and_takes_nobodys_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # processes of later tests would import the file as torch
     file = tmp_path / "torch.py"
     file.write_text("from megamix import ForeignTrainer\n\n\nclass Mine(ForeignTrainer): ...\n")
     assert type(load_trainer(f"{file}:Mine")).__name__ == "Mine"
