@@ -133,7 +133,7 @@ def test_verify_and_doctor_speak_while_they_work(
 ) -> None:
     log = impatient()
 
-    def lines(_: object) -> Iterator[str]:
+    def lines(*_: object) -> Iterator[str]:
         log.wait()
         yield from ()
 

@@ -272,6 +272,7 @@ class ShardedEngine:
         starts once all its gradients are complete. `loss`: the tensor to back-propagate; its graph is searched for
         parameters that it reads outside the model's output.
         """
+        self.progress.claim()  # for forwards that backward runs again
         grads = self._grads.backward_pass(micro_batch, completes)
         gather = self._gather
         gathered = gather.backward_pass(grads, loss) if isinstance(gather, UnitGather) else gather.backward_pass(grads)

@@ -19,13 +19,13 @@ from megamix.machine import torch_version
 Recipe = Callable[[], Tensor]
 
 
-def _always(*operation: object, **keywords: object) -> CheckpointPolicy:
+def _prefer(*operation: object, **keywords: object) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # In torch 2.11's compiler an autograd function within `checkpoint` is computed again only if a policy says so.
 _POLICY: dict[str, Any] = (
-    {} if torch_version() >= (2, 12) else {"context_fn": partial(create_selective_checkpoint_contexts, _always)}
+    {} if torch_version() >= (2, 12) else {"context_fn": partial(create_selective_checkpoint_contexts, _prefer)}
 )
 
 

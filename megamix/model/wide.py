@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megamix.machine import torch_version
+
 aten = torch.ops.aten
 
 # FP32 elements of a product that are alive at a time (4 MB). Without a limit, widened logits would make the memory peak
@@ -22,7 +24,7 @@ aten = torch.ops.aten
 MAX_WIDE_ELEMENTS = 2**20
 
 # torch 2.10 to 2.14 may give norms wrong gradients without a word (pytorch issue 193061).
-COMPILE_OPTIONS = {"triton.mix_order_reduction": False} if torch.__version__ < "2.15" else {}
+COMPILE_OPTIONS = {"triton.mix_order_reduction": False} if torch_version() < (2, 15) else {}
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

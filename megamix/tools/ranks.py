@@ -186,8 +186,8 @@ class RankPool:
 
 
 def num_cards() -> int:
-    """Return how many GPUs torch sees."""
-    return torch.cuda.device_count()
+    """Return how many GPUs torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def pool_for(world_size: int, where: str | None = None, **settings: Any) -> RankPool:

@@ -79,6 +79,17 @@ def test_sides_take_turns_on_the_card(
 
 
 @pytest.mark.usefixtures("a_card")
+def test_a_side_that_fails_alone_leaves_the_others_their_turns(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(benches.SIDES, "fsdp2", _fails)
+    monkeypatch.setattr(benches, "sides_at_once", lambda *_: 1)  # as on a card that holds the state of one
+    _, *rounds, last = _bench(capsys, tmp_path, "train", "--sides", "fsdp2,ours")
+    assert [line["side"] for line in rounds] == ["fsdp2", "ours", "ours"]
+    assert [*last["raw"]] == ["ours"]
+
+
+@pytest.mark.usefixtures("a_card")
 def test_the_update_is_of_the_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     begin, one, two, last = _bench(capsys, tmp_path, "update")
     assert begin["settings"]["device"] == "cuda"

@@ -127,6 +127,18 @@ def test_two_live_engines_report_each_their_own_however_their_models_are_called(
         assert [{*_values(engine.step())} for engine in engines] == [{"of/0"}, {"of/1"}]
 
 
+def test_what_backward_computes_again_is_told_to_no_other_engine() -> None:
+    models = [make_model(recompute=True) for _ in range(2)]
+    engines = [make_engine(model) for model in models]
+    for model in models:
+        for block in model.blocks:
+            block.register_forward_hook(lambda module, args, out: record("calls", torch.ones(()), "sum"))
+    losses = [loss_of(engine, make_batch(0, 0, 0)) for engine in engines]
+    for engine, loss in zip(engines, losses, strict=True):
+        engine.backward(loss)
+    assert [_values(engine.step()) for engine in engines] == [{"calls": len(models[0].blocks)}] * 2
+
+
 def test_the_micro_batches_of_a_pipeline_report_to_their_own_engine() -> None:
     first, second = (make_engine() for _ in range(2))
     with first.micro_batches(1), first.backward_pass(0, []):

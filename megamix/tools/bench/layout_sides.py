@@ -161,7 +161,8 @@ class TorchPipeline(Autocast):
         losses: list[Tensor] = []
         # One autocast around all micro-batches casts the weights once.
         with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
-            self._schedule.step(tokens, target=targets, targets=targets, losses=losses, return_outputs=False)
+            inputs = (tokens,) if self.model.is_first else ()  # torch 2.11 refuses them elsewhere
+            self._schedule.step(*inputs, target=targets, targets=targets, losses=losses, return_outputs=False)
         return torch.stack(losses).sum().detach() if losses else torch.zeros(())
 
     def optimize(self) -> None:

@@ -69,10 +69,6 @@ class Side:
     warm_up_steps: int = 1  # untimed steps before them, so that caches and gathers are as in the middle of a run
 
 
-def nobody_listens(**figures: object) -> None:
-    """Take figures that are told for nobody."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Size of the measurement."""
@@ -82,7 +78,7 @@ class Settings:
     ranks: int = 2
     card: str = ""  # name of the GPUs that compute
     at_once: int = 99  # sides that hold their state at a time: they take turns, and the others follow
-    tell: Callable[..., object] = field(default=nobody_listens, compare=False)  # told the figures of each round at once
+    tell: Callable[..., object] = field(default=dict, compare=False)  # told the figures of each round at once
 
     def described(self) -> dict[str, Any]:
         """Return the settings for the line of JSON."""
@@ -239,7 +235,7 @@ def take_turns(sides: Sequence[Side], settings: Settings) -> dict[str, list[list
             for name in [*ranks]:
                 progress(f"first steps of {name}")
                 turn(ranks, name, 0)
-            for number in rounds_told(settings.rounds):
+            for number in rounds_told(settings.rounds if ranks else 0):
                 for name in rotated([*ranks], number):
                     turn(ranks, name, number + 1)
     return turns

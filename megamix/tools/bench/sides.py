@@ -147,12 +147,12 @@ def make_model(work: Work, *, wide: bool = True) -> Transformer:
         model = (_DrawnThere if work.device == "cuda" else Transformer)(work.model, Ops(wide=wide))
     if work.blocks_a_unit > 1:
         blocks = range(0, len(model.blocks), work.blocks_a_unit)
-        model.blocks = nn.ModuleList(_Blocks(model.blocks[start : start + work.blocks_a_unit]) for start in blocks)
+        model.blocks = nn.ModuleList(_Blocks(*model.blocks[start : start + work.blocks_a_unit]) for start in blocks)
         model.config = model.config.model_copy(update={"num_layers": len(model.blocks)})
     return model
 
 
-class _Blocks(nn.ModuleList):
+class _Blocks(nn.Sequential):
     """Several blocks that are called as one."""
 
     def forward(self, x: Tensor, *context: object) -> Tensor:

@@ -1,7 +1,7 @@
 """`megamix doctor --first-light`: all that the first run on a GPU should show, part by part, each under a limit.
 
 Each part is a process of this package, such as a bench. Its lines of JSON are kept at once, so whatever ends early has
-told what it found. Imports no torch.
+told what it found.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from megamix.tools.doctor.finding import Finding
 
 RESULTS, PAGE, LOG = "results.jsonl", "page.txt", "log.txt"
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
-_PATH = re.compile(r"(?<![\w.])/(?!dev/|proc/|sys/)(?:[\w.+@-]+/)+")
-_WELL = "status 0"
+_PATH = re.compile(r"(?:(?<![\w.])|(?<=\\n))/(?!dev/|proc/|sys/)(?:[\w.+@-]+/)+")
 _LEAST_S = 15.0  # seconds that a part begins with at least
 _OWN = "-m", "megamix.tools.doctor.first_parts"
 _CHECKS = "cores,driver,torch,memory,/dev/shm,compiler,environment,collectives,wire,device,host waits,CUDA graph"
@@ -42,7 +41,7 @@ _TITLES = {
 }  # fmt: skip
 
 
-class Trial(NamedTuple):
+class LightPart(NamedTuple):
     """A part: Python's arguments, and the seconds that it may take."""
 
     name: str
@@ -50,7 +49,7 @@ class Trial(NamedTuple):
     limit_s: float
 
 
-def parts(*, on_gpu: bool) -> list[Trial]:
+def parts(*, on_gpu: bool) -> list[LightPart]:
     """Return all parts. Without a GPU they are small, to try this command."""
     device, rounds = ("cuda", "3") if on_gpu else ("cpu", "1")
     bench = ["-m", "megamix", "bench", "--json", "--device", device, "--rounds", rounds]
@@ -58,39 +57,43 @@ def parts(*, on_gpu: bool) -> list[Trial]:
     in_fp8 = "ours,fp8_rowwise,fp8_tensorwise,muon"
     doctor = ["-m", "megamix", "doctor", "--json", "--only"]
     chosen = [
-        Trial("machine", [*doctor, _CHECKS, "--limit", "90"], 120),
-        Trial("numbers", [*doctor, _NUMBERS, "--limit", "170"], 180),
-        Trial("smoke", [*_OWN, "smoke"], 120),
-        Trial("verify", [*_OWN, "settings"], 200),
-        Trial("job", [*_OWN, "job"], 160),
-        Trial("update", [*bench, "update"], 90),
-        Trial(small, [*bench, "train", "--size", small, "--sides", "ours,plain,fsdp2"], 150),
-        Trial(f"{large} beside torch", [*bench, "train", "--size", large, "--sides", "ours,plain,fsdp2"], 180),
-        Trial("FP8, Muon", [*bench, "train", "--size", large, "--sides", in_fp8], 180),
-        Trial("plan", [*_OWN, "planned"], 120),
+        LightPart("machine", [*doctor, _CHECKS, "--limit", "90"], 120),
+        LightPart("numbers", [*doctor, _NUMBERS, "--limit", "170"], 180),
+        LightPart("smoke", [*_OWN, "smoke"], 120),
+        LightPart("verify", [*_OWN, "settings"], 200),
+        LightPart("job", [*_OWN, "job"], 160),
+        LightPart("update", [*bench, "update"], 90),
+        LightPart(small, [*bench, "train", "--size", small, "--sides", "ours,plain,fsdp2"], 150),
+        LightPart(f"{large} beside torch", [*bench, "train", "--size", large, "--sides", "ours,plain,fsdp2"], 180),
+        LightPart("FP8 and Muon", [*bench, "train", "--size", large, "--sides", in_fp8], 180),
+        LightPart("plan", [*_OWN, "planned"], 120),
     ]
     return chosen if on_gpu else [part._replace(limit_s=3 * part.limit_s) for part in chosen]
 
 
-class Findings:
+class LightResults:
     """The results so far: rows on the disk, and the page made of them. None names a host, a user or a path."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rows = folder, list[dict[str, Any]]()
         self._begun_s, self._lock = time.monotonic(), threading.Lock()
-        self._host = socket.gethostname()
+        names = {socket.gethostname(), Path.home().name} - {"root", ""}
+        self._own = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
         (folder / RESULTS).write_text("")
 
     def add(self, part: str, row: Mapping[str, Any]) -> None:
         """Keep a row at once."""
-        text = json.dumps({"seconds": round(time.monotonic() - self._begun_s, 1), "part": part, **row})
-        text = _PATH.sub("", text).replace(self._host, "HOST")
+        text = json.dumps({"at_s": round(time.monotonic() - self._begun_s, 1), "part": part, **row})
+        text = _PATH.sub("", self._own.sub("...", text))
         with self._lock, (self.folder / RESULTS).open("a") as file:
             self.rows.append(json.loads(text))
             file.write(text + "\n")
 
-    def write_page(self) -> None:
-        (self.folder / PAGE).write_text("\n".join(page(self.rows)) + "\n")
+    def write_page(self) -> str:
+        """Write the page of the rows so far, and return it."""
+        text = "\n".join(page(self.rows)) + "\n"
+        (self.folder / PAGE).write_text(text)
+        return text
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -104,7 +107,7 @@ def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             by_verdict[finding.verdict] += finding.lines()
         elif "ended" in row:
             told = f"part {row['part']}: {row['ended']}, {row['took']} s"
-            by_verdict["ok" if row["ended"] == _WELL else "broken"].append(told)
+            by_verdict[{"status 0": "ok", "left out": "not judged"}.get(row["ended"], "broken")].append(told)
         elif "columns" in row:
             tables += ["", f"{row['part']} ({row['bench']})", *table(row["columns"], row["rows"])]
             for goal in row["goals"]:
@@ -120,33 +123,32 @@ def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def run(folder: Path, only: Sequence[str], limit_s: float, *, on_gpu: bool) -> int:
     """Run the parts named `only` within `limit_s`, and print the page. Return 1 if anything is wrong, else 0."""
     folder.mkdir(parents=True, exist_ok=True)
-    findings, end_s, over = Findings(folder), time.monotonic() + limit_s, threading.Event()
+    results, end_s, over = LightResults(folder), time.monotonic() + limit_s, threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: over.set())
-    with (folder / LOG).open("ab") as log, TemporaryDirectory(prefix="megamix-first-light-") as place:
-        for part in parts(on_gpu=on_gpu):
+    with (folder / LOG).open("ab") as log, TemporaryDirectory(dir=folder) as place:
+        for part in [part for part in parts(on_gpu=on_gpu) if part.name in only]:
             begun_s, ended = time.monotonic(), "left out"
-            if part.name in only and not over.is_set() and end_s - begun_s > _LEAST_S:
+            if not over.is_set() and end_s - begun_s > _LEAST_S:
                 until_s = min(begun_s + part.limit_s, end_s)
                 say(f"first light: {part.name}, at most {until_s - begun_s:.0f} s")
-                ended = _run(part, Path(place), findings, log, until_s, over)
-            if part.name in only:
-                findings.add(part.name, {"ended": ended, "took": round(time.monotonic() - begun_s, 1)})
-            findings.write_page()
-    text = (folder / PAGE).read_text()
-    say(text)
+                ended = _run(part, Path(place), results, log, until_s, over)
+            results.add(part.name, {"ended": ended, "took": round(time.monotonic() - begun_s, 1)})
+            results.write_page()
+    say(text := results.write_page())
     return int(_TITLES["broken"] in text)
 
 
-def _run(part: Trial, place: Path, findings: Findings, log: Any, until_s: float, over: threading.Event) -> str:
+def _run(part: LightPart, place: Path, results: LightResults, log: Any, until_s: float, over: threading.Event) -> str:
     """Run a part in a folder until it ends, its time is up or all is `over`; return how it ended."""
     process = start(part.arguments, place, log)
-    reader = threading.Thread(target=_keep, args=(process, part.name, findings, log), daemon=True)
+    reader = threading.Thread(target=_keep, args=(process, part.name, results, log), daemon=True)
     reader.start()
     while process.poll() is None and time.monotonic() < until_s and not over.wait(0.1):
         pass
     if (status := process.poll()) is None:
         end_tree(process.pid)
+        process.wait()
     reader.join(5.0)
     return "cut" if status is None else f"status {status}"
 
@@ -161,12 +163,12 @@ def start(arguments: Sequence[str], folder: Path, errors: Any, **settings: str) 
     )  # fmt: skip
 
 
-def _keep(process: subprocess.Popen[bytes], part: str, record: Findings, log: Any) -> None:
+def _keep(process: subprocess.Popen[bytes], part: str, results: LightResults, log: Any) -> None:
     """Keep a part's lines of JSON; all else it says goes to the log."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(b"{"):
-            record.add(part, json.loads(line))
+            results.add(part, json.loads(line))
         else:
             log.write(line)
 

@@ -21,6 +21,7 @@ import torch
 
 from megamix.config import config_from_dict, config_to_toml
 from megamix.model.fp8 import FP8_CAPABILITY
+from megamix.supervise.launch import PREEMPTED
 from megamix.tools.bench.sides import SIZES, ByHand, Engine, Ours, Work, fitted, half_of
 from megamix.tools.doctor.finding import Finding, expected, found, not_here
 from megamix.tools.doctor.first_light import end_tree, start
@@ -28,6 +29,8 @@ from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.layout_lines import verify_layout
 
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 STEPS, FEW = 20, 6
 _SWIGLU = {"activation": "swiglu", "norm": "rmsnorm", "position": "rotary", "num_kv_heads": 2}
 _BF16: dict[str, Any] = {"dtype": "bf16"}
@@ -52,13 +55,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 SHARED = ("dp2", "dp2-gradients", "dp2-parameters", "tp2", "tp2sp", "cp2")
 
 
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def precision() -> dict[str, Any]:
     """Return the section of a job: BF16, or FP16 on a card without it."""
-    return _BF16 if half_of(device()) == torch.bfloat16 else _FP16
+    return _BF16 if half_of(DEVICE) == torch.bfloat16 else _FP16
 
 
 def _losses(side: Engine, work: Work, steps: int) -> list[float]:
@@ -83,7 +82,7 @@ def trained(work: Work, dtype: torch.dtype, **sharding: Any) -> str:
 
 def smoke() -> Iterator[Finding]:
     """Train beside a loop by hand, then on every card with NCCL, in three shards, on the same sequences."""
-    work = replace(SIZES["3M"], device=device(), compile_update=device() == "cuda")
+    work = replace(SIZES["3M"], device=DEVICE, compile_update=ON_GPU)
     halves = [torch.float16] if precision() is _FP16 else [torch.bfloat16, torch.float16]
     for dtype in halves:
         ours, by_hand = (_losses(kind(work, dtype), work, STEPS) for kind in (Ours, ByHand))
@@ -91,9 +90,10 @@ def smoke() -> Iterator[Finding]:
         wrong = not (apart < 0.02 and ours[-1] < ours[0] - 0.1)
         seen = f"loss {ours[0]:.3f} to {ours[-1]:.3f}, at most {apart:.2g} apart"
         yield found("smoke", seen, wrong, of=str(dtype).removeprefix("torch."))
-    cards = torch.cuda.device_count() if device() == "cuda" else 1
+    cards = torch.cuda.device_count() if ON_GPU else 1
+    cards = 1 << (min(4, cards).bit_length() - 1)  # the mean of 1, 2 or 4 equal halves is exact, in any order of sums
     alone = trained(work, halves[0])
-    with RankPool(cards, on_gpus=device() == "cuda") as ranks:
+    with RankPool(cards, on_gpus=ON_GPU) as ranks:
         for shard in ("states", "gradients", "parameters"):
             bits = {*ranks.call(partial(trained, work, halves[0], shard=shard))}
             seen = f"{'the' if bits == {alone} else 'other'} bits, {cards} rank(s)"
@@ -104,18 +104,17 @@ def smoke() -> Iterator[Finding]:
 
 def settings() -> Iterator[Finding]:
     """Verify settings on one rank, and layouts of two ranks that share a card."""
-    on_gpu = device() == "cuda"
-    chosen = SETTINGS if on_gpu else {name: SETTINGS[name] for name in ("plain", "experts")}
+    chosen = SETTINGS if ON_GPU else {name: SETTINGS[name] for name in ("plain", "experts")}
     base = {**expected()["job"], "precision": precision()}
-    with RankPool(1, on_gpus=on_gpu) as alone, RankPool(2, on_gpus=on_gpu, share_card=on_gpu) as pair:
+    with RankPool(1, on_gpus=ON_GPU) as alone, RankPool(2, on_gpus=ON_GPU, share_card=ON_GPU) as pair:
         cases = [(name, "dp1", alone, change) for name, change in chosen.items()]
-        cases += [(name, name, pair, {"model": _SWIGLU}) for name in (SHARED if on_gpu else SHARED[:2])]
+        cases += [(name, name, pair, {"model": _SWIGLU}) for name in (SHARED if ON_GPU else SHARED[:2])]
         for name, layout, ranks, change in cases:
-            if "fp8" in change.get("precision", {}) and on_gpu and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+            if "fp8" in change.get("precision", {}) and ON_GPU and torch.cuda.get_device_capability() < FP8_CAPABILITY:
                 yield not_here(f"verify {name}", "this card has no FP8")
                 continue
             try:
-                job = config_from_dict(base, {"optimizer": {"compile": on_gpu}}, change)
+                job = config_from_dict(base, {"optimizer": {"compile": ON_GPU}}, change)
                 verdict = verify_layout(job, parse_layout(layout), ranks, deadline_s=60.0)
             except (RankFailure, ValueError) as error:
                 yield found("verify", str(error).strip().splitlines()[-1], True, of=name)
@@ -132,61 +131,65 @@ def _job(name: str, changes: Mapping[str, Any]) -> list[str]:
     return ["-m", "megamix.pretrain", "--standalone", "--", f"{name}.toml"]
 
 
-def _lines_of(arguments: Sequence[str], stop_at: str | None = None) -> tuple[int, list[str]]:
-    """Run a job on one rank. Return its exit status and lines. `stop_at`: send SIGTERM at the first line with this."""
-    process, lines = start(arguments, Path(), sys.stderr, NPROC_PER_NODE="1"), list[str]()
+def _run(
+    what: str, arguments: Sequence[str], right: int, until: str = "", number: int = 0
+) -> tuple[Finding, list[str]]:
+    """Run a job on one rank. Return whether it ended with the status `right`, and its lines.
+
+    `until`: a pattern of the line at which the job is sent signal `number`; SIGKILL ends its ranks, too.
+    """
+    process, lines = start(arguments, Path(), sys.stderr, NPROC_PER_NODE="1"), [""]
     assert process.stdout is not None
     try:
         for line in process.stdout:
             lines.append(line.decode(errors="replace").rstrip())
             print(lines[-1], flush=True)
-            if stop_at is not None and re.search(stop_at, lines[-1]):
-                process.send_signal(signal.SIGTERM)
-                stop_at = None
-        return process.wait(), lines
+            if until and re.search(until, lines[-1]):
+                end_tree(process.pid) if number == signal.SIGKILL else process.send_signal(number)
+                until = ""
+        status = process.wait()
     finally:
-        end_tree(process.pid)
+        if process.poll() is None:
+            end_tree(process.pid)
+    return found("job", f"status {status}, {lines[-1]}", status != right, of=what), lines
 
 
 def job() -> Iterator[Finding]:
     """Run a job, and again with a SIGTERM in the middle: the weights are the same bits."""
-    steps = 2000 if device() == "cuda" else 60
+    steps = 2000 if ON_GPU else 60
     changes: dict[str, Any] = {
-        "training": {"steps": steps, "global_batch_size": 4}, "precision": {"dtype": "fp16"},
+        "training": {"steps": steps, "global_batch_size": 4, "deterministic": ON_GPU}, "precision": {"dtype": "fp16"},
         "metrics": {"log_interval": steps // 20, "tensorboard": False},
     }  # fmt: skip
     whole, cut = (_job(name, changes) for name in ("whole", "cut"))
-    for what, arguments, stop_at, right in (
-        ("whole", whole, None, 0),
-        ("stopped by SIGTERM", cut, rf"step +{steps // 4}/", 75),
-        ("resumed", cut, None, 0),
-    ):
-        status, lines = _lines_of(arguments, stop_at)
-        yield found("job", f"status {status}, {lines[-1] if lines else 'no line'}", status != right, of=what)
+    yield _run("whole", whole, 0)[0]
+    yield _run("stopped by SIGTERM", cut, PREEMPTED, rf"step +{steps // 4}/", signal.SIGTERM)[0]
+    yield _run("resumed", cut, 0)[0]
     one, other = (Path(folder, "weights.safetensors") for folder in ("whole", "cut"))
     same = one.exists() and other.exists() and one.read_bytes() == other.read_bytes()
     yield found("job", "the same bits" if same else "other bits, or no weights", not same, of="weights")
 
 
 def planned() -> Iterator[Finding]:
-    """Train the largest model for some steps: planned beside measured, and the kernels that a step's time goes to."""
-    on_gpu = device() == "cuda"
-    work = SIZES["1.3B" if on_gpu else "3M"]
-    work = fitted(work, torch.cuda.get_device_properties(0).total_memory) if on_gpu else work
-    size = {"micro_batch_size": work.micro_batch_size, "global_batch_size": 2 * work.micro_batch_size, "steps": 16}
+    """Train the largest model for some steps: planned beside measured, and the kernels that a step's time goes to. The
+    job ends there, for its checkpoint would be large.
+    """
+    work = SIZES["1.3B" if ON_GPU else "3M"]
+    work = fitted(work, torch.cuda.get_device_properties(0).total_memory) if ON_GPU else work
+    size = {"micro_batch_size": work.micro_batch_size, "global_batch_size": 2 * work.micro_batch_size, "steps": 100}
     changes: dict[str, Any] = {
         "model": work.model.model_dump(), "training": size, "precision": precision(),
-        "optimizer": {"lr": 3e-4, "compile": on_gpu}, "metrics": {"log_interval": 4, "tensorboard": False},
-        "profiling": {"start_step": 14, "num_steps": 1},
+        "optimizer": {"lr": 3e-4, "compile": ON_GPU}, "metrics": {"log_interval": 4, "tensorboard": False},
+        "profiling": {"start_step": 18, "num_steps": 1},
     }  # fmt: skip
-    status, lines = _lines_of(_job("large", changes))
-    yield found("job", f"status {status}, {lines[-1] if lines else 'no line'}", status != 0, of="large")
+    ended, lines = _run("large", _job("large", changes), -signal.SIGKILL, "profile up to it", signal.SIGKILL)
+    yield ended
     for line in lines:
         if line.startswith(("memory |", "time |")):
             yield Finding("planned", "", line, "", "slow" if "WARNING" in line else "ok")
     kernels = Counter[str]()
-    for event in json.loads(Path("large/trace_rank0.json").read_text())["traceEvents"]:
-        if event.get("cat") == ("kernel" if on_gpu else "cpu_op"):
+    for event in json.loads(Path("large/trace_rank0.json").read_text())["traceEvents"] if ended.verdict == "ok" else ():
+        if event.get("cat") == ("kernel" if ON_GPU else "cpu_op"):
             kernels[event["name"][:80]] += event["dur"] / 1e3
     for name, ms in kernels.most_common(12):
         yield Finding("profile", "", f"{ms:.2f} of {kernels.total():.1f} ms: {name}", "", "ok")

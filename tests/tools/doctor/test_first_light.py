@@ -18,7 +18,7 @@ import pytest
 from megamix.config import config_from_dict
 from megamix.tools.doctor import first_light, first_parts
 from megamix.tools.doctor.finding import expected, found, not_here
-from megamix.tools.doctor.first_light import LOG, PAGE, RESULTS, Findings, Trial, page
+from megamix.tools.doctor.first_light import LOG, PAGE, RESULTS, LightPart, LightResults, page
 from megamix.tools.verify.core.layout import parse_layout
 from tests.conftest import FULL
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TELLS = """
 import json, os, subprocess, sys, time
 number, folder = int(sys.argv[1]), sys.argv[2]
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "FIRST_LIGHT_CHILD"],
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", folder],
                          start_new_session=True, preexec_fn=lambda: __import__("ctypes").CDLL(None).prctl(1, 15))
 for row in range(5):
     print(json.dumps({"number": number, "row": row}), flush=True)
@@ -43,9 +43,9 @@ DRIVER = """
 import sys
 from pathlib import Path
 from megamix.tools.doctor import first_light
-from megamix.tools.doctor.first_light import Trial
+from megamix.tools.doctor.first_light import LightPart
 tells, told, out = sys.argv[1:]
-parts = [Trial(f"part {n}", [tells, str(n), told], 60) for n in range(4)]
+parts = [LightPart(f"part {n}", [tells, str(n), told], 60) for n in range(4)]
 first_light.parts = lambda on_gpu: parts
 sys.exit(first_light.run(Path(out), [part.name for part in parts], 60, on_gpu=False))
 """
@@ -79,7 +79,7 @@ def _rows(out: Path) -> list[dict]:
 def test_killed_at_a_random_instant_it_leaves_every_finished_result_and_no_process(
     tmp_path: Path, number: int, seed: int
 ) -> None:
-    tells, told, out = tmp_path / "FIRST_LIGHT_TELLS.py", tmp_path / "told", tmp_path / "out"
+    tells, told, out = tmp_path / "tells.py", tmp_path / "told", tmp_path / "out"
     tells.write_text(TELLS)
     told.mkdir()
     (told / "may_end").touch()
@@ -92,7 +92,7 @@ def test_killed_at_a_random_instant_it_leaves_every_finished_result_and_no_proce
     driver.send_signal(number)
     driver.wait(30)
     before = {path.name for path in told.iterdir()}
-    assert _wait_for(lambda: not _processes_of(str(tmp_path)) and not _processes_of("FIRST_LIGHT_CHILD"))
+    assert _wait_for(lambda: not _processes_of(str(tmp_path)))
     # What a part had told a moment before it was killed may still have been on its way.
     kept = {f"told_{row['number']}_{row['row']}" for row in _rows(out) if "row" in row}
     assert len(before - kept) <= (2 if number == signal.SIGKILL else 0)
@@ -103,9 +103,9 @@ def test_a_part_that_takes_too_long_is_cut_and_its_results_stay(
 ) -> None:
     slow = 'import time; print(\'{"row": 1}\', flush=True); print("a word", flush=True); time.sleep(600)'
     parts = [
-        Trial("slow", ["-c", slow], 2.0),
-        Trial("fails", ["-c", "import sys; sys.exit(3)"], 20.0),
-        Trial("fine", ["-c", "print('{\"row\": 2}')"], 20.0),
+        LightPart("slow", ["-c", slow], 2.0),
+        LightPart("fails", ["-c", "import sys; sys.exit(3)"], 20.0),
+        LightPart("fine", ["-c", "print('{\"row\": 2}')"], 20.0),
     ]
     monkeypatch.setattr(first_light, "parts", lambda on_gpu: parts)
     assert first_light.run(tmp_path, ["slow", "fails", "fine"], 100.0, on_gpu=False) == 1
@@ -150,7 +150,8 @@ def test_each_setting_that_is_verified_is_a_job() -> None:
 
 def test_rows_name_no_host_user_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node17")
-    record = Findings(tmp_path)
-    record.add("job", {"seen": "saved /home/ada/runs/x/step_5 on node17; /dev/shm 2 GiB; 3 tokens/s", "n": 1})
+    monkeypatch.setenv("HOME", "/home/ada")
+    record = LightResults(tmp_path)
+    record.add("job", {"seen": "saved /home/ada/runs/step_5 on node17\n/home/ada /dev/shm 2 GiB; 3 tokens/s", "n": 1})
     (row,) = _rows(tmp_path)
-    assert row["seen"] == "saved step_5 on HOST; /dev/shm 2 GiB; 3 tokens/s"
+    assert row["seen"] == "saved step_5 on ...\n... /dev/shm 2 GiB; 3 tokens/s"
