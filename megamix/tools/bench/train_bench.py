@@ -93,7 +93,14 @@ def train(settings: Settings, names: Sequence[str] = ()) -> Result:
         steps = {"steps": 8, "warm_up_steps": 2} if settings.card else {}
         measured = measure([Side(name, SIDES[name], **steps) for name in names], settings)
         failed = [f"{name}: failed, see above" for name in names if name not in measured]
-        return result("train", settings, measured, [], [*failed, *exposed(measured)])
+        ratios = {
+            name: speed_up(measured["ours"], measured[name])
+            for name in ("plain", "ddp", "fsdp2")
+            if {name, "ours"} <= {*measured}
+        }
+        best = min(ratios, key=lambda name: ratios[name].median, default="")
+        goals = [Goal(f"tokens/s over the best of torch ({best})", ratios[best], 0.97)] if ratios else []
+        return result("train", settings, measured, goals, [*failed, *exposed(measured)])
     measured = measure([Side(name, SIDES[name]) for name in ON_CPU], settings)
     ours = measured["ours"]
     ratios = {peer: speed_up(ours, measured[peer]) for peer in ("ddp", "zero", "fsdp2")}

@@ -45,8 +45,6 @@ KINDS = {
     "bf16, moments too": (torch.bfloat16, replace(ADAMW, state_dtype=torch.bfloat16)),
 }
 
-KIND_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
 COMPILED, LIBRARY, CASTS = "update, compiled", "update, no compiler", "cast + AdamW(fused) + cast"
 AFTER, BY_HAND = "all after backward, no compiler", "all after backward, by hand"
 STATS, LIBRARY_STATS, COPY = "statistics, compiled", "statistics, no compiler", "copy"
@@ -170,7 +168,7 @@ def update(
     """
     work = settings.work
     if settings.card:
-        kinds, threads, sizes = [KIND_OF[half_of(work.device)]], (1,), {}
+        kinds, threads, sizes = ["fp16" if half_of(work.device) == torch.float16 else "bf16"], (1,), {}
     else:
         kinds = [*KINDS]
     after = after_backward(settings.rounds, sizes, calls)

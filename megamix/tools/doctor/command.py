@@ -18,11 +18,12 @@ from typing import Any
 
 from megamix.arguments import Parser, print_lines
 from megamix.config import ConfigError
+from megamix.durable import unwritable
 from megamix.machine import has_gpu, set_torch_environment
 from megamix.progress import ProgressLine
 from megamix.supervise.console import drop_unwritten
 from megamix.tools.doctor import cards, first_light, host
-from megamix.tools.doctor.finding import HANGS, Finding, expected, is_fit, not_here, run_check, summary
+from megamix.tools.doctor.finding import HANGS, Finding, expected, found, is_fit, not_here, run_check, summary
 
 GPU_LIMIT_S, CPU_LIMIT_S = 600.0, 180.0  # seconds of all checks; a check that may take longer is left out
 FIRST_LIGHT_LIMIT_S = 900.0
@@ -58,6 +59,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         raise ConfigError([f"--only: got {', '.join(unknown)}, known are {', '.join(known)}"], "flags")
     if arguments.limit is not None and arguments.limit <= 0:
         raise ConfigError([f"--limit: got {arguments.limit:g}, must be above 0; write --limit 120"], "flags")
+    if arguments.first_light is not None and (problem := unwritable(arguments.first_light)):
+        raise ConfigError([f"--first-light: got {arguments.first_light}: {problem}; name a folder of yours"], "flags")
     if arguments.first_light is not None:
         return first_light.run(arguments.first_light, only, arguments.limit or FIRST_LIGHT_LIMIT_S, on_gpu=on_gpu)
     start_s, findings = time.monotonic(), list[Finding]()
@@ -151,7 +154,7 @@ def examine(folder: Path, only: Sequence[str], limit_s: float | None) -> Iterato
             if measure is None:
                 yield not_here(name, "torch sees CUDA" if facts["cards"] else "torch sees no CUDA")
             elif left_s < _LEAST_S:
-                yield not_here(name, f"no time is left: it may take {usual_s:.0f} s of {limit_s:.0f}")
+                yield found("time", f"no time is left: it may take {usual_s:.0f} s of {limit_s:.0f}", True, of=name)
             else:
                 given_s = min(usual_s, left_s)
                 may_last = given_s < usual_s or name not in ("collectives", "wire", "device")  # the compiler's time

@@ -30,6 +30,8 @@ from megamix.tools.doctor.finding import Finding
 RESULTS, PAGE, LOG = "results.jsonl", "page.txt", "log.txt"
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _PATH = re.compile(r"(?:(?<![\w.])|(?<=\\n))/(?!dev/|proc/|sys/)(?:[\w.+@-]+/)+")
+_NO_TIME, _ASKED = "no time was left, name it by --only", "interrupted"
+_ENDS = {"status 0": "ok", _NO_TIME: "not judged", _ASKED: "not judged"}  # of parts; any other one is broken
 _LEAST_S = 15.0  # seconds that a part begins with at least
 _OWN = "-m", "megamix.tools.doctor.first_parts"
 _CHECKS = "cores,driver,torch,memory,/dev/shm,compiler,environment,collectives,wire,device,host waits,CUDA graph"
@@ -74,12 +76,16 @@ def parts(*, on_gpu: bool) -> list[LightPart]:
 class LightResults:
     """The results so far: rows on the disk, and the page made of them. None names a host, a user or a path."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, anew: Sequence[str]) -> None:
+        """Begin with what the folder has of other parts than those that run `anew`."""
         self.folder, self.rows = folder, list[dict[str, Any]]()
         self._begun_s, self._lock = time.monotonic(), threading.Lock()
         names = {socket.gethostname(), Path.home().name} - {"root", ""}
         self._own = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
-        (folder / RESULTS).write_text("")
+        with contextlib.suppress(FileNotFoundError):  # of an earlier run with other parts
+            kept = map(json.loads, (folder / RESULTS).read_text().splitlines())
+            self.rows = [row for row in kept if row["part"] not in anew]
+        (folder / RESULTS).write_text("".join(f"{json.dumps(row)}\n" for row in self.rows))
 
     def add(self, part: str, row: Mapping[str, Any]) -> None:
         """Keep a row at once."""
@@ -103,16 +109,18 @@ def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     by_verdict, tables = defaultdict[str, list[str]](list), list[str]()
     for row in rows:
         if "verdict" in row:
-            finding = Finding(*(row[name] for name in Finding.__slots__))
-            by_verdict[finding.verdict] += finding.lines()
+            by_verdict[row["verdict"]] += Finding(*(row[name] for name in Finding.__slots__)).lines()
         elif "ended" in row:
             told = f"part {row['part']}: {row['ended']}, {row['took']} s"
-            by_verdict[{"status 0": "ok", "left out": "not judged"}.get(row["ended"], "broken")].append(told)
+            by_verdict[
+                {"status 0": "ok", _NO_TIME: "not judged", _ASKED: "not judged"}.get(row["ended"], "broken")
+            ].append(told)
         elif "columns" in row:
             tables += ["", f"{row['part']} ({row['bench']})", *table(row["columns"], row["rows"])]
-            for goal in row["goals"]:
-                tables.append(f"{'met' if goal['met'] else 'MISSED'} {goal['value']:.3f}: {goal['text']}")
             tables += row["notes"]
+            for goal in row["goals"]:
+                told = f"{'met' if goal['met'] else 'MISSED'} {goal['value']:.3f}: {goal['text']}, {row['part']}"
+                by_verdict["ok" if goal["met"] else "slow"].append(told)
     for verdict, title in _TITLES.items():
         if by_verdict[verdict]:
             yield from [title, *by_verdict[verdict], ""]
@@ -123,20 +131,20 @@ def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def run(folder: Path, only: Sequence[str], limit_s: float, *, on_gpu: bool) -> int:
     """Run the parts named `only` within `limit_s`, and print the page. Return 1 if anything is wrong, else 0."""
     folder.mkdir(parents=True, exist_ok=True)
-    results, end_s, over = LightResults(folder), time.monotonic() + limit_s, threading.Event()
+    results, end_s, over = LightResults(folder, only), time.monotonic() + limit_s, threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: over.set())
     with (folder / LOG).open("ab") as log, TemporaryDirectory(dir=folder) as place:
         for part in [part for part in parts(on_gpu=on_gpu) if part.name in only]:
-            begun_s, ended = time.monotonic(), "left out"
+            begun_s, ended = time.monotonic(), _NO_TIME
             if not over.is_set() and end_s - begun_s > _LEAST_S:
                 until_s = min(begun_s + part.limit_s, end_s)
                 say(f"first light: {part.name}, at most {until_s - begun_s:.0f} s")
                 ended = _run(part, Path(place), results, log, until_s, over)
             results.add(part.name, {"ended": ended, "took": round(time.monotonic() - begun_s, 1)})
             results.write_page()
-    say(text := results.write_page())
-    return int(_TITLES["broken"] in text)
+    say(f"{(text := results.write_page())}\n{folder / PAGE}")
+    return 130 if over.is_set() else int(_TITLES["broken"] in text)
 
 
 def _run(part: LightPart, place: Path, results: LightResults, log: Any, until_s: float, over: threading.Event) -> str:
@@ -150,7 +158,7 @@ def _run(part: LightPart, place: Path, results: LightResults, log: Any, until_s:
         end_tree(process.pid)
         process.wait()
     reader.join(5.0)
-    return "cut" if status is None else f"status {status}"
+    return f"status {status}" if status is not None else _ASKED if over.is_set() else "cut"
 
 
 def start(arguments: Sequence[str], folder: Path, errors: Any, **settings: str) -> subprocess.Popen[bytes]:
@@ -168,7 +176,9 @@ def _keep(process: subprocess.Popen[bytes], part: str, results: LightResults, lo
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(b"{"):
-            results.add(part, json.loads(line))
+            results.add(part, row := json.loads(line))
+            if "verdict" in row:
+                say("\n".join(Finding(**row).lines()))
         else:
             log.write(line)
 

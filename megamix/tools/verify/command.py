@@ -83,14 +83,14 @@ def _where(arguments: argparse.Namespace, worlds: Sequence[int]) -> str | None:
     """Return where ranks compute, as `pool_for` takes it. End with status 2 if there are fewer GPUs than ranks need."""
     if arguments.device != "cuda":
         if arguments.share_card:
-            arguments.parser.error("--share-card has no effect without a GPU", "write --device cuda --share-card")
+            arguments.parser.error("--share-card needs --device cuda", "leave it out, or write both")
         return arguments.device  # type: ignore[no-any-return]  # argparse gives no types
     from megamix.tools.ranks import num_cards  # imports torch
 
     cards, needed = num_cards(), 1 if arguments.share_card else max(worlds)
     if cards < needed:
         fix = "add --share-card, and all ranks take one" if cards else "write --device cpu, or see megamix doctor"
-        arguments.parser.error(f"--device cuda: {needed} rank(s) need as many GPUs, and torch sees {cards}", fix)
+        arguments.parser.error(f"--device cuda: needs {needed} GPU(s), and torch can use {cards}", fix)
     return "cuda:0" if arguments.share_card else "cuda"
 
 

@@ -47,8 +47,8 @@ def test_the_page_and_json_say_the_same(capsys: pytest.CaptureFixture[str], monk
     assert main(["doctor", "--folder", "/runs"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert "ok     file system     /runs: nothing refused (expected: nothing refused)" in lines
-    assert "-      verify          does not apply: no time is left: it may take 60 s of 0" in lines
-    assert last.startswith("fit to train: ")
+    assert "?      time verify     no time is left: it may take 60 s of 0 (expected: an answer)" in lines
+    assert last.startswith("fit as far as judged: ")
 
     monkeypatch.setattr(host, "probe_compiler", lambda name: f"{name} is not on PATH")
     assert main(["doctor", "--json"]) == 1
@@ -58,8 +58,8 @@ def test_the_page_and_json_say_the_same(capsys: pytest.CaptureFixture[str], monk
     assert broken["check"] == "compiler"
     assert broken["seen"] == "g++ is not on PATH"
     assert all(broken.values())
-    told = [line[7:22].strip() for line in lines if not line.startswith(" ")]
-    assert [one["check"] for one in checks] == told
+    told = [line for line in lines if not line.startswith(" ")]
+    assert all(line[7:].startswith(one["check"]) for one, line in zip(checks, told, strict=True))
 
 
 @pytest.mark.usefixtures("sound")
@@ -170,7 +170,7 @@ def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(
     busy = f"the machine is busy (load {2.0 * cores:.1f} on {cores} core(s))"
     told = f"not judged: LateRanks: rank 1: did not answer in time; {busy} (expected: an answer)"
     assert f"?      time file system {told}" in lines
-    assert "1 not judged" in lines[-1]
+    assert "not judged" in lines[-1]
     assert lines[-1].startswith("fit as far as judged: ")
     monkeypatch.setattr(os, "getloadavg", lambda: (1.0 * cores, 0.0, 0.0))  # as many as our ranks are
     assert main(["doctor"]) == 1

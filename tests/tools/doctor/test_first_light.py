@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megamix.cli import main
 from megamix.config import config_from_dict
 from megamix.tools.doctor import first_light, first_parts
 from megamix.tools.doctor.finding import expected, found, not_here
@@ -117,6 +118,15 @@ def test_a_part_that_takes_too_long_is_cut_and_its_results_stay(
     assert [row["row"] for row in _rows(tmp_path) if "row" in row] == [1, 2]
     assert b"a word" in (tmp_path / LOG).read_bytes()
     assert text.strip() in capsys.readouterr().out
+    assert first_light.run(tmp_path, ["fine"], 100.0, on_gpu=False) == 1  # what other parts have found stays
+    assert [(row["part"], row["row"]) for row in _rows(tmp_path) if "row" in row] == [("slow", 1), ("fine", 2)]
+    assert first_light.run(tmp_path, ["slow", "fails"], 1.0, on_gpu=False) == 0  # no time is left
+    assert "part slow: no time was left" in (tmp_path / PAGE).read_text().split("What is not judged")[1]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--first-light", "/proc/out"]) == 2
+    assert "--first-light: got /proc/out: /proc takes no new folder" in capsys.readouterr().err
 
 
 def test_the_page_has_what_is_wrong_first_and_a_bench_as_a_table() -> None:
@@ -133,7 +143,7 @@ def test_the_page_has_what_is_wrong_first_and_a_bench_as_a_table() -> None:
     assert places == sorted(places)
     assert "BROKEN" in lines[places[0] + 1]
     assert lines[lines.index("variant    GB/s") + 1] == "copy     4000.0"
-    assert "met 0.950: rate over the copy's" in lines
+    assert "met 0.950: rate over the copy's, update" in lines
 
 
 def _as_row(finding) -> dict:
@@ -151,7 +161,7 @@ def test_each_setting_that_is_verified_is_a_job() -> None:
 def test_rows_name_no_host_user_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node17")
     monkeypatch.setenv("HOME", "/home/ada")
-    record = LightResults(tmp_path)
+    record = LightResults(tmp_path, [])
     record.add("job", {"seen": "saved /home/ada/runs/step_5 on node17\n/home/ada /dev/shm 2 GiB; 3 tokens/s", "n": 1})
     (row,) = _rows(tmp_path)
     assert row["seen"] == "saved step_5 on ...\n... /dev/shm 2 GiB; 3 tokens/s"

@@ -119,9 +119,9 @@ def test_a_rank_that_fails_is_told_and_exit_status_1(
 @pytest.mark.parametrize(
     ("arguments", "cards", "told"),
     [
-        (["--device", "cuda"], 1, "2 rank(s) need as many GPUs, and torch sees 1; add --share-card, and all"),
-        (["--device", "cuda", "--share-card"], 0, "1 rank(s) need as many GPUs, and torch sees 0; write --device cpu"),
-        (["--share-card"], 1, "--share-card has no effect without a GPU; write --device cuda --share-card"),
+        (["--device", "cuda"], 1, "needs 2 GPU(s), and torch can use 1; add --share-card, and all"),
+        (["--device", "cuda", "--share-card"], 0, "needs 1 GPU(s), and torch can use 0; write --device cpu"),
+        (["--share-card"], 1, "--share-card needs --device cuda; leave it out, or write both"),
         (
             ["--device", "cuda", "--share-card", "model.num_layers=2", "--layouts", "dp2,dp2pp2"], 1,
             "--share-card: got dp2pp2, but Gloo sends nothing between the stages of one GPU; verify them by --device",
@@ -132,6 +132,7 @@ def test_gpus_that_are_not_there_are_told_before_any_rank_is_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], cards: int, told: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
     monkeypatch.setattr(layout_lines, "pool_for", None)
     with pytest.raises(SystemExit) as ended:
         main(["verify", CONFIG, *SMALL, *arguments])
@@ -147,6 +148,7 @@ def test_the_gpus_are_used_where_there_are_enough_unless_one_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, where: str | None, cards: int, expected: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
     assert pool_for(2, where).where == expected
 
 
