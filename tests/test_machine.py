@@ -54,7 +54,7 @@ def test_a_job_by_hand_has_what_the_launcher_s_ranks_have(
 ) -> None:
     write_data(tmp_path / "data")
     (tmp_path / "job.toml").write_text(config_to_toml(tiny_job(tmp_path)))
-    (tmp_path / "torch.py").write_text(TORCH.format(gpus=gpus))
+    (tmp_path / "torch.py").write_text(TORCH.format(gpus=gpus, halves=False))
     paths = f"{tmp_path}:{Path(__file__).parents[1]}"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(

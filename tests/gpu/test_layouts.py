@@ -127,7 +127,7 @@ def test_verify_passes_ranks_that_share_a_gpu(gpu_ranks, capsys, monkeypatch) ->
     monkeypatch.setenv(CPU_HALVES, "native")
     layouts = ("dp2", "dp2-parameters", "tp2sp") if FULL else ("dp2-parameters",)
     settings = [*SMALL, "--layouts", ",".join(layouts), "--device", "cuda", "--share-card"]
-    with processes_with_gpus(), mock.patch.object(torch.cuda, "device_count", lambda: 1):
+    with processes_with_gpus(), mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 1):
         assert main(["verify", CONFIG, *settings]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
     assert [(row[0], row[1], row[-1]) for row in rows] == [(layout, "cuda:0", "passes") for layout in layouts]
