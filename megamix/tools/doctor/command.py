@@ -19,7 +19,7 @@ from typing import Any
 from megamix.arguments import Parser, print_lines
 from megamix.config import ConfigError
 from megamix.durable import unwritable
-from megamix.machine import has_gpu, set_torch_environment
+from megamix.machine import set_torch_environment
 from megamix.progress import ProgressLine
 from megamix.supervise.console import drop_unwritten
 from megamix.tools.doctor import cards, first_light, host
@@ -52,7 +52,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.nodes and "WORLD_SIZE" not in os.environ:
         fix = "write on every node torchrun --nnodes=2 --node-rank=0 --master-addr=node0 -m megamix doctor --nodes"
         raise ConfigError([f"--nodes: no launcher has started ranks; {fix}"], "flags")
-    on_gpu = arguments.first_light is not None and has_gpu()
+    on_gpu = arguments.first_light is not None and bool(cards.probe_torch().get("cards"))
     known = names() if arguments.first_light is None else [part.name for part in first_light.parts(on_gpu=on_gpu)]
     only = [name.strip() for name in arguments.only.split(",") if name] or known
     if unknown := [name for name in only if name not in known]:

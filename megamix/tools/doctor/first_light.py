@@ -104,18 +104,16 @@ class LightResults:
 
 def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the page's lines: what is wrong, what is slow, what is right, and the figures of the benches."""
-    from megamix.tools.bench.report import table  # imports torch
-
     by_verdict, tables = defaultdict[str, list[str]](list), list[str]()
     for row in rows:
         if "verdict" in row:
             by_verdict[row["verdict"]] += Finding(*(row[name] for name in Finding.__slots__)).lines()
         elif "ended" in row:
             told = f"part {row['part']}: {row['ended']}, {row['took']} s"
-            by_verdict[
-                {"status 0": "ok", _NO_TIME: "not judged", _ASKED: "not judged"}.get(row["ended"], "broken")
-            ].append(told)
+            by_verdict[_ENDS.get(row["ended"], "broken")].append(told)
         elif "columns" in row:
+            from megamix.tools.bench.report import table  # imports torch
+
             tables += ["", f"{row['part']} ({row['bench']})", *table(row["columns"], row["rows"])]
             tables += row["notes"]
             for goal in row["goals"]:

@@ -33,15 +33,13 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 STEPS, FEW = 20, 6
 _SWIGLU = {"activation": "swiglu", "norm": "rmsnorm", "position": "rotary", "num_kv_heads": 2}
-_BF16: dict[str, Any] = {"dtype": "bf16"}
 _FP16: dict[str, Any] = {"dtype": "fp16", "loss_scale": {"rule": "static", "init_scale": 1024.0}}
 _EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 64, "shared_ffn_hidden_size": 64, "dense_layers": 1}
-_PARAMETERS = {"shard": "parameters"}
 # Settings that one rank verifies, by name: keys on top of doctor's job.
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp16, gelu": {"precision": _FP16, "model": {"activation": "gelu", "compile": True}},
-    "compiled": {"model": {**_SWIGLU, "compile": True}},
+    "compiled": {"model": {**_SWIGLU, "compile": True, "recompute": "selective"}},
     "packed": {"model": {**_SWIGLU, "compile": True}, "data": {"packing": "documents"}},
     "windows": {"model": {**_SWIGLU, "windows": [16, 0]}},
     "rowwise": {"model": {**_SWIGLU, "compile": True}, "precision": {"fp8": {"recipe": "rowwise"}}},
@@ -49,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "experts": {"model": {**_SWIGLU, "experts": _EXPERTS}},
     "experts, fp16": {"model": {"experts": _EXPERTS}, "precision": _FP16},
     "muon": {"optimizer": {"name": "muon"}},
-    "selective": {"model": {**_SWIGLU, "compile": True, "recompute": "selective"}, "parallelism": _PARAMETERS},
+    "parameters": {"model": {**_SWIGLU, "recompute": "selective"}, "parallelism": {"shard": "parameters"}},
 }
 # Layouts of two ranks that share one card.
 SHARED = ("dp2", "dp2-gradients", "dp2-parameters", "tp2", "tp2sp", "cp2")
@@ -57,7 +55,7 @@ SHARED = ("dp2", "dp2-gradients", "dp2-parameters", "tp2", "tp2sp", "cp2")
 
 def precision() -> dict[str, Any]:
     """Return the section of a job: BF16, or FP16 on a card without it."""
-    return _BF16 if half_of(DEVICE) == torch.bfloat16 else _FP16
+    return {"dtype": "bf16"} if half_of(DEVICE) == torch.bfloat16 else _FP16
 
 
 def _losses(side: Engine, work: Work, steps: int) -> list[float]:
