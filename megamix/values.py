@@ -1,4 +1,4 @@
-"""Which tensors have values."""
+"""Tells tensors that have values from those that have only a shape."""
 
 import sys
 

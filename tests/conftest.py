@@ -132,7 +132,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def default_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test makes without a word about the device is on that of the run, unless the test is about two devices."""
+    """Put what a test makes without a word about the device on the run's, unless the test is about two devices."""
     device = "cpu" if devices.is_of_two(request.node) else request.config.getoption("device")
     for name, tensor in devices.moved(device, vars(request.module)).items():
         monkeypatch.setattr(request.module, name, tensor)

@@ -97,7 +97,7 @@ class Event:
 
 
 class Stream:
-    """What is put on one is done at once."""
+    """Do at once what is put on one."""
 
     def __init__(self, device: object = None):
         pass

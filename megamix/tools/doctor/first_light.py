@@ -36,7 +36,7 @@ _LEAST_S = 15.0  # seconds that a part begins with at least
 _OWN = "-m", "megamix.tools.doctor.first_parts"
 _CHECKS = "cores,driver,torch,memory,/dev/shm,compiler,environment,collectives,wire,device,host waits,CUDA graph"
 _NUMBERS = "verify,compiled blocks,update,deterministic"
-# What a page says of each verdict, in the page's order.
+# The page has these titles of verdicts, in this order.
 _TITLES = {
     "broken": "What is wrong", "slow": "What is slow", "not judged": "What is not judged", "ok": "What is right",
     "does not apply": "What is not here",
@@ -62,13 +62,13 @@ def parts(*, on_gpu: bool) -> list[LightPart]:
         LightPart("machine", [*doctor, _CHECKS, "--limit", "90"], 120),
         LightPart("numbers", [*doctor, _NUMBERS, "--limit", "170"], 180),
         LightPart("smoke", [*_OWN, "smoke"], 120),
-        LightPart("verify", [*_OWN, "settings"], 200),
+        LightPart("verify", [*_OWN, "verify"], 200),
         LightPart("job", [*_OWN, "job"], 160),
         LightPart("update", [*bench, "update"], 90),
         LightPart(small, [*bench, "train", "--size", small, "--sides", "ours,plain,fsdp2"], 150),
         LightPart(f"{large} beside torch", [*bench, "train", "--size", large, "--sides", "ours,plain,fsdp2"], 180),
         LightPart("FP8 and Muon", [*bench, "train", "--size", large, "--sides", in_fp8], 180),
-        LightPart("plan", [*_OWN, "planned"], 120),
+        LightPart("plan", [*_OWN, "plan"], 120),
     ]
     return chosen if on_gpu else [part._replace(limit_s=3 * part.limit_s) for part in chosen]
 

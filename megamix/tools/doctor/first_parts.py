@@ -100,7 +100,7 @@ def smoke() -> Iterator[Finding]:
         yield not_here("more cards", "there is one card, or none")
 
 
-def settings() -> Iterator[Finding]:
+def verify() -> Iterator[Finding]:
     """Verify settings on one rank, and layouts of two ranks that share a card."""
     chosen = SETTINGS if ON_GPU else {name: SETTINGS[name] for name in ("plain", "experts")}
     base = {**expected()["job"], "precision": precision()}
@@ -168,7 +168,7 @@ def job() -> Iterator[Finding]:
     yield found("job", "the same bits" if same else "other bits, or no weights", not same, of="weights")
 
 
-def planned() -> Iterator[Finding]:
+def plan() -> Iterator[Finding]:
     """Train the largest model for some steps: planned beside measured, and the kernels that a step's time goes to. The
     job ends there, for its checkpoint would be large.
     """
@@ -194,6 +194,6 @@ def planned() -> Iterator[Finding]:
 
 
 if __name__ == "__main__":
-    part = {"smoke": smoke, "settings": settings, "job": job, "planned": planned}[sys.argv[1]]
+    part = {"smoke": smoke, "verify": verify, "job": job, "plan": plan}[sys.argv[1]]
     for finding in part():
         print(json.dumps(asdict(finding)), flush=True)

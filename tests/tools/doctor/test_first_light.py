@@ -94,7 +94,7 @@ def test_killed_at_a_random_instant_it_leaves_every_finished_result_and_no_proce
     driver.wait(30)
     before = {path.name for path in told.iterdir()}
     assert _wait_for(lambda: not _processes_of(str(tmp_path)))
-    # What a part had told a moment before it was killed may still have been on its way.
+    # A finding of the last moment may have been on its way when the driver was killed.
     kept = {f"told_{row['number']}_{row['row']}" for row in _rows(out) if "row" in row}
     assert len(before - kept) <= (2 if number == signal.SIGKILL else 0)
 
