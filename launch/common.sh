@@ -176,7 +176,7 @@ find_installed_python() {
   elif [[ -e "$VENV/.megamix-all" || -e "$VENV/.megamix-all,dev" ]]; then
     PYTHON="$VENV/bin/python"
   else
-    die "nothing is installed in $VENV; run launch/quickstart.sh or launch/test.sh --install-only first," \
+    die "nothing is installed in $VENV; run ./launch/install.sh first," \
       "or name an interpreter that has torch in MEGAMIX_PYTHON"
   fi
 }

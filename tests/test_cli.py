@@ -234,3 +234,11 @@ def test_module_is_the_command() -> None:
     assert done.stderr.splitlines()[1:] == [
         '  data.train: got 3, must be text in quotes, or a list of tables; write train = "3"'
     ]
+
+
+def test_a_python_without_the_dependencies_is_one_line_that_names_the_environment() -> None:
+    program = "import runpy, sys; sys.modules['pydantic'] = None; runpy.run_module('megamix', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "has no pydantic; run `. .venv/bin/activate`, which ./launch/install.sh makes" in done.stderr

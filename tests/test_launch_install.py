@@ -105,6 +105,23 @@ def test_quickstart_reuses_what_the_tests_installed_but_not_the_reverse(sandbox:
     assert not any(line.startswith("pip") for line in sandbox.lines())
 
 
+def test_a_user_installs_without_what_only_tests_need_and_an_extra_by_its_name(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    done = sandbox.run("install.sh", "transformers", "wandb")
+    assert done.returncode == 0, done.stderr
+    installs = [line.rpartition(" -e ")[2] for line in sandbox.lines() if " -e " in line]
+    assert installs == [".[all]", ".[transformers]", ".[wandb]"]
+    assert ". .venv/bin/activate` puts megamix on PATH" in done.stderr
+    assert sandbox.run("install.sh").returncode == 0
+    assert sandbox.lines() == []
+    done = sandbox.run("install.sh", "transformer")
+    assert done.returncode == 2
+    assert "transformer: is no extra of pyproject.toml; write launch/install.sh transformers" in done.stderr
+    done = sandbox.run("install.sh", "wandb", MEGAMIX_PYTHON=str(sandbox.program("chosen")))
+    assert done.returncode == 2
+    assert "wandb: nothing is installed for MEGAMIX_PYTHON" in done.stderr
+
+
 def test_killed_install_is_made_anew(sandbox: Sandbox) -> None:
     sandbox.program("python3")
     (sandbox.base / "killed-install").touch()

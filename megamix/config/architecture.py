@@ -34,7 +34,7 @@ def architecture(text: str) -> Any:
         from transformers import AutoConfig  # takes 2 s
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
-        raise ValueError("this family needs transformers 5; pip install 'megamix[transformers]'") from None
+        raise ValueError("this family needs transformers 5; run pip install 'transformers>=5'") from None
     try:
         keys = {
             key: value for key, value in json.loads(text).items() if key not in _UNREAD and "_implementation" not in key

@@ -25,6 +25,7 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
+DISTRIBUTION = "megamix-train"  # PyPI's megamix is another project
 _ROOT = Path(__file__).parents[2]  # a checkout, or a folder of installed packages
 
 
@@ -44,9 +45,9 @@ def import_extra(package: str, extra: str, *submodules: str, what: str = "") -> 
 
 def installing(extra: str) -> str:
     """Return the instruction that installs an extra: from the checkout if megamix runs from one, otherwise the packages
-    by their names. A `pip install 'megamix[...]'` would find another project: megamix is in no package index.
+    by their names, for megamix is in no package index.
     """
     if (_ROOT / "pyproject.toml").is_file():
         return f"run pip install -e '.[{extra}]' in the checkout of megamix"
-    needed = [line.split(";")[0].strip() for line in requires("megamix") or [] if f'extra == "{extra}"' in line]
+    needed = [line.split(";")[0].strip() for line in requires(DISTRIBUTION) or [] if f'extra == "{extra}"' in line]
     return f"run pip install {shlex.join(needed)}"

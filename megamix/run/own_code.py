@@ -6,13 +6,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megamix.data import DISTRIBUTION
+
 PACKAGE = Path(__file__).parents[1]
 DIGITS = 16  # hexadecimal digits of a hash: enough against chance
 
 
 def own_code(plugins: Sequence[str]) -> dict[str, str]:
     """Return versions and source hashes of the code that this process runs, by their names in messages."""
-    versions = {f"version of {name}": version(name) for name in ("megamix", "torch")}
+    versions = {"version of megamix": version(DISTRIBUTION), "version of torch": version("torch")}
     sources = {"megamix": PACKAGE} | {name: _home(name) for name in plugins}
     return versions | {f"source code of {name} (SHA-256)": _sources(home) for name, home in sources.items()}
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from megamix.builders.data import data_fingerprints
 from megamix.config import Config, ConfigError, config_to_toml
+from megamix.data import DISTRIBUTION
 from megamix.data.token_file import bin_path
 from megamix.plugins import SOURCES, Section
 from megamix.run import own_code, ranks_agree
@@ -122,7 +123,7 @@ def _other_code(name: str, folder: Path) -> Iterator[None]:
     version = importlib.metadata.version
     if name == "version":
         with mock.patch.object(
-            importlib.metadata, "version", lambda package: "9.9" if package == "megamix" else version(package)
+            importlib.metadata, "version", lambda package: "9.9" if package == DISTRIBUTION else version(package)
         ):
             yield
     elif name == "source":

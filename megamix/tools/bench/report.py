@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megamix.data import DISTRIBUTION
 from megamix.machine import half_units, native_halves, num_cores
 from megamix.progress import duration
 from megamix.run.own_code import version
@@ -121,7 +122,7 @@ def describe_machine(card: str = "") -> dict[str, Any]:
         "bf16_units": torch.bfloat16 in half_units(),
         "bf16_products": "native" if torch.bfloat16 in native_halves() else "wide",
         "load": os.getloadavg()[0],
-        "megamix": version("megamix"),
+        "megamix": version(DISTRIBUTION),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
