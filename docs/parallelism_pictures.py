@@ -57,14 +57,14 @@ def draw_mesh(axes: Any) -> None:
         axes.text(4.6, row + 0.1, "pp: next\nlayers", ha="center", fontsize=10)
 
 
-def flat_layout() -> FlatLayout:
-    """The buckets of a model of one block, for 4 data-parallel ranks."""
+def flat_layout(ranks: int = 4) -> FlatLayout:
+    """The buckets of a model of one block, for data-parallel ranks."""
     with torch.device("meta"):
         model = Transformer(BLOCK)
     specs = [
         ParamSpec.whole(name, tuple(param.shape), int(param.dim() > 1)) for name, param in model.named_parameters()
     ]
-    return build_layout(specs, [4], bucket_size=30_000)
+    return build_layout(specs, [ranks], bucket_size=30_000)
 
 
 def draw_shards(axes: Any) -> None:

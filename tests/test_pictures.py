@@ -11,6 +11,7 @@ from pathlib import Path
 import parallelism_pictures as pictures
 import pytest
 import run_pictures
+import step_picture
 
 from megamix.parallel.pipeline_parallel import SCHEDULES
 from megamix.supervise.console import COLUMNS
@@ -22,7 +23,7 @@ def test_the_pages_have_every_picture() -> None:
     pages = ((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("parallelism", "operations"))
     shown = [sorted(re.findall(r"\]\(pictures/(\w+)\.png\)", page)) for page in pages]
     assert shown == [sorted(pictures.ALL), sorted(run_pictures.PICTURES)]
-    assert {path.stem for path in pictures.PICTURES.iterdir()} == {*pictures.ALL, *run_pictures.PICTURES}
+    assert {path.stem for path in pictures.PICTURES.iterdir()} == {*pictures.ALL, *run_pictures.PICTURES, "step"}
 
 
 def test_the_pictures_are_those_that_the_scripts_draw(tmp_path: Path) -> None:
@@ -30,11 +31,20 @@ def test_the_pictures_are_those_that_the_scripts_draw(tmp_path: Path) -> None:
     pin = re.search(r"^matplotlib==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
     pictures.write(tmp_path)
     run_pictures.draw(tmp_path)
-    for name in (*pictures.ALL, *run_pictures.PICTURES):
-        drawn = (tmp_path / f"{name}.png").read_bytes()
-        assert drawn.startswith(b"\x89PNG")
+    step_picture.write(tmp_path / "step.svg")
+    for name in (*(f"{name}.png" for name in (*pictures.ALL, *run_pictures.PICTURES)), "step.svg"):
+        drawn = (tmp_path / name).read_bytes()
+        assert drawn.startswith((b"\x89PNG", b"<?xml"))
         if pin and matplotlib.__version__ == pin[1]:  # another one draws letters a little differently
-            assert drawn == (pictures.PICTURES / f"{name}.png").read_bytes(), name
+            assert drawn == (pictures.PICTURES / name).read_bytes(), name
+
+
+def test_the_drawing_of_a_step_has_the_engine_s_stages_in_its_order_and_dtypes() -> None:
+    step = step_picture.step_of_an_engine()
+    assert step.order == [*step_picture.STAGES]
+    assert step[1:] == ("FP16", "FP16", "FP32", "FP32")
+    owners = [bucket.num_shards for bucket in step_picture.layout().buckets]
+    assert owners == [step_picture.RANKS] * len(owners)
 
 
 @pytest.mark.parametrize("name", run_pictures.PAGES)
