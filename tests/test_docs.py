@@ -16,23 +16,32 @@ from tests.promises import with_table
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+ALL_PAGES = [*PAGES, *sorted(ROOT.glob("*.md"))]
 
 
 def _text(page: str) -> str:
     return (DOCS / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "AGENTS.md"], ids=lambda page: page.stem)
 def test_every_path_on_a_page_exists(page: Path) -> None:
     paths = re.findall(r"\b(?:megamix|tests|docs|launch|configs)/[\w./-]*\w", page.read_text(encoding="utf-8"))
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_link_on_a_page_leads_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    local = [target for target in targets if "://" not in target]
-    assert [target for target in local if not (page.parent / target).exists()] == []
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_on_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8"))
+    local = [(page.parent / target if target else page, anchor) for target, anchor in links if "://" not in target]
+    assert [str(target) for target, _ in local if not target.exists()] == []
+    assert [f"{target}#{anchor}" for target, anchor in local if anchor and anchor not in _anchors(target)] == []
 
 
 def test_the_api_page_has_what_the_package_exports() -> None:

@@ -74,6 +74,7 @@ def layout_lines(
         text = json.dumps({"layouts": rows, "band_without_runs": wide}, indent=2)
         yield text if all(rows.values()) else Failed(text)
     elif best:
+        yield "times are predicted; no GPU has run megamix yet (docs/planning.md)"
         if search.constants is not before:
             yield f"with the runs the first row's band goes from {wide:.1%} to {best[0]['band']:.1%}"
         if len(gpus) == 1:
