@@ -67,7 +67,7 @@ export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torch
     "job; name another"
 [[ "${NPROC_PER_NODE:-1}" =~ ^[1-9][0-9]*$ ]] ||
   die "NPROC_PER_NODE: got $NPROC_PER_NODE, must be 1 or more; write NPROC_PER_NODE=2"
-find_installed_python torch numpy pydantic safetensors
+find_installed_python torch numpy pydantic safetensors psutil
 if [[ "$nnodes" == 1 ]]; then
   rendezvous=(--standalone)
 else

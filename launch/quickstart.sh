@@ -24,7 +24,7 @@ say "quickstart, in 3 stages: install, text, training; 5 to 10 minutes the first
 say "1/3 install: 1 to 5 minutes the first time, then nothing to do; a first look at torch takes up to a minute more"
 config=configs/quickstart.toml
 run_folder=runs/quickstart
-ensure_python all torch numpy pydantic safetensors tokenizers
+ensure_python all torch numpy pydantic safetensors psutil tokenizers
 cd "$ROOT" # the configuration's paths start here
 
 machine="$(probe_machine)"

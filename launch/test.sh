@@ -39,7 +39,7 @@ while true; do
 done
 
 [[ "$oldest" == 0 ]] || use_oldest_torch
-ensure_python all,dev torch numpy pydantic safetensors tokenizers pytest
+ensure_python all,dev torch numpy pydantic safetensors psutil tokenizers pytest
 [[ -z "${MEGAMIX_PYTHON:-}" ]] || probe_machine >/dev/null # its torch may be there and not work
 [[ "$install_only" == 0 ]] || exit 0
 cd "$ROOT"

@@ -44,6 +44,14 @@ def sync_file(handle: IO[Any]) -> None:
     os.fsync(handle.fileno())
 
 
+def advise(handle: IO[Any], start: int, size: int, advice: str) -> None:
+    """Tell the kernel how bytes of an open file will be used: "WILLNEED", or "DONTNEED", which starts their write-back
+    and drops them from memory. macOS takes no advice.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle.fileno(), start, size, getattr(os, f"POSIX_FADV_{advice}"))
+
+
 def sync_directory(path: Path) -> None:
     """Push a directory's entries to the disk. Without it a power cut can undo a finished rename."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,9 +47,10 @@ def num_cores() -> int:
 
 def of_groups(root: Path, *names: str) -> Iterator[Path]:
     """Yield the files of these names in every control group around this process. A container may see its own group as
-    the topmost one, and not the path to it.
+    the topmost one, and not the path to it. Only Linux has groups.
     """
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    own_groups = root / "proc/self/cgroup"
+    for line in own_groups.read_text().splitlines() if own_groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         own = root / "sys/fs/cgroup" / controllers / path[1:]
         yield from (group / name for group in (own, *own.parents) for name in names if (group / name).is_file())
@@ -62,12 +65,18 @@ def memory_for_each(ranks: int, root: Path = Path("/")) -> tuple[float, str]:
     """Return the bytes that each of `ranks` ranks of this machine may take, and what sets that limit."""
     limits = [(math.inf, "this machine, which does not tell its memory")]
     with suppress(OSError):  # a sandbox may hide these files
-        limits.append((1024.0 * numbers_of(root / "proc/meminfo")["MemTotal:"] / ranks, "this machine's memory"))
+        limits.append((psutil.virtual_memory().total / ranks, "this machine's memory"))
         for file in of_groups(root, "memory.max", "memory.limit_in_bytes"):
             limits.append((float(file.read_text().replace("max", "inf")) / ranks, f"what {file} allows"))
     if (soft := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
         limits.append((float(soft), "what ulimit -v allows"))
     return min(limits)
+
+
+def peak_resident() -> int:
+    """Return the bytes of this process's memory at their peak."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
 
 
 def kernel_kills(root: Path = Path("/")) -> int:

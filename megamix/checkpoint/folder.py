@@ -4,7 +4,6 @@ A rename changes that state in one instant. Only `Files` changes the disk. Each 
 test can let any call fail.
 """
 
-import os
 import re
 import secrets
 import shutil
@@ -132,10 +131,8 @@ class Files:
             chunk, self.written = chunk[taken:], self.written + taken
 
     def begin_sync(self, file: FileIO, start: int, size: int) -> None:
-        """Start write-back of these bytes, so that `sync_file` takes less time. DONTNEED is used because it starts
-        write-back; it also lets the kernel drop the written pages.
-        """
-        os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
+        """Start write-back of these bytes, so that `sync_file` takes less time."""
+        durable.advise(file, start, size, "DONTNEED")
 
     def free_space(self, path: Path) -> int:
         """Return the bytes that an ordinary user may still write there."""

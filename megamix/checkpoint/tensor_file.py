@@ -6,7 +6,6 @@ tensor's dtype, shape and place; the tensors' bytes without gaps. The `safetenso
 
 import json
 import math
-import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from megamix import tuned
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import FileRecord
 from megamix.checkpoint.snapshot import DTYPE_NAMES, DTYPES, Part, StateBox
+from megamix.durable import advise
 from megamix.names import plain_name
 
 _ALIGNMENT = 64  # bytes: the first tensor begins at a multiple of this number
@@ -98,7 +98,7 @@ def read_header(path: Path) -> Iterator[tuple[str, str, Stored]]:
     """Yield parameter, state and place of every tensor. Raises: ValueError, OSError."""
     with open(path, "rb", buffering=0) as file:
         # Without this advice the kernel reads megabytes beyond the header, while the caller waits.
-        os.posix_fadvise(file.fileno(), 0, _USUAL_HEADER, os.POSIX_FADV_WILLNEED)
+        advise(file, 0, _USUAL_HEADER, "WILLNEED")
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
         if length > _LARGEST_HEADER:
             raise ValueError(f"header too large: {length} bytes; it has at most {_LARGEST_HEADER}")

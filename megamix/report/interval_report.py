@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.inspect.culprits import headroom, peaks_by_param
 from megamix.inspect.records import gather_recorded
+from megamix.machine import peak_resident
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import EXPONENT_BIAS, layer_of
 from megamix.mixed_precision.step import Examination, Recorded, StepResult
@@ -34,7 +34,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return the peak of this rank's memory: allocated on its GPU, or resident on the host if it computes there."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+    return peak_resident() / 2**30
 
 
 class IntervalReport:

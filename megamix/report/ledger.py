@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
-from megamix.supervise.processes import process
+import psutil
 
 # A start spends its time on these. `down` lies between two starts, and `redone` is known only once a later start has
 # gone back to an older checkpoint.
@@ -22,13 +22,15 @@ _KEPT = 0.9  # weight of the earlier attempts in their usual time
 
 def boot_s() -> float:
     """Return the seconds since the machine has booted, those of a suspended laptop included."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+    # The other clock includes them on macOS, and has the same zero.
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def age_s(pid: int) -> float:
     """Return the seconds since a process has started; 0 if it no longer exists."""
-    found = process(pid)
-    return 0.0 if found is None else max(0.0, boot_s() - int(found.start) / os.sysconf("SC_CLK_TCK"))
+    with suppress(psutil.Error):
+        return float(max(0.0, boot_s() - (psutil.Process(pid).create_time() - psutil.boot_time())))
+    return 0.0
 
 
 def stalled_s(took_s: float, usual_s: float) -> float:

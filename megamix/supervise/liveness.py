@@ -75,7 +75,7 @@ class Sign(NamedTuple):
     def runs(self) -> bool:
         """Return whether the process of a rank on this host is neither dead nor stopped."""
         found = process(self.pid)
-        return found is not None and found.start == self.start and found.state not in "ZXT"
+        return found is not None and found.start == self.start and not found.is_stopped
 
 
 class EndReason(NamedTuple):

@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 
 @contextlib.contextmanager
@@ -32,32 +33,34 @@ def repeated(work: Callable[[], object], interval_s: float, name: str) -> Iterat
 
 
 class Process(NamedTuple):
-    """The fields of /proc/PID/stat that are needed here; see proc(5)."""
+    """A process that is not dead."""
 
-    state: str  # a letter: Z and X are dead, even before the parent has noticed; T is stopped
-    parent: int
-    start: str  # ticks since boot
+    start: str  # tells it from a later process with the same pid
+    is_stopped: bool  # by SIGSTOP or at a terminal
 
 
 def process(pid: int) -> Process | None:
-    """Return a process's fields; None if it no longer exists."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return Process(after_name[0], int(after_name[1]), after_name[19])
+    """Return a process; None if it is dead, even before its parent has noticed."""
+    with contextlib.suppress(psutil.Error, ValueError):  # ValueError: a negative pid, which no process has
+        found = psutil.Process(pid)
+        if (state := found.status()) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            # Linux counts from boot, and psutil adds the time of boot, which moves when the clock is set.
+            start_s = found.create_time() - (psutil.boot_time() if psutil.LINUX else 0.0)
+            return Process(f"{start_s:.2f}", state == psutil.STATUS_STOPPED)
+    return None
 
 
 def process_start(pid: int) -> str:
     """Return when a process started; "" if it is dead. The start tells a process from a later one with the same pid."""
     found = process(pid)
-    return "" if found is None or found.state in "ZX" else found.start
+    return "" if found is None else found.start
 
 
 def children_of(pid: int) -> list[int]:
     """Return the pids of the processes that `pid` has started and that still exist."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [child for child in pids if (found := process(child)) is not None and found.parent == pid]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
 
 
 class Siblings:
@@ -75,7 +78,7 @@ class Siblings:
 
     def stopped(self) -> list[int]:
         """Return the pids of siblings that are stopped, by SIGSTOP or at a terminal."""
-        return [pid for pid in self._starts if self._is_ours(pid) and (found := process(pid)) and found.state == "T"]
+        return [pid for pid in self._starts if self._is_ours(pid) and (found := process(pid)) and found.is_stopped]
 
     def end(self, pid: int) -> None:
         """Kill a sibling, stopped or not; leave any other process alone."""
@@ -85,8 +88,7 @@ class Siblings:
 
     def _is_ours(self, pid: int) -> bool:
         """Return whether the pid is still the same sibling process, and belongs to this user."""
-        try:
-            same_user = Path(f"/proc/{pid}").stat().st_uid == os.geteuid()
-        except OSError:
-            return False
-        return pid in self._starts and same_user and process_start(pid) == self._starts[pid] != ""
+        same = process_start(pid) == self._starts.get(pid, "") != ""
+        with contextlib.suppress(psutil.Error):
+            return same and bool(psutil.Process(pid).uids().effective == os.geteuid())
+        return False

@@ -54,9 +54,6 @@ MEET_S = 600.0  # seconds within which machine 0 must listen: torch's own limit 
 QUIET_S = 20.0  # seconds of waiting for machine 0 without a line
 _LOOPBACK = "127.0.0.1"
 _ANY_PORT = "localhost:0"  # the endpoint of --standalone
-# Without these variables Gloo and NCCL listen on the interface that the machine's name resolves to. NCCL reads a name
-# without "=" as a prefix of names.
-_INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
@@ -156,6 +153,10 @@ def loopback_store() -> TCPStore:
 
 
 def keep_to_loopback(environment: MutableMapping[str, str]) -> None:
-    """Make the ranks of one machine listen on its loopback alone, unless the user has chosen interfaces."""
-    for variable, interface in _INTERFACES.items():
-        environment.setdefault(variable, interface)
+    """Make the ranks of one machine listen on its loopback alone, unless the user has chosen interfaces.
+
+    Without these variables Gloo and NCCL listen on the interface that the machine's name resolves to, if it does.
+    """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    environment.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # without "=" NCCL reads a prefix of names

@@ -127,7 +127,7 @@ def _refusal(folder: Path, holder: dict[str, str]) -> str:
     if holder:
         who = f"by pid {holder['pid']} on {holder['host']} since {holder['since']}"
         here = process(int(holder["pid"])) if holder["host"] == socket.gethostname() else None
-        if here is not None and (here.start, here.state) == (holder["start"], "T"):
+        if here is not None and here.start == holder["start"] and here.is_stopped:
             who += ", which is stopped: kill -CONT continues it"
     return f"checkpoint.folder: {folder} is in use {who}; end that job first, or write another folder"
 

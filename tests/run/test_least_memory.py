@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -121,7 +122,7 @@ def test_what_limits_memory_and_whom_the_kernel_killed_is_read_of_every_group(
     for folder in (job, own.parent):
         folder.mkdir(parents=True)
     own.write_text(told)
-    (tmp_path / "proc/meminfo").write_text("MemTotal:       8000 kB\n")
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=8000 << 10))
     (tmp_path / "proc/vmstat").write_text("nr_free_pages 7\noom_kill 1\n")
     unlimited = resource.RLIM_INFINITY, resource.RLIM_INFINITY
     monkeypatch.setattr(machine.resource, "getrlimit", lambda which: unlimited)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -95,6 +97,13 @@ def test_a_forged_sign_does_not_get_a_stranger_killed() -> None:
         alive = stranger.poll() is None
         stranger.kill()
     assert alive
+
+
+def test_a_rank_that_runs_is_not_dead_when_the_clock_has_been_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    sign = Sign(1, 0.0, 0, "", 0, 0, socket.gethostname(), os.getpid(), process_start(os.getpid()))
+    booted_s = psutil.boot_time()
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted_s + 3600)  # as Linux tells it then
+    assert sign.runs
 
 
 # A launcher with two ranks and something else of the same user, and what the first rank may end of it.

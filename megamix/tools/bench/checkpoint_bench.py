@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import Saver
-from megamix.durable import sync_file
+from megamix.durable import advise, sync_file
 from megamix.model.family import parameter_count
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, rotated, start_ranks
 from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show, spread
@@ -158,7 +157,7 @@ def _drop_from_cache(paths: list[Path]) -> None:
     """
     for path in paths:
         with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            advise(file, 0, 0, "DONTNEED")
 
 
 def _fail(error: Exception) -> None:

@@ -5,7 +5,6 @@ A rank of a training comparison takes its turns at the machine and says how long
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamix.live_storage import LiveStorage
-from megamix.machine import keep_freed_memory
+from megamix.machine import keep_freed_memory, peak_resident
 from megamix.model.family import flops_per_token, parameter_count
 from megamix.model.sizes import dense_peak
 from megamix.tools.bench.report import progress, rounds_told
@@ -158,7 +157,7 @@ class TrainRank:
             optimizer_cpu_s=self._optimizer_cpu_s / steps,
             busy=cpu_s / seconds,
             details_ms=details,
-            max_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            max_rss_bytes=peak_resident(),
             peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
         )
 

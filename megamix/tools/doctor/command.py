@@ -123,7 +123,9 @@ def _machine(folder: Path, seen: list[cards.Card], facts: dict[str, Any]) -> dic
         ],
         "hostname": lambda: [host.judge_hostname(*host.probe_hostname())],
         "ports": about_ports,
-        "/dev/shm": lambda: [host.judge_shm(shutil.disk_usage("/dev/shm").free, gpus=bool(seen))],
+        "/dev/shm": lambda: [  # Linux has it
+            host.judge_shm(shutil.disk_usage(shm).free, gpus=bool(seen)) for shm in Path("/dev").glob("shm")
+        ],
         "file system": lambda: host.judge_disk(*host.probe_disk(folder)),
         "compiler": lambda: [host.judge_compiler(host.probe_compiler(os.environ.get("CXX", "g++")))],
         "environment": lambda: [host.judge_environment(os.environ)],

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -160,12 +161,12 @@ def _run(part: LightPart, place: Path, results: LightResults, log: Any, until_s:
 
 
 def start(arguments: Sequence[str], folder: Path, errors: Any, **settings: str) -> subprocess.Popen[bytes]:
-    """Start Python in a folder, as a process that ends with this one."""
-    library = ctypes.CDLL(None)
+    """Start Python in a folder, as a process that ends with this one, however this one ends (on Linux)."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
     return subprocess.Popen(
         [sys.executable, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), **settings},
-        preexec_fn=lambda: library.prctl(_DIES_WITH_PARENT, signal.SIGTERM),
+        preexec_fn=prctl and partial(prctl, _DIES_WITH_PARENT, signal.SIGTERM),
     )  # fmt: skip
 
 

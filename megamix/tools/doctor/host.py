@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
+
 from megamix.durable import unwritable
 from megamix.machine import num_cores, numbers_of, of_groups
 from megamix.tools.doctor.finding import Finding, expected, found, not_here
@@ -190,7 +192,7 @@ def probe_memory(root: Path = Path("/")) -> float:
 
     Pages of files that nobody uses at present are given back on demand, so they count as free.
     """
-    left = [1024.0 * numbers_of(root / "proc/meminfo")["MemAvailable:"]]
+    left = [float(psutil.virtual_memory().available)]
     for limit in of_groups(root, *_GROUP_MEMORY):
         used, cached = _GROUP_MEMORY[limit.name]
         most, now = (float(file.read_text().replace("max", "inf")) for file in (limit, limit.with_name(used)))

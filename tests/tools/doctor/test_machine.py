@@ -13,8 +13,10 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from megamix.tools.doctor import cards, host
@@ -252,13 +254,13 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("version", GROUPS)
-def test_memory_is_what_the_control_groups_leave(tmp_path: Path, version: str) -> None:
+def test_memory_is_what_the_control_groups_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     told, controller, (limit, used), cached = GROUPS[version]
     top = tmp_path / "sys/fs/cgroup" / controller
     job, own = top / "job", tmp_path / "proc/self/cgroup"
     for folder in (job, own.parent):
         folder.mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal:       9000 kB\nMemAvailable:   8000 kB\nHugePages_Total:   0\n")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8000 << 10))
     own.write_text(told)
     assert host.probe_memory(tmp_path) == 8000 << 10
 
