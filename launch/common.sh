@@ -30,10 +30,10 @@ at_work() {
   return "$status"
 }
 
-# Ends with this script, also where nobody has waited for that yet: a background process is sent no Ctrl-C.
+# Ends with this script: a background process is sent no Ctrl-C.
 tell_seconds() {
   local what="$1" seconds=0
-  while sleep 1 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null && ! grep -q ') Z ' /proc/$$/stat 2>/dev/null; do
+  while sleep 1 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null && ! has_ended; do
     seconds=$((seconds + 1))
     if [[ -t 2 ]]; then
       printf '\r%s: %d s' "$what" "$seconds" >&2
@@ -41,6 +41,11 @@ tell_seconds() {
       say "$what: $seconds s"
     fi
   done
+}
+
+# True if this script has ended and nobody has waited for that yet. macOS has no /proc, a small container no ps.
+has_ended() {
+  { cat "/proc/$$/stat" || ps -o stat= -p $$; } 2>/dev/null | grep -Eq '^Z|\) Z '
 }
 
 # -h or --help: prints the first comment of the script that was called, and does nothing.

@@ -30,15 +30,15 @@ while (($#)); do
   esac
   shift
 done
-set -- "${words[@]}"
-[[ -n "$check" || -z "${memory[*]}" ]] || die "${memory[*]}: is read with --check; write --check ${memory[*]}"
+set -- ${words[@]+"${words[@]}"}
+[[ -n "$check" || -z "${memory[*]-}" ]] || die "${memory[*]-}: is read with --check; write --check ${memory[*]-}"
 [[ $# -ge 1 ]] || die "CONFIG is missing; write launch/pretrain.sh CONFIG [section.key=value ...]"
 for name in NPROC_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do
   theirs="PET_$name"
   [[ "${!name:-}" || -z "${!theirs:-}" || "${!theirs}" =~ ^(auto|gpu|cpu)$ ]] || export "$name=${!theirs}"
 done
 # torchrun itself reads all PET_ names, so that PET_RDZV_BACKEND would choose a rendezvous that unpickles what it is sent.
-unset "${!PET_@}"
+for theirs in ${!PET_@}; do unset "$theirs"; done
 for name in SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE PMI_SIZE; do
   [[ "${NNODES:-}" || "${!name:-1}" == 1 ]] || die "$name: is ${!name}, so many times was this script started, and each" \
     "would train alone; start it once a node with NNODES, NODE_RANK and MASTER_ADDR (launch/slurm.sbatch does)," \
@@ -76,4 +76,4 @@ else
 fi
 # One process checks the job and is then its launcher, which is torchrun as a module: the program of that name on PATH
 # may belong to another Python. Ours ends with the ranks' status, and with --standalone its ranks meet on loopback.
-exec "$PYTHON" -m megamix.pretrain "${rendezvous[@]}" -- "$@" $check "${memory[@]}"
+exec "$PYTHON" -m megamix.pretrain "${rendezvous[@]}" -- "$@" $check ${memory[@]+"${memory[@]}"}

@@ -60,7 +60,7 @@ if has_tool xdist; then
 fi
 if [[ "$oldest" == 1 ]]; then
   [[ $# != 0 ]] || set -- "${handful[@]}"
-  "$PYTHON" -m pytest "${processes[@]}" "$@"
+  "$PYTHON" -m pytest ${processes[@]+"${processes[@]}"} "$@"
   exit
 fi
 
@@ -80,17 +80,18 @@ if [[ "$counts_lines" == 1 ]] && has_tool coverage; then
   judged=()
   [[ $# != 0 ]] || judged=(--fail-under=95)
   "$PYTHON" -m coverage erase # what an earlier run left would count as covered
-  { "$PYTHON" -m coverage run -m pytest "${processes[@]}" "$@" &&
+  { "$PYTHON" -m coverage run -m pytest ${processes[@]+"${processes[@]}"} "$@" &&
     "$PYTHON" -m coverage combine --quiet &&
-    "$PYTHON" -m coverage report "${judged[@]}"; } || status=$?
+    "$PYTHON" -m coverage report ${judged[@]+"${judged[@]}"}; } || status=$?
 else
-  "$PYTHON" -m pytest "${processes[@]}" "$@" || status=$?
+  "$PYTHON" -m pytest ${processes[@]+"${processes[@]}"} "$@" || status=$?
 fi
 # A handful of every promise again, as on a CPU without arithmetic in halves, unless this is one.
 has_halves='import sys; from megamix.machine import half_units; sys.exit(not half_units())'
 if [[ $# == 0 && -z "${MEGAMIX_CPU_HALVES:-}" ]] && "$PYTHON" -c "$has_halves"; then
-  mapfile -t files < <(grep -rl --include='test_*.py' also_wide tests)
-  MEGAMIX_CPU_HALVES=wide "$PYTHON" -m pytest "${processes[@]}" -m also_wide "${files[@]}" || status=$?
+  # shellcheck disable=SC2046 # names of tests have no spaces
+  MEGAMIX_CPU_HALVES=wide "$PYTHON" -m pytest ${processes[@]+"${processes[@]}"} -m also_wide \
+    $(grep -rl --include='test_*.py' also_wide tests) || status=$?
 fi
 if [[ -n "$mypy" ]]; then
   wait "$mypy" || status=$?
