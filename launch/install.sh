@@ -11,7 +11,7 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-ensure_python all torch numpy pydantic safetensors tokenizers
+ensure_python all torch numpy pydantic safetensors psutil tokenizers
 for extra in "$@"; do
   [[ -z "${MEGAMIX_PYTHON:-}" ]] || die "$extra: nothing is installed for MEGAMIX_PYTHON; install it there, or unset that"
   grep -q "^$extra = \[" "$ROOT/pyproject.toml" || die "$extra: is no extra of pyproject.toml; write launch/install.sh transformers"

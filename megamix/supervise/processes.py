@@ -44,9 +44,10 @@ def process(pid: int) -> Process | None:
     with contextlib.suppress(psutil.Error, ValueError):  # ValueError: a negative pid, which no process has
         found = psutil.Process(pid)
         if (state := found.status()) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-            # Linux counts from boot, and psutil adds the time of boot, which moves when the clock is set.
-            start_s = found.create_time() - (psutil.boot_time() if psutil.LINUX else 0.0)
-            return Process(f"{start_s:.2f}", state == psutil.STATUS_STOPPED)
+            # Linux counts from boot, and psutil adds the time of boot, which moves when the clock is set. That is read
+            # first, for psutil 5 keeps what was read last.
+            boot_s = psutil.boot_time() if psutil.LINUX else 0.0
+            return Process(f"{found.create_time() - boot_s:.2f}", state == psutil.STATUS_STOPPED)
     return None
 
 
