@@ -153,6 +153,19 @@ class Snapshot:
         size = sum(DTYPES[dtype].itemsize * math.prod(shape) for _, _, shape, dtype in self.manifest.tensors())
         return int(size * 1.01) + (1 << 20)
 
+    def weights(self) -> "Snapshot":
+        """Return the masters and buffers alone, without the state of the training: a new run may begin with them."""
+        full = self.manifest
+        kept = [{state: states[state] for state in (MASTER, BUFFER) if state in states} for states in full.states]
+        distinct = [states for place, states in enumerate(kept) if states not in kept[:place]]
+        places = [distinct.index(states) for states in kept]
+        params = tuple(param.model_copy(update={"state_set": places[param.state_set]}) for param in full.params)
+        manifest = Manifest(
+            applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=full.run.config),
+            layout=full.layout, states=tuple(distinct), params=params,
+        )  # fmt: skip
+        return Snapshot(manifest, [part for part in self.parts if part.state in (MASTER, BUFFER)])
+
 
 def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
     """Return the engine's state between two steps, as views: save or copy it before the next step. The host waits for

@@ -3,11 +3,13 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from megamix.checkpoint.all_or_none import AllOrNone
+from megamix.checkpoint.all_or_none import AllOrNone, SomeRankFailed
 from megamix.checkpoint.folder import Files, applied_updates
-from megamix.checkpoint.save import Saver
+from megamix.checkpoint.save import Saver, save
+from megamix.checkpoint.snapshot import take_snapshot
 from megamix.config import Config
 from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
@@ -101,6 +103,26 @@ class RunCheckpoints:
         return (
             f"NOT saved, because the last save took {took_s:.1f} s and the launcher kills its ranks in {left_s:.1f} s; "
             f"the newest checkpoint is {self._path}"
+        )
+
+    def save_weights(self, update: int) -> str:
+        """Save the weights alone after a failed `save_last`: they need a fraction of a checkpoint's space. Return in
+        words what is kept and what is lost. Every rank must call it.
+        """
+        back = "begins anew" if self._path is None else f"goes on from {self._path}"
+        lost = f"this run {back}, {update - (applied_updates(self._path) if self._path else 0)} updates are lost"
+        if not isinstance(self._error, SomeRankFailed):  # a rank is gone, and the others cannot save together
+            return lost
+        folder = Path(self._section.folder) / f"weights_after_{update}"
+        try:
+            path = save(folder, take_snapshot(self._engine, self._record).weights(), self._all_or_none, self._files)
+        except Exception as error:  # it must not hide why the checkpoint is not there
+            with suppress(OSError):
+                folder.rmdir()
+            return f"nor could the weights alone: {error}; {lost}"
+        return (
+            f'the weights alone are in {path}: a new run begins with them by checkpoint.resume = "{path}" and another '
+            f"checkpoint.folder; {lost}"
         )
 
     def finish_copies(self) -> None:

@@ -162,7 +162,9 @@ class Trainer:
                     return PreemptedError(f"{early}; {self.checkpoints.save_leaving(progress)}")
                 self.checkpoints.save_last(progress)
             except SaveFailedError as error:
-                return early if isinstance(early, GaveUpError) else error
+                if isinstance(early, GaveUpError):  # its weights are written as a finished run's
+                    return early
+                return SaveFailedError(f"{error}; {self.checkpoints.save_weights(progress.applied)}")
         return early
 
     def _take_size(self) -> BatchPlan:

@@ -1,0 +1,115 @@
+"""A run whose last checkpoint does not fit on the disk keeps its weights, at its end and on a signal: a new run begins
+with them. If they do not fit either, the first error stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megamix.checkpoint.folder import Files
+from megamix.comm.topology import Topology
+from megamix.config import Config
+from megamix.hub.source import open_source
+from megamix.run.batch_plan import BatchPlan
+from megamix.run.run_folder import checkpoint_folder
+from megamix.supervise.status import EndedEarlyError, LeaveRequest
+from megamix.train import joined
+from tests.train.jobs import EXPERTS, Record, Sections, attempts_recorded, run_on_ranks, tiny_job
+
+STEPS = 11
+PLAIN: Sections = {}
+MUON: Sections = {"optimizer": {"name": "muon"}, "model": {"experts": EXPERTS}}  # several sets of states, and buffers
+
+
+def _config(folder: Path, data: Path, job: Sections, steps: int = STEPS, **checkpoint: Any) -> Config:
+    sections: Sections = {
+        "training": {"steps": steps},
+        "lr_schedule": {"decay_style": "constant"},  # does not depend on the length
+        "checkpoint": {"save_interval": 4, "async_save": False, **checkpoint},
+    }
+    return tiny_job(folder, job, sections, tokens=data)
+
+
+def _outcome(config: Config) -> str:
+    try:
+        run_on_ranks(config)
+    except EndedEarlyError as error:
+        return f"{error.state}: {error}"
+    return "finished"
+
+
+def _on_a_full_disk(config: Config, asked: bool, weights_fail: bool) -> str:
+    """Run a job whose third save does not fit on the disk, but its weights do.
+
+    `asked`: the second rank gets a signal before the ninth update. `weights_fail`: that rank cannot write the weights.
+    """
+    request, saves, create = LeaveRequest(), iter((2**40, 2**40)), Files.create
+    first = Topology.current().dp.rank == 0
+
+    def ask(plan: BatchPlan) -> None:
+        if asked and plan.launched == 8 and not first:
+            request.ask(signal.SIGTERM)
+
+    def free(files: Files, path: Path) -> int:
+        saved = checkpoint_folder(config) / "step_00000008"
+        # A save leaves a megabyte free. The weights are a half of Muon's checkpoint, and a third of AdamW's.
+        return next(saves, None) or (1 << 20) + sum(file.stat().st_size for file in saved.glob("rank_*")) * 3 // 4
+
+    def create_or_fail(files: Files, path: Path) -> Any:
+        if weights_fail and not first and "weights_after" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return create(files, path)
+
+    with (
+        mock.patch.object(Files, "free_space", free),
+        mock.patch.object(Files, "create", create_or_fail),
+        mock.patch.object(joined, "signals_noted", lambda launched: nullcontext(request)),
+        attempts_recorded(Record(), ask),
+    ):
+        return _outcome(config)
+
+
+@pytest.mark.parametrize(("job", "asked"), [(PLAIN, False), (MUON, True)])
+def test_weights_of_a_run_on_a_full_disk_are_kept_and_a_run_begins_with_them(
+    run_ranks, tmp_path, data, job: Sections, asked: bool
+) -> None:
+    first, second = run_ranks(_on_a_full_disk, 2, _config(tmp_path, data, job), asked, False)
+    assert first == second
+    run = tmp_path / "run"
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["exit_status"]) == ("failed", 1)
+    update = status["update"]
+    assert (update < STEPS) is asked
+    kept, newest = run / f"weights_after_{update}/step_00000000", run / "checkpoints/step_00000008"
+    assert first.startswith("failed: the last checkpoint could not be saved: rank 0: OSError: ")
+    assert first.endswith(
+        f'; the weights alone are in {kept}: a new run begins with them by checkpoint.resume = "{kept}" and another '
+        f"checkpoint.folder; this run goes on from {newest}, {update - 8} updates are lost"
+    )
+    assert run_ranks(_outcome, 2, _config(tmp_path / "whole", data, job, steps=update)) == ["finished"] * 2
+    whole = load_file(tmp_path / "whole/run/weights.safetensors")
+    model = open_source(kept).load(torch.float32, torch.device("cpu"))
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert all(torch.equal(held[name], value) for name, value in whole.items())
+    assert _outcome(_config(tmp_path / "new", data, job, steps=3, resume=str(kept))) == "finished"
+    assert _outcome(_config(tmp_path, data, job)) == "finished"  # from its newest checkpoint, once there is room
+
+
+def test_weights_that_do_not_fit_either_leave_the_first_error_and_no_folder(run_ranks, tmp_path, data) -> None:
+    first, second = run_ranks(_on_a_full_disk, 2, _config(tmp_path, data, PLAIN), False, True)
+    assert first == second
+    before, _, after = first.partition("; nor could the weights alone: rank 1: OSError: [Errno 28] No space left")
+    assert before.startswith("failed: the last checkpoint could not be saved: rank 0: OSError: ")
+    assert after.endswith(f"this run goes on from {tmp_path}/run/checkpoints/step_00000008, 3 updates are lost")
+    assert not [*(tmp_path / "run").glob("weights*")]
