@@ -22,13 +22,18 @@ class ForeignFileError(OSError):
     """A file that is not an ordinary file of this user alone."""
 
 
+def existing_parent(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that is there."""
+    return next(parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent))
+
+
 def unwritable(folder: Path) -> str | None:
     """Return why nothing can be written to a folder, created with its missing parents; None if it can be written.
 
     A folder is created and removed on trial, because permission bits do not tell everything (root may not write to
     /proc).
     """
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent))
+    existing = existing_parent(folder)
     try:
         aside = existing / aside_name("tried")
         aside.mkdir()

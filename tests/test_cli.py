@@ -129,13 +129,16 @@ def test_a_rank_that_torchrun_leaves_alone_with_its_mistake_says_it(capsys, monk
 def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Config] = []
     checked: list[Config] = []
-    job, preflight, ahead = (
-        ModuleType(f"megamix.{name}") for name in ("train.job", "run.run_folder", "run.resume_rules")
+    job, preflight, ahead, size = (
+        ModuleType(f"megamix.{name}") for name in ("train.job", "run.run_folder", "run.resume_rules", "run.job_size")
     )
     monkeypatch.setattr(job, "run_job", lambda config, memory_line, **_: ran.append(config), raising=False)
     nothing = "no problems"
     monkeypatch.setattr(preflight, "check", lambda config, *_, **__: checked.append(config) or nothing, raising=False)
     monkeypatch.setattr(ahead, "outlook", lambda config: "a new run", raising=False)
+    monkeypatch.setattr(size, "size_lines", lambda config: [], raising=False)
+    monkeypatch.setattr(size, "disk_problem", lambda config: None, raising=False)
+    monkeypatch.setitem(sys.modules, "megamix.run.job_size", size)
     monkeypatch.setitem(sys.modules, "megamix.run.resume_rules", ahead)
     monkeypatch.setitem(sys.modules, "megamix.train.job", job)
     monkeypatch.setitem(sys.modules, "megamix.run.run_folder", preflight)

@@ -52,6 +52,17 @@ def training_source(config: Config) -> SampleSource:
     return _mixed(config, stages, _Seeds(config.training.seed, config.training.seed), part=0)
 
 
+def epochs(config: Config, samples: int) -> Iterator[tuple[float, int, str]]:
+    """Yield how often the first samples of training read each corpus of token files, its tokens, and its name.
+
+    Raises: as `training_source`.
+    """
+    source = training_source(config)
+    for part, count in source.parts(samples) if isinstance(source, BlendedSource) else [(source, samples)]:
+        if isinstance(part, TokenFileSource):
+            yield count / part.num_windows, part.num_tokens, part.name
+
+
 def plugin_source(config: Config) -> SampleSource | None:
     """Return the first training source that a plugin has registered, or None."""
     made = (_registered(config, source, config.training.seed) for source in config.data.train)

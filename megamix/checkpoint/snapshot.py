@@ -155,14 +155,12 @@ class Snapshot:
 
     def weights(self) -> "Snapshot":
         """Return the masters and buffers alone, without the state of the training: a new run may begin with them."""
-        full = self.manifest
-        kept = [{state: states[state] for state in (MASTER, BUFFER) if state in states} for states in full.states]
-        distinct = [states for place, states in enumerate(kept) if states not in kept[:place]]
-        places = [distinct.index(states) for states in kept]
-        params = tuple(param.model_copy(update={"state_set": places[param.state_set]}) for param in full.params)
+        kept = [tuple((it, states[it]) for it in (MASTER, BUFFER) if it in states) for states in self.manifest.states]
+        places = {states: {"state_set": place} for place, states in enumerate(dict.fromkeys(kept))}
+        params = tuple(param.model_copy(update=places[kept[param.state_set]]) for param in self.manifest.params)
         manifest = Manifest(
-            applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=full.run.config),
-            layout=full.layout, states=tuple(distinct), params=params,
+            applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=self.manifest.run.config),
+            layout=self.manifest.layout, states=tuple(map(dict, places)), params=params,
         )  # fmt: skip
         return Snapshot(manifest, [part for part in self.parts if part.state in (MASTER, BUFFER)])
 

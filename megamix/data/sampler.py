@@ -164,10 +164,16 @@ class Blend:
         self._ranks = [_ranks(order) for order in self._orders]
         self._given = np.zeros_like(self._weights)  # samples of each source before each stage
         for stage in range(1, len(stages)):
-            length = int(self._starts[stage] - self._starts[stage - 1])
-            periods, rest = divmod(length, len(self._orders[stage - 1]))
-            of_rest = np.bincount(self._orders[stage - 1][:rest], minlength=self._weights.shape[1])
-            self._given[stage] = self._given[stage - 1] + periods * self._weights[stage - 1] + of_rest
+            self._given[stage] = self._given_in(stage - 1, int(self._starts[stage]))
+
+    def given(self, samples: int) -> NDArray[np.int64]:
+        """Return how many of the first samples come from each source. Shapes: INT64 (sources,)."""
+        return self._given_in(int(np.searchsorted(self._starts, samples, side="right")) - 1, samples)
+
+    def _given_in(self, stage: int, samples: int) -> NDArray[np.int64]:
+        periods, rest = divmod(samples - int(self._starts[stage]), len(self._orders[stage]))
+        of_rest = np.bincount(self._orders[stage][:rest], minlength=self._weights.shape[1])
+        return self._given[stage] + periods * self._weights[stage] + of_rest  # type: ignore[no-any-return]  # of numpy
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return each sample's source, and its number within that source.

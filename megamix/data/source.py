@@ -69,13 +69,15 @@ class TokenFileSource:
         """Count the windows. Raises: ValueError if there is none."""
         self.seq_len, self.packed = seq_len, packed
         self._stretches, self._vocab_size, self._seed = stretches, vocab_size, seed
+        first, *others = [str(stretch.file.path.with_suffix("")) for stretch in stretches]
+        self.name = f"{first} and {len(others)} more" if others else first
+        self.num_tokens = sum(stretch.stop - stretch.start for stretch in stretches)
         counts = [stretch.windows(seq_len, packed) for stretch in stretches]
         self._ends = np.cumsum(np.maximum(counts, 0))  # number of windows up to each stretch's end
         self.num_windows = int(self._ends[-1])
         if not self.num_windows:
-            num_tokens = sum(stretch.stop - stretch.start for stretch in stretches)
             raise ValueError(
-                f"a token file of {num_tokens} tokens holds no window of model.seq_len + 1 = {seq_len + 1}; "
+                f"a token file of {self.num_tokens} tokens holds no window of model.seq_len + 1 = {seq_len + 1}; "
                 "shorten model.seq_len or prepare more text"
             )
 
@@ -133,6 +135,10 @@ class BlendedSource:
         """Keep the sources. `packed`: whether rows hold several documents, and so have positions."""
         self.seq_len = sources[0].seq_len
         self._sources, self._blend, self._packed = sources, Blend(stages), packed
+
+    def parts(self, samples: int) -> list[tuple[SampleSource, int]]:
+        """Return the sources, each with how many of the first samples it gives."""
+        return [*zip(self._sources, self._blend.given(samples).tolist(), strict=True)]
 
     def read(self, samples: Numbers) -> Rows:
         sources, numbers = self._blend.locate(np.asarray(samples, dtype=np.int64))

@@ -88,13 +88,18 @@ def fewest_params(config: ModelConfig) -> int:
     """Return the number of parameters in matrices and in tables of tokens. It is a lower bound of the number of all
     parameters, and nearly as large.
     """
-    tables, with_experts = config.vocab_size * (1 if config.tie_embeddings else 2), expert_layers(config)
+    with_experts = expert_layers(config)
     inner, routers = (config.num_layers - with_experts) * ffn_hidden_size(config), 0
     if config.experts is not None:
         inner += with_experts * (config.experts.shared_ffn_hidden_size or 0)
         routers = with_experts * config.experts.num_experts
-    others = config.hidden_size * (tables + _num_matrices(config) * inner + routers)
+    others = table_params(config) + config.hidden_size * (_num_matrices(config) * inner + routers)
     return others + expert_params(config) + config.num_layers * _attention_params(config)
+
+
+def table_params(config: ModelConfig) -> int:
+    """Return the number of parameters in the tables of tokens, the head's included."""
+    return config.hidden_size * config.vocab_size * (1 if config.tie_embeddings else 2)
 
 
 def rank_params(config: ModelConfig, parts: int, ep_size: int) -> float:

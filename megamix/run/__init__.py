@@ -2,6 +2,7 @@
 
 run_folder      names in a run's folder, its owner, and problems of a job, found before it starts
 least_memory    the least memory that a rank holds, and whether this machine has as much
+job_size        parameters, tokens, memory and disk of a job, in a few lines
 ranks_agree     comparison of what each rank was started with, before the model is built
 own_code        versions and hashes of the code that a process runs
 batch_plan      which batch is tried next, and which are left out

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from megamix.checkpoint.all_or_none import AllOrNone, SomeRankFailed
+from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import Files, applied_updates
 from megamix.checkpoint.save import Saver, save
 from megamix.checkpoint.snapshot import take_snapshot
@@ -105,25 +105,20 @@ class RunCheckpoints:
             f"the newest checkpoint is {self._path}"
         )
 
-    def save_weights(self, update: int) -> str:
-        """Save the weights alone after a failed `save_last`: they need a fraction of a checkpoint's space. Return in
-        words what is kept and what is lost. Every rank must call it.
+    def save_weights(self, error: SaveFailedError, progress: Progress) -> SaveFailedError:
+        """Save the weights alone after the failed `save_last`: they need a fraction of a checkpoint's space. Return its
+        error with what is kept and what is lost. Every rank must call it.
         """
-        back = "begins anew" if self._path is None else f"goes on from {self._path}"
-        lost = f"this run {back}, {update - (applied_updates(self._path) if self._path else 0)} updates are lost"
-        if not isinstance(self._error, SomeRankFailed):  # a rank is gone, and the others cannot save together
-            return lost
-        folder = Path(self._section.folder) / f"weights_after_{update}"
+        lost = progress.applied - (0 if self._path is None else applied_updates(self._path))
+        folder = Path(self._section.folder) / f"weights_after_{progress.applied}"
         try:
             path = save(folder, take_snapshot(self._engine, self._record).weights(), self._all_or_none, self._files)
-        except Exception as error:  # it must not hide why the checkpoint is not there
+            kept = f"only the weights are in {path}, for the checkpoint.resume of a new run in another folder"
+        except Exception as second:  # it must not hide the first one
+            kept = f"nor could the weights alone: {second}"
             with suppress(OSError):
                 folder.rmdir()
-            return f"nor could the weights alone: {error}; {lost}"
-        return (
-            f'the weights alone are in {path}: a new run begins with them by checkpoint.resume = "{path}" and another '
-            f"checkpoint.folder; {lost}"
-        )
+        return SaveFailedError(f"{error}; {kept}; {lost} updates since {self._path or 'the beginning'} are lost")
 
     def finish_copies(self) -> None:
         """Wait at the end of a run for its copies, some minutes at most. Every rank must call it."""

@@ -32,12 +32,15 @@ def run_train(arguments: argparse.Namespace) -> None:
     if arguments.check:
         say_on_first_rank(outlook_of(arguments, config, say_on_first_rank))
         return
+    from megamix.run.job_size import disk_problem
     from megamix.run.run_folder import check
 
     check(config, say_on_first_rank, starts=True)
     _set_torch_environment(config)
     if too_much := memory_problem(config):
         raise ConfigError([too_much], "job")
+    if too_little := disk_problem(config):
+        say_on_first_rank(f"note: {too_little}")
     with many_imports():
         say_phase("loading torch")
         from megamix.train.job import run_job
@@ -78,17 +81,19 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
 
     `tell` gets a line for each setting that is allowed but probably a mistake. Raises: ConfigError.
     """
+    from megamix.run.job_size import disk_problem, size_lines
     from megamix.run.resume_rules import outlook
     from megamix.run.run_folder import check
 
     told = check(config, tell)
     if arguments.check:
         _set_torch_environment(config)
-        if too_much := memory_problem(config):
-            tell(f"note: {too_much}")  # the job may run on another machine than the check
+        for problem in filter(None, (memory_problem(config), disk_problem(config))):
+            tell(f"note: {problem}")  # the job may run on another machine than the check
     told = f"{told}; {outlook(config)}"
-    if arguments.check and config.model.family == "transformers":
-        told = f"{told}\n  {_of_transformers(config)}"
+    if arguments.check:
+        more = [_of_transformers(config)] if config.model.family == "transformers" else []
+        told = "\n  ".join([told, *size_lines(config), *more])
     if arguments.memory is not None:
         from megamix.tools.plan.report import require_fit  # imports torch
 
@@ -100,13 +105,10 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
 
 def _of_transformers(config: Config) -> str:
     """Return what `--check` says of a model of transformers, which it has built without values."""
-    from megamix.model.family import parameter_count
-
     model: Any = config.model  # typed as that of the built-in family
     return (
-        f"{model.theirs.model_type} of transformers, {parameter_count(model) / 1e6:.2f} M parameters. Only a start "
-        "tests values: that weights load, and that the model sees no later tokens, draws no noise and keeps packed "
-        "documents apart"
+        f"{model.theirs.model_type} of transformers. Only a start tests values: that weights load, and that the model "
+        "sees no later tokens, draws no noise and keeps packed documents apart"
     )
 
 

@@ -162,9 +162,8 @@ class Trainer:
                     return PreemptedError(f"{early}; {self.checkpoints.save_leaving(progress)}")
                 self.checkpoints.save_last(progress)
             except SaveFailedError as error:
-                if isinstance(early, GaveUpError):  # its weights are written as a finished run's
-                    return early
-                return SaveFailedError(f"{error}; {self.checkpoints.save_weights(progress.applied)}")
+                # The weights of a run that gave up are written as a finished run's.
+                return early if isinstance(early, GaveUpError) else self.checkpoints.save_weights(error, progress)
         return early
 
     def _take_size(self) -> BatchPlan:

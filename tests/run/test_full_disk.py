@@ -94,8 +94,8 @@ def test_weights_of_a_run_on_a_full_disk_are_kept_and_a_run_begins_with_them(
     kept, newest = run / f"weights_after_{update}/step_00000000", run / "checkpoints/step_00000008"
     assert first.startswith("failed: the last checkpoint could not be saved: rank 0: OSError: ")
     assert first.endswith(
-        f'; the weights alone are in {kept}: a new run begins with them by checkpoint.resume = "{kept}" and another '
-        f"checkpoint.folder; this run goes on from {newest}, {update - 8} updates are lost"
+        f"; only the weights are in {kept}, for the checkpoint.resume of a new run in another folder; "
+        f"{update - 8} updates since {newest} are lost"
     )
     assert run_ranks(_outcome, 2, _config(tmp_path / "whole", data, job, steps=update)) == ["finished"] * 2
     whole = load_file(tmp_path / "whole/run/weights.safetensors")
@@ -111,5 +111,5 @@ def test_weights_that_do_not_fit_either_leave_the_first_error_and_no_folder(run_
     assert first == second
     before, _, after = first.partition("; nor could the weights alone: rank 1: OSError: [Errno 28] No space left")
     assert before.startswith("failed: the last checkpoint could not be saved: rank 0: OSError: ")
-    assert after.endswith(f"this run goes on from {tmp_path}/run/checkpoints/step_00000008, 3 updates are lost")
+    assert after.endswith(f"; 3 updates since {tmp_path}/run/checkpoints/step_00000008 are lost")
     assert not [*(tmp_path / "run").glob("weights*")]

@@ -24,6 +24,7 @@ from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
 from megamix.parallel.stages import StagePlan
 from megamix.plugins import MORE_AXES
+from megamix.run.least_memory import amount
 from megamix.tools.plan.activations import Activations, Machine, TracedWork, trace_stage
 from megamix.tools.plan.engine_memory import AVERAGED, FP32, EngineMemory
 from megamix.tools.plan.matrix_memory import MatrixPlan, plan_matrices
@@ -293,11 +294,6 @@ def _host(config: Config, part: _RankPart) -> dict[str, int]:
         "batches read ahead": LOADED_BATCHES * part.work.batch_bytes,
         "final weights in FP32": part.weights,
     }
-
-
-def amount(size: int) -> str:
-    """Return a number of bytes in the unit that leaves it readable."""
-    return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"
 
 
 TOLERANCE = 0.10  # share from which on the log line warns

@@ -13,11 +13,12 @@ from megamix.comm.topology import Topology
 from megamix.config import Config, ConfigError
 from megamix.machine import has_gpu
 from megamix.mixed_precision.settings import Shard
+from megamix.run.least_memory import amount
 from megamix.tools.plan.activations import Machine
 from megamix.tools.plan.advice import Advice, advise, by_shard
 from megamix.tools.plan.expert_rows import ExpertRows, expert_rows
 from megamix.tools.plan.limits import RESERVED
-from megamix.tools.plan.memory_plan import MemoryPlan, amount, plan_memory
+from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
 
 
 def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | None, as_json: bool) -> Iterator[str]:

@@ -15,10 +15,11 @@ from megamix.arguments import Failed
 from megamix.builders.objects import build_optimizer
 from megamix.cli import main
 from megamix.config import ConfigError, FirstLayers, load_config
+from megamix.run.least_memory import amount
 from megamix.tools.plan import command
 from megamix.tools.plan.advice import Advice, advise
 from megamix.tools.plan.command import plan_lines
-from megamix.tools.plan.memory_plan import _plan_part, amount, plan_memory
+from megamix.tools.plan.memory_plan import _plan_part, plan_memory
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 PARAMETERS_8B = 8_030_261_248
