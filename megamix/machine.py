@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import os
+import platform
 import resource
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,13 @@ _LARGEST_BEFORE_2_35 = 2**25  # largest value that older glibc keeps; a larger o
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name of this machine's processor, as the kernel or, without it, the platform tells it."""
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def of_groups(root: Path, *names: str) -> Iterator[Path]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from megamix.config import config_to_toml
-from megamix.machine import keep_freed_memory, many_imports, num_cores, set_torch_environment
+from megamix.machine import cpu_name, keep_freed_memory, many_imports, num_cores, set_torch_environment
 from tests.sandbox import TORCH
 from tests.train.jobs import tiny_job, write_data
 
@@ -38,6 +39,13 @@ from megamix.cli import main
 sys.exit(main(["train", sys.argv[1]]))
 """
 GLIBC = sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names and os.confstr("CS_GNU_LIBC_VERSION")
+
+
+def test_a_machine_without_proc_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "processor", lambda: "an abacus")
+    assert cpu_name(tmp_path / "cpuinfo") == "an abacus"
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Fast CPU\n\nmodel name\t: Fast CPU\n")
+    assert cpu_name(tmp_path / "cpuinfo") == "Fast CPU"
 
 
 @pytest.mark.skipif(not GLIBC, reason="another malloc stays as it is")

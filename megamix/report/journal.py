@@ -29,7 +29,7 @@ Row = dict[str, Any]
 BEAT_S = 1.0  # seconds from one heartbeat to the next
 KILLED = "killed"  # the state at the end of a start that could not say how it ended
 _MOST = 1e11  # of a number in a row: beyond it a time is no date
-_WORDS = ("state", "reason", "host", "words")
+_WORDS = ("state", "reason", "host", "words", "machine", "versions")
 _DOING = {START: "starting", COMPILE: "compiling", TRAINED: "training", VALIDATION: "validating", SAVING: "saving"}
 _BEAT_BYTES, _LONGEST = 1024, 500  # of a heartbeat, and of its reason: a full disk still takes it in place
 
@@ -178,7 +178,7 @@ def _parsed(line: bytes) -> Row:
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         row: Row = from_json(line)  # of 100,000 lines, a second faster than json.loads
         numbers = [row["t"], row["at"], row["starts"], row["step"], *row["seconds"].values()]
-        numbers += [row[name] for name in ("saved", "steps") if name in row]
+        numbers += [row[name] for name in ("saved", "steps", "ranks", "parameters") if name in row]
         words = [row["kind"], *(row.get(name, "") for name in _WORDS)]
         whole = row["kind"] != "end" or {"state", "reason", "exit_status"} <= row.keys()
         known = row["phase"] in BUCKETS and {*row["seconds"]} <= {*BUCKETS}

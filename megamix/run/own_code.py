@@ -2,8 +2,10 @@
 
 import hashlib
 import importlib.metadata
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megamix.data import DISTRIBUTION
@@ -25,6 +27,16 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         return "not installed"
+
+
+def source() -> str:
+    """Return megamix's commit, with `-dirty` if files differ from it, or its version where there is no checkout."""
+    told = ""
+    if (PACKAGE.parent / ".git").exists():
+        describe = ["git", "--no-optional-locks", "-C", str(PACKAGE.parent), "describe", "--always", "--dirty"]
+        with suppress(OSError):  # there is no git
+            told = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+    return told or version(DISTRIBUTION)
 
 
 def _home(plugin: str) -> Path:

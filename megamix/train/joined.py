@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 import torch
@@ -20,14 +21,17 @@ from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import NotMetError, Topology, leave_ranks, local_device, meet_ranks, side_store
 from megamix.config import Config, ConfigError, axis_sizes
 from megamix.inspect.live_tensors import tell_live_tensors
+from megamix.machine import cpu_name, num_cores
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.weights import Fill
+from megamix.model.family import parameter_count
 from megamix.report.alerts import send
 from megamix.report.journal import Journal, Reached
 from megamix.report.ledger import Ledger, age_s, boot_s
 from megamix.report.metrics import cut_logs
 from megamix.run import run_folder
+from megamix.run.own_code import source
 from megamix.run.ranks_agree import known_data
 from megamix.run.resume import Start, find_start
 from megamix.supervise.console import Console, say, say_phase
@@ -77,6 +81,17 @@ class Job:
     def console(self) -> Console:
         return Console(self.config.training.steps, speaks=self.topology.world.rank == 0)
 
+    @cached_property
+    def facts(self) -> dict[str, int | str]:
+        """Return what trains where, for the journal and TensorBoard."""
+        card = f"{torch.cuda.get_device_name(self.device)}, " if self.device.type == "cuda" else ""
+        return {
+            "parameters": parameter_count(self.config.model),
+            "ranks": self.topology.world.size,
+            "machine": f"{card}{num_cores()} cores of {cpu_name()}",
+            "versions": f"megamix {source()}, torch {torch.__version__}, Python {python_version()}",
+        }
+
     def on_first_rank(self, work: Callable[[], None]) -> None:
         """Run `work`, which changes the run's folder, on the first rank. If it is refused there, every rank ends.
 
@@ -120,7 +135,7 @@ class Job:
             cut_logs(self.status.folder, start.progress)
             (self.status.folder / run_folder.GAVE_UP).unlink(missing_ok=True)
         if not self.journal.starts:
-            self.journal.open(ranks=self.topology.world.size, steps=self.config.training.steps)
+            self.journal.open(steps=self.config.training.steps, **self.facts)
             self.journal.tell("joined")
         self.status.begin(start.progress.applied, self.config.checkpoint.max_restarts, self.journal.starts)
 

@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megamix.data import DISTRIBUTION
-from megamix.machine import half_units, native_halves, num_cores
+from megamix.machine import cpu_name, half_units, native_halves, num_cores
 from megamix.progress import duration
 from megamix.run.own_code import version
-
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 class Spread(NamedTuple):
@@ -115,7 +113,7 @@ def describe_machine(card: str = "") -> dict[str, Any]:
         "cards": torch.cuda.device_count() if card else 0,
         "cuda": torch.version.cuda,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": num_cores(),
         "vector_units": torch.backends.cpu.get_cpu_capability(),  # the units that torch's own kernels use
         "fp16_units": torch.float16 in half_units(),
@@ -161,9 +159,3 @@ def rounds_told(count: int) -> Iterator[int]:
         left = f", about {duration(done_s / number * (count - number))} left" if number else ""
         progress(f"round {number + 1} of {count}{left}")
         yield number
-
-
-def _cpu_name() -> str:
-    info = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
-    names = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
-    return names[0] if names else platform.processor()

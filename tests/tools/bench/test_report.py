@@ -60,16 +60,6 @@ def test_every_line_of_the_file_is_json_with_all_rounds_and_versions(tmp_path: P
     assert "MISSED 1.000 >= 2  speed\na note" in result.text()
 
 
-def test_a_machine_without_proc_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(report.platform, "processor", lambda: "an abacus")
-    assert describe_machine()["cpu"] == "an abacus"
-    (tmp_path / "cpuinfo").write_text(
-        "processor\t: 0\nmodel name\t: Fast CPU\n\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
-    )
-    assert describe_machine()["cpu"] == "Fast CPU"
-
-
 def test_a_checkout_that_is_not_installed_has_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_found(package: str) -> str:
         raise importlib.metadata.PackageNotFoundError(package)
