@@ -74,7 +74,9 @@ def _write_sample(config: Config, model: nn.Module, console: Console, tell_text:
     model.eval()  # without dropout
     sampling = Sampling(SAMPLE_TOKENS, config.training.seed, SAMPLE_TEMPERATURE, SAMPLE_TOP_P)
     text = sample_text(model, open_tokenizer(Path(config.data.tokenizer)), config.metrics.sample_prompt, sampling)
-    if tell_text is not None:
+    if text.strip() == config.metrics.sample_prompt.strip():
+        console.line("no sample of text: the model writes nothing but white space; train longer")
+    elif tell_text is not None:
         path = Path(config.checkpoint.folder) / run_folder.SAMPLE
         with console.telling(path):
             write_text(path, text)
