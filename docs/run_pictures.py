@@ -20,8 +20,7 @@ MARK = "<!-- console: python docs/run_pictures.py writes it -->\n```text\n"
 LEFT_OUT = "[...]"
 # Of each page: the steps from which and up to which it shows the console.
 PAGES = {"operations.md": ((0, 10), (100, 100), (130, 130), (260, 260))}
-PICTURES = {"run_loss", "run_loss_scale", "run_headroom", "run_compared"}
-_DPI = 80
+PICTURES = {"run_loss", "run_range", "run_compared"}
 
 
 def console() -> list[tuple[int, str]]:
@@ -59,16 +58,14 @@ def with_console(page: str, parts: tuple[tuple[int, int], ...]) -> str:
 
 
 def draw(folder: Path) -> None:
-    """Write what `megamix plot` draws, smaller."""
+    """Write what `megamix plot` draws."""
     from megamix.report.history import read_history
-    from megamix.report.plot import compared, figures
+    from megamix.report.plot import compared, figures, png
 
     runs = {run.name: read_history(run) for run in RUNS}
-    drawn = figures(RUNS[0].name, runs[RUNS[0].name]) | {"compared": compared(runs)}
-    for name in sorted(PICTURES):
-        figure = drawn[name.removeprefix("run_")]
-        # Without metadata the same picture is the same file.
-        figure.savefig(folder / f"{name}.png", dpi=_DPI, metadata={"Software": None})
+    drawn = figures(runs[RUNS[0].name]) | {"compared": compared(runs)}
+    for name in PICTURES:
+        (folder / f"{name}.png").write_bytes(png(drawn[name.removeprefix("run_")]))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ if [[ -n "$reached" ]]; then
   LC_ALL=C printf 'reached: validation %.2f nats a token; %s\n' "$reached" "$expect"
 fi
 say "pictures:"
-at_work "drawing" "$PYTHON" -m megamix plot "$folder" || say "no pictures: see above"
+at_work "drawing" "$PYTHON" -m megamix report "$folder" || say "no pictures: see above"
 megamix=".venv/bin/megamix"
 [[ -z "${MEGAMIX_PYTHON:-}" ]] || megamix="$PYTHON -m megamix"
 printf '%s\n' "next:" \

@@ -52,9 +52,9 @@ VERBS_FOR = {
         Verb("import", "hub", "make a checkpoint to train on from a Hugging Face folder"),
     ],
     "look and measure": [
-        Verb("plot", "report", "draw a run's curves, loss scale and use of FP16's range as PNGs in its folder",
+        Verb("report", "report", "a page of a run in its folder: how it ended, its curves, and where its time went"),
+        Verb("plot", "report", "draw a run's pictures as PNGs in its folder, or the curves of several runs in one",
              "pictures that were finished stay; the same command draws all anew"),
-        Verb("report", "report", "a page of where a run's time went, its stops and their causes, in its folder"),
         Verb("status", "report", "how runs stand: running, stale or ended, loss, tokens/s, time left, goodput",
              "nothing was changed; the same command looks again"),
         Verb("checkpoint", "checkpoint", "look at a run's checkpoints, or hand one to torch",

@@ -36,7 +36,7 @@ case "$1 $2" in
     [[ ! -e "$BASE/$2-fails" ]] || { echo "$2: planted"; exit 1; }
     ;;
   "-m megamix")
-    [[ "$3" != prepare && "$3" != plot ]] || { echo "$name $*" >>"$BASE/log"; exit 0; }
+    [[ "$3" != prepare && "$3" != report ]] || { echo "$name $*" >>"$BASE/log"; exit 0; }
     exec "$REAL_PYTHON" "$@"
     ;;
   "-m megamix.pretrain")

@@ -187,7 +187,7 @@ BY_NUMBER = {
     "megamix/report/profiling.py": "reads what a timeline says",
     "megamix/report/ledger.py": "its buckets hold seconds",
     "megamix/report/goodput.py": "likewise",
-    "megamix/report/run_report.py": "likewise",
+    "megamix/report/page.py": "likewise",
 }
 
 

@@ -287,7 +287,7 @@ def test_quickstart_ends_with_what_was_reached_the_pictures_and_the_next_command
     assert re.fullmatch(r"reached: validation 3\.50 nats a token; expect 3\.\d to 3\.\d without your settings", reached)
     assert following == "next:"
     assert len(commands) == 3
-    assert sandbox.lines()[-1] == "python -m megamix plot runs/other"
+    assert sandbox.lines()[-1] == "python -m megamix report runs/other"
 
 
 def test_quickstart_that_was_interrupted_says_last_that_it_starts_anew(sandbox: Sandbox) -> None:

@@ -12,11 +12,10 @@ prometheus       the newest values in a file for Prometheus
 alerts           a program that is told how a run ends
 chosen_trackers  the trackers that a configuration chooses
 profiling        traces of the steps that are profiled
-history          values of a run's metrics.jsonl, by step
+history          what a run's folder says, but for its events
 goodput          what the wall time of a run went into
 overview         how runs stand, a line for each
-run_report       page of where a run's time went, and of its stops
-plot             curves as pictures
-page             page of a run to show to others
+plot             curves and maps as pictures
+page             page of a run: how it ended, what it learned, where its time went
 command          the verbs `plot`, `report` and `status`
 """

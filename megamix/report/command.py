@@ -1,8 +1,9 @@
-"""The verbs `plot`, `report` and `status`. Only `plot` imports matplotlib, when it runs."""
+"""The verbs `plot`, `report` and `status`. None imports torch."""
 
 import argparse
 import sys
 import time
+import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,13 +29,17 @@ def report_arguments(parser: Parser) -> None:
     parser.example = "megamix report runs/mine"
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run's checkpoint.folder, finished or not")
     parser.add_argument("--json", action="store_true", help="also write the numbers, as RUN/report.json")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
 @lines_told
 def run_report(arguments: argparse.Namespace) -> Iterator[str]:
-    from megamix.report.run_report import write_report
+    from megamix.report.page import PAGE, write_report
 
-    return write_report(arguments.folder, numbers=arguments.json)
+    yield from write_report(arguments.folder, numbers=arguments.json)
+    page = arguments.folder / PAGE
+    if arguments.open and not webbrowser.open(page.resolve().as_uri()):
+        yield f"there is no browser; open {page} where there is one"
 
 
 def status_arguments(parser: Parser) -> None:

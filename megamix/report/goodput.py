@@ -46,7 +46,7 @@ class Goodput:
     starts: list[OneStart]
     seconds: dict[str, float]
     steps: int  # updates of the whole run
-    points: list[tuple[float, int]]  # seconds since 1970 and update of each event
+    facts: Row  # the event of the last start: what trained where
     compared: str  # the log's line on a step's planned and measured time; empty without one
 
     @property
@@ -80,7 +80,8 @@ def read_goodput(folder: Path, now_t: float | None = None) -> Goodput:
     seconds = {bucket: sum(one.seconds.get(bucket, 0.0) for one in starts) for bucket in BUCKETS}
     steps = next((row["steps"] for row in reversed(rows) if "steps" in row), 0)
     compared = next((row["words"] for row in reversed(rows) if "words" in row), "")
-    return Goodput(starts, seconds, steps, [(row["t"], row["step"]) for row in rows], compared)
+    facts = next((row for row in reversed(rows) if row["kind"] == "start"), {})
+    return Goodput(starts, seconds, steps, facts, compared)
 
 
 def _present(folder: Path, rows: list[Row], now_t: float) -> Row:

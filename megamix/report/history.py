@@ -1,30 +1,40 @@
-"""History of a run: what its metrics.jsonl says, as series by step."""
+"""History of a run: what its folder says, but for its events. This module imports no torch."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamix.report.metrics import (
-    TAGS,
-    TRANSFERS,
-    LayerPrecision,
-    is_overflow,
-    load_tag,
-    over_mean,
-    precision_tag,
-    set_tag,
-)
-from megamix.run.run_folder import METRICS
+from pydantic_core import from_json
 
+from megamix.report.metrics import TAGS, TRANSFERS, is_overflow, load_tag, over_mean, precision_tag, set_tag
+from megamix.run.run_folder import CONFIG, METRICS, SAMPLE
+
+DRAWN = ("unscaled_below_share", "headroom", "hidden_update_share")  # LayerPrecision's numbers that are drawn
+
+# The settings by which people tell runs apart.
+_MAIN = {
+    "model": ("family", "num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len"),
+    "optimizer": ("name", "lr", "weight_decay"),
+    "precision": ("dtype",),
+    "training": ("steps", "micro_batch_size", "global_batch_size", "seed"),
+    "parallelism": ("tp_size", "pp_size", "cp_size", "ep_size"),
+}
 _SET = re.compile(re.escape(set_tag("")) + r"[A-Za-z0-9_-]+")  # tag of a validation set
-_ZERO_SHARES = precision_tag("zero_share", "")  # tag of LayerPrecision's first number; a layer's name follows
-_COUNTS = load_tag("counts", "")  # likewise of a layer's counts
+_COUNTS = load_tag("counts", "")  # tag of a layer's counts; its name follows
+
+
+def main_settings(config: str) -> dict[str, Any]:
+    """Return the main settings in a TOML configuration, by names such as `optimizer.lr`."""
+    tables = tomllib.loads(config)
+    names = [(section, key) for section, keys in _MAIN.items() for key in keys if key in tables.get(section, {})]
+    return {f"{section}.{key}": tables[section][key] for section, key in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +56,11 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """Values of a run that can be drawn."""
+    """What a run did, to be told and drawn."""
 
+    name: str
+    config: str  # TOML; empty if there is none, as is the sample
+    sample: str
     loss: Series
     valid_loss: Series
     average_loss: Series  # validation loss of the average of the weights
@@ -60,60 +73,54 @@ class RunHistory:
     overflows: Series  # loss scale of each overflow
     transfers: list[dict[str, Any]]  # rows of a profiled attempt, by bucket; empty if none was profiled
     resumed: Series  # steps from which the run went on
-    precision: dict[str, HeatMap]  # by LayerPrecision's numbers; empty if no step was examined
+    precision: dict[str, HeatMap]  # by DRAWN; empty if no step was examined
     loads: dict[int, HeatMap]  # of the last update whose counts were written, by its step; empty if there is none
-
-    @property
-    def examined_steps(self) -> int:
-        return len(self.precision["headroom"].columns) if self.precision else 0
 
 
 def read_history(folder: Path) -> RunHistory:
-    """Return the history in FOLDER/metrics.jsonl; a last line that is still being written is left out.
-
-    Raises: ValueError naming the file that is missing or the line that is damaged.
+    """Return the history of the run in a folder. What is not there is empty, and lines of metrics.jsonl that no run has
+    written whole are left out.
     """
-    file = folder / METRICS
-    if not file.is_file():
-        raise ValueError(f"RUN: {folder} has no metrics.jsonl; give the folder of a run")
-    rows = list(_rows(file))
-    if not rows:
-        raise ValueError(f"RUN: {file} holds no complete line yet; wait for the run's first step")
+    rows = [*_rows(folder / METRICS)]
     # Even without a loss scale, an overflow's row has a scale of 1; a log line's scale is null then.
     unscaled = any(TAGS["loss"] in row and row.get(TAGS["loss_scale"]) is None for row in rows)
     of_sets = dict.fromkeys(tag for row in rows for tag in row if _SET.fullmatch(tag))
+    curves = ("loss", "valid_loss", "average_loss", "lr", "grad_norm", "tokens_per_s", "tokens", "resumed")
     return RunHistory(
-        **{
-            name: _series(rows, TAGS[name])
-            for name in ("loss", "valid_loss", "average_loss", "lr", "grad_norm", "tokens_per_s", "tokens")
-        },
+        name=folder.resolve().name,
+        config=_text(folder / CONFIG),
+        sample=_text(folder / SAMPLE).rstrip(),
+        **{name: _series(rows, TAGS[name]) for name in curves},
         valid_sets={tag.removeprefix(set_tag("")): _series(rows, tag) for tag in of_sets},
         loss_scale=Series([], []) if unscaled else _series(rows, TAGS["loss_scale"]),
         overflows=_series([row for row in rows if is_overflow(row)], TAGS["loss_scale"]),
         transfers=_transfers(rows),
-        resumed=_series(rows, TAGS["resumed"]),
-        precision=_precision([row for row in rows if any(tag.startswith(_ZERO_SHARES) for tag in row)]),
+        precision=_precision(rows),
         loads=_loads(rows),
     )
 
 
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line, parse_int=float)  # as floats: a number too large for one is inf, which int() refuses
-            yield {**row, "step": int(row["step"])}
-        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                return
-            raise ValueError(
-                f"RUN: line {number} of {file} is damaged, no object with a step; delete that line"
-            ) from error
+    for line in file.read_bytes().splitlines() if file.is_file() else ():
+        with suppress(ValueError):
+            row = from_json(line)  # of 100,000 lines, a second faster than json.loads
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row
 
 
 def _series(rows: Sequence[dict[str, Any]], tag: str) -> Series:
-    points = [(row["step"], row[tag]) for row in rows if row.get(tag) is not None]
+    points = [(row["step"], row[tag]) for row in rows if math.isfinite(_number(row, tag))]
     return Series([step for step, _ in points], [value for _, value in points])
+
+
+def _number(row: dict[str, Any], tag: str) -> float:
+    """Return a row's number, NaN for null and for what is none."""
+    value = row.get(tag)
+    return value if isinstance(value, int | float) else math.nan
 
 
 def _transfers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -127,19 +134,14 @@ def _transfers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _precision(rows: Sequence[dict[str, Any]]) -> dict[str, HeatMap]:
-    if not rows:
-        return {}
-    layers = [tag.removeprefix(_ZERO_SHARES) for tag in rows[0] if tag.startswith(_ZERO_SHARES)]
-    steps, numbers = [row["step"] for row in rows], [known.name for known in fields(LayerPrecision)]
+    first = precision_tag("headroom", "")
+    examined = [row for row in rows if any(tag.startswith(first) for tag in row)]
+    layers = [tag.removeprefix(first) for row in examined[:1] for tag in row if tag.startswith(first)]
+    steps = [row["step"] for row in examined]
     return {
-        name: HeatMap(layers, steps, [_numbers(rows, precision_tag(name, layer)) for layer in layers])
-        for name in numbers if name != "exponents"
+        name: HeatMap(layers, steps, [[_number(row, precision_tag(name, it)) for row in examined] for it in layers])
+        for name in DRAWN if layers
     }  # fmt: skip
-
-
-def _numbers(rows: Sequence[dict[str, Any]], tag: str) -> list[float]:
-    """Return a tag's values, NaN for null."""
-    return [math.nan if row.get(tag) is None else row[tag] for row in rows]
 
 
 def _loads(rows: Sequence[dict[str, Any]]) -> dict[int, HeatMap]:

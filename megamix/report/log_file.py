@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,11 @@ class EventFile:
 
     def text(self, step: int, tag: str, markdown: str) -> None:
         self._log.append(self._records([{"step": step, "summary": self._summary.text(tag, markdown)}]))
+
+    def hparams(self, settings: Mapping[str, Any], metrics: Sequence[str]) -> None:
+        """Append the settings that tell this run from others, and the tags by which it is judged."""
+        points = self._summary.hparams(dict(settings), dict.fromkeys(metrics))
+        self._log.append(self._records([{"summary": point} for point in points]))
 
     def close(self) -> None:
         self._log.close()

@@ -157,21 +157,21 @@ def format_lines(
     """Return a step's line on the console, as plain text that stays readable in a batch system's log.
 
     The line has at most 100 columns while a run has fewer than a million steps. `detailed`: add two lines of values
-    that change little. `counts`: by layer; their largest over their mean is in these lines, as the mean of layers, and
-    one more line tells layers whose router has collapsed.
+    that change little. A run without a loss scale tells none, and no overflows before the first one. `counts`: by
+    layer; their largest over their mean is in these lines, as the mean of layers, and one more line tells layers whose
+    router has collapsed.
     """
     here = f"step {step:>{len(str(steps))}}/{steps}"
+    scale = "" if metrics.loss_scale is None else f"scale {format_scale(metrics.loss_scale)} | "
     line = (
         f"{here} | loss {metrics.loss:.4f} | lr {metrics.lr:.2e} | grad_norm {metrics.grad_norm:.3f} | "
-        f"scale {format_scale(metrics.loss_scale)} | {metrics.tokens_per_s:,.0f} tokens/s"
+        f"{scale}{metrics.tokens_per_s:,.0f} tokens/s"
     )
     if not detailed:
         return line
     mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
-    rest = (
-        f"eta {_format_duration(metrics.eta_s)} | overflows {metrics.skipped_steps} | mfu {mfu} | "
-        f"memory {metrics.memory_gib:.2f} GiB"
-    )
+    overflows = f"overflows {metrics.skipped_steps} | " if scale or metrics.skipped_steps else ""
+    rest = f"eta {_format_duration(metrics.eta_s)} | {overflows}mfu {mfu} | memory {metrics.memory_gib:.2f} GiB"
     if counts:
         rest += f" | load {statistics.fmean(max(over_mean(each)) for each in counts.values()):.2f}"
     shares = (
@@ -209,6 +209,7 @@ class MetricsWriter:
         tensorboard: bool,
         applied: int = 0,
         config: str = "",
+        hparams: Mapping[str, Any] = MappingProxyType({}),
         tokens: Callable[[], int] = lambda: 0,
         trackers: Sequence[TrackerThread] = (),
     ) -> None:
@@ -217,8 +218,8 @@ class MetricsWriter:
         `applied`: updates that the run has behind it. Lines in the file stay, and one more says that the run goes on
         from there. TensorBoard drops its events after `applied` when they are opened again, so they are written once
         more from the lines that stayed.
-        `config`: the effective configuration, for TensorBoard only; trackers have it. `tokens`: returns the tokens of
-        all updates so far, which every row holds.
+        `config`: the effective configuration, and `hparams`: settings by which runs are compared, both for TensorBoard
+        only. `tokens`: returns the tokens of all updates so far, which every row holds.
         Raises: ValueError if TensorBoard is asked for and not installed.
         """
         self._trackers, self._tokens = trackers, tokens
@@ -231,6 +232,7 @@ class MetricsWriter:
             self.append(applied, {TAGS["resumed"]: 1})
         if self._events is not None and config:
             self._events.text(applied, "config", _as_code(config))
+            self._events.hparams(hparams, [TAGS["valid_loss"], TAGS["loss"]])
 
     def _tell_again(self, events: EventFile, applied: int) -> None:
         # Attempts that overflow on the way to the next update are written under its number.

@@ -1,67 +1,57 @@
-"""Pictures of a run, drawn by the verb `plot` as PNGs in the run's folder. Needs matplotlib.
-
-They show curves, loss scale, use of FP16's range, communication and the load of experts, or the curves of several runs
-in one.
-"""
+"""Pictures of a run, or of several runs in one. Needs matplotlib, and no screen."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megamix.durable import write_text, written_aside
-from megamix.report.history import HeatMap, RunHistory, Series, read_history
+from megamix.durable import written_aside
+from megamix.report.history import HeatMap, RunHistory, read_history
 from megamix.report.metrics import TRANSFERS
-from megamix.report.page import PAGE, run_page
+from megamix.run.run_folder import METRICS
 
-_DPI = 120
+_WIDTH, _DPI = 6.9, 160  # inches, and dots an inch: letters that are readable even on a phone
 _MOST_TICKS = 10
 
-_FEW_COLUMNS = 5
-
-# Curves of a RunHistory that are drawn beside each other, with title and unit.
+# Curves of a RunHistory, with title and unit.
 _CURVES = {
     "loss": ("loss", "nats per token"),
-    "lr": ("learning rate", "lr"),
-    "grad_norm": ("norm of the gradient, before clipping", "grad_norm"),
+    "lr": ("learning rate", ""),
+    "grad_norm": ("gradient norm", ""),
     "tokens_per_s": ("throughput of all ranks", "tokens/s"),
 }
-# Numbers of LayerPrecision that are drawn, with title, unit and factor.
+# Heat maps of a RunHistory, with title, unit and factor.
 _MAPS = {
-    "unscaled_below_share": ("gradient below 2^-24 without a loss scale", "% of the layer's elements", 100.0),
-    "headroom": ("headroom from max abs to 65504, loss scale included", "octaves", 1.0),
-    "hidden_update_share": ("updates of the master that the half copy does not show", "% of updated elements", 100.0),
+    "unscaled_below_share": ("unscaled gradient below 2^-24, FP16's smallest number", "% of elements", 100.0),
+    "headroom": ("doublings left to 65504, FP16's largest number", "octaves", 1.0),
+    "hidden_update_share": ("updates that the half copy does not show", "% of updates", 100.0),
 }
 
 
 def plot(folders: Sequence[Path]) -> Iterator[str]:
-    """Draw the metrics.jsonl of each folder. Several runs share one picture of curves, in the first one's folder.
+    """Draw a run's pictures into its folder, or the curves of several into the first one's. Yield each file's path.
 
-    Yields a line for each file written, and for each picture that cannot be drawn.
-    Raises: ValueError, before anything is written, if there is nothing to read.
+    Raises: ValueError, before anything is written, naming a folder with nothing to draw.
     """
-    once = [run for place, run in enumerate(folders) if run.resolve() not in [run.resolve() for run in folders[:place]]]
-    if len(once) < len(folders):
-        yield "RUN: a run that is given twice is drawn once"
-    folders = once
-    runs = dict(zip(_names(folders), map(read_history, folders), strict=True))
-    (name, history), *others = runs.items()
-    drawn, pictures = {"compared": compared(runs)} if others else figures(name, history), list[Path]()
-    for file_name, figure in drawn.items():
-        path = folders[0] / f"{file_name}.png"
+    folders = [*{folder.resolve(): folder for folder in folders}.values()]  # each once
+    histories = [read_history(folder) for folder in folders]
+    for folder, history in zip(folders, histories, strict=True):
+        if not history.loss.steps:
+            raise ValueError(f"RUN: no loss in {folder / METRICS}; give the folder of a run that has logged a step")
+    drawn = figures(histories[0])
+    if len(folders) > 1:
+        drawn = {"compared": compared(dict(zip(_names(folders), histories, strict=True)))}
+    for name, figure in drawn.items():
+        path = folders[0] / f"{name}.png"
         with written_aside(path) as file:
-            figure.savefig(file, dpi=_DPI, format="png")  # a bare Figure draws with Agg, which needs no screen
-        pictures.append(path)
+            file.write(png(figure))
         yield f"{path}"
-    if not others:
-        write_text(folders[0] / PAGE, run_page(folders[0], history, pictures))
-        yield f"{folders[0] / PAGE}"
-        yield from _left_out(history)
 
 
 def _names(folders: Sequence[Path]) -> Sequence[str]:
@@ -75,93 +65,97 @@ def _names(folders: Sequence[Path]) -> Sequence[str]:
     return [re.sub("^_", "\u200b_", name).replace("$", r"\$") for name in names]
 
 
-def _left_out(history: RunHistory) -> Iterator[str]:
-    if not history.loss_scale.steps:
-        yield "no loss_scale.png: this run has no loss scale"
-    steps = history.loss.steps[-1] if history.loss.steps else 0
-    fitting = f"metrics.precision_interval = {max(1, steps // _FEW_COLUMNS)}"
-    columns = history.examined_steps
-    if columns < 2:
-        yield f"no heat maps: {columns} of {steps} steps examined; with {fitting} a run as short as this has some"
-    elif columns < _FEW_COLUMNS:
-        yield f"heat maps of {columns} examined steps of {steps}; {fitting} gives a run as short as this one more"
+def png(figure: Figure) -> bytes:
+    """Return a figure as a PNG. The same figure gives the same bytes."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": None})  # a bare Figure draws with Agg
+    return file.getvalue()
 
 
-def figures(name: str, history: RunHistory) -> dict[str, Figure]:
-    """Return the figures of one run's history, by file name without ending. `name`: the run's."""
-    drawn = {"loss": compared({name: history})}
-    if history.loss_scale.steps:
-        drawn["loss_scale"] = _loss_scale(name, history)
-    if history.transfers:
-        drawn["communication"] = _communication(name, history.transfers)
-    for number, (title, unit, factor) in _MAPS.items():
-        if history.examined_steps > 1:
-            heat_map = history.precision[number]
-            drawn[number] = _heat_map(heat_map, f"{name}: {title}", unit, factor, columns="examined step")
+def figures(history: RunHistory) -> dict[str, Figure]:
+    """Return the figures of a run, by file name without ending: those for which it has numbers."""
+    drawn = {}
+    if history.loss.steps:
+        drawn = {"loss": _loss(history), "curves": _curves({"training": history}, 1, [*_CURVES][1:])}
+    if any(len(heat_map.columns) > 1 for heat_map in history.precision.values()):
+        drawn["range"] = _range(history.precision)
     for step, loads in history.loads.items():
-        title = f"{name}: tokens of each expert in the batch of step {step}"
-        drawn["load"] = _heat_map(loads, title, "times the layer's mean", 1.0, columns="expert")
+        figure, (axes,) = _panels(1 + 0.25 * len(loads.layers))
+        title = f"tokens of each expert in the batch of step {step}"
+        _heat_map(axes, loads, "expert", title, "times the layer's mean", 1.0)
+        drawn["load"] = figure
+    if history.transfers:
+        drawn["communication"] = _communication(history.transfers)
     return drawn
 
 
 def compared(runs: Mapping[str, RunHistory]) -> Figure:
-    """Return the curves of one run or of several: one panel for each of _CURVES, one colour for each run."""
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    figure.suptitle(", ".join(runs))
-    panels = figure.subplots(2, 2, sharex=True)
-    for axes, (curve, (title, unit)) in zip(panels.flat, _CURVES.items(), strict=True):
-        for number, (name, history) in enumerate(runs.items()):
-            colour, series = f"C{number}", getattr(history, curve)
-            axes.plot(series.steps, series.values, color=colour, label=name if len(runs) > 1 else "training")
-            of_weights = ("validation", "o", history.valid_loss), ("averaged weights", "D", history.average_loss)
-            for label, mark, valid in of_weights if curve == "loss" else ():
-                if valid.steps:
-                    axes.plot(valid.steps, valid.values, mark, color=colour, markeredgecolor="black", label=label)
-            of_sets = history.valid_sets if curve == "loss" and len(runs) == 1 else {}
-            for place, (set_name, series) in enumerate(of_sets.items(), start=1):
-                axes.plot(series.steps, series.values, ".--", color=f"C{place}", label=f"validation, {set_name}")
-            for step in history.resumed.steps:
-                axes.axvline(step, color=colour, linestyle=":", label="resumed")
-        axes.set(title=title, ylabel=unit)
+    """Return the curves of several runs, by name: one colour for each run."""
+    return _curves(runs, 2, [*_CURVES])
+
+
+def _panels(height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(_WIDTH, min(height, 14.0)), dpi=_DPI, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-    lines, labels = panels[0, 0].get_legend_handles_labels()
-    once = dict(zip(reversed(labels), reversed(lines), strict=True))  # the first line of each kind
-    panels[0, 0].legend([once[label] for label in dict.fromkeys(labels)], [*dict.fromkeys(labels)])
-    panels[1, 1].set_ylim(bottom=0)  # from zero, so that noise looks like noise
-    for axes in panels[1]:
-        axes.set_xlabel("step")
+    return figure, panels
+
+
+def _label(axes: Axes, title: str, y: str = "", x: str = "step") -> None:
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.set(xlabel=x, ylabel=y)
+    if x == "step":
+        axes.locator_params(axis="x", integer=True)
+
+
+def _curves(runs: Mapping[str, RunHistory], rows: int, curves: Sequence[str]) -> Figure:
+    figure, panels = _panels(2.3 * rows, rows, len(curves) // rows)
+    for axes, curve in zip(panels, curves, strict=True):
+        _draw(axes, curve, runs)
+    panels[-1].set_ylim(bottom=0)  # throughput from zero, so that noise looks like noise
     return figure
 
 
-def _loss_scale(name: str, history: RunHistory) -> Figure:
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    line = _falling_at_once(history.loss_scale, history.overflows)
-    axes.plot(line.steps, line.values, drawstyle="steps-post", label="loss scale")
-    axes.plot(history.overflows.steps, history.overflows.values, "x", color="tab:red", label="overflow")
-    axes.set_yscale("log", base=2)
-    axes.set(title=f"{name}: loss scale", xlabel="step", ylabel="loss scale")
-    axes.grid(alpha=0.3)
-    axes.legend()
+def _draw(axes: Axes, curve: str, runs: Mapping[str, RunHistory]) -> None:
+    """Draw one curve of each run, with a dotted line where a run went on; losses with their validations and legend."""
+    for number, (name, history) in enumerate(runs.items()):
+        colour, series = f"C{number}", getattr(history, curve)
+        axes.plot(series.steps, series.values, color=colour, label=name)
+        of_weights = ("validation", "o", history.valid_loss), ("averaged weights", "D", history.average_loss)
+        for label, mark, valid in of_weights if curve == "loss" else ():
+            if valid.steps:
+                axes.plot(valid.steps, valid.values, mark, color=colour, markeredgecolor="black", label=label)
+        of_sets = history.valid_sets if curve == "loss" and len(runs) == 1 else {}
+        for place, (set_name, series) in enumerate(of_sets.items(), start=1):
+            axes.plot(series.steps, series.values, ".--", color=f"C{place}", label=f"validation, {set_name}")
+        for step in history.resumed.steps:
+            axes.axvline(step, color=colour, linestyle=":", label="resumed")
+    _label(axes, *_CURVES[curve])
+    if curve == "loss":
+        lines, labels = axes.get_legend_handles_labels()
+        once = dict(zip(labels, lines, strict=True))
+        axes.legend(once.values(), once.keys(), fontsize="small")
+
+
+def _loss(history: RunHistory) -> Figure:
+    """Return the loss, and beside it the loss scale with its overflows if the run has one."""
+    figure, panels = _panels(2.5, columns=2 if history.loss_scale.steps else 1)
+    _draw(panels[0], "loss", {"training": history})
+    for axes in panels[1:]:
+        scale, overflows = history.loss_scale, history.overflows
+        axes.plot(scale.steps, scale.values, drawstyle="steps-pre")  # falls at its overflow, not at the next row
+        axes.plot(overflows.steps, overflows.values, "x", color="tab:red", label="overflow")
+        axes.set_yscale("log", base=2)
+        _label(axes, "loss scale")
+        axes.legend(fontsize="small")
     return figure
 
 
-def _falling_at_once(scale: Series, overflows: Series) -> Series:
-    """Return the loss scale by step, with each drop at its overflow's own step rather than at the next row."""
-    points, marks = ([*zip(series.steps, series.values, strict=True)] for series in (scale, overflows))
-    drawn = points[:1]
-    for (step, value), (next_step, next_value) in pairwise(points):
-        if marks and marks[0] == (step, value):
-            drawn.append((step, min(value, next_value)))
-            del marks[0]
-        drawn.append((next_step, next_value))
-    return Series([step for step, _ in drawn], [value for _, value in drawn])
-
-
-def _communication(name: str, rows: Sequence[dict[str, Any]]) -> Figure:
+def _communication(rows: Sequence[dict[str, Any]]) -> Figure:
     """Return a figure with two bars per transfer: from launch to landing, and the wait for it within or after that."""
-    figure = Figure(figsize=(11, min(14.0, 2 + 0.4 * len(rows))), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = _panels(1.5 + 0.3 * len(rows))
     for kind, colour, place in (("reduce_scatter", "C0", -0.2), ("all_gather", "C1", 0.2)):
         launched, landed, needed, waited = (
             [1e3 * row[tag] for row in rows if (tag := f"{TRANSFERS}{kind}/{when}") in row]
@@ -172,28 +166,32 @@ def _communication(name: str, rows: Sequence[dict[str, Any]]) -> Figure:
         label = kind.replace("_", "-")
         axes.barh(at, way, 0.3, launched, color=colour, alpha=0.4, label=f"{label} under way")
         axes.barh(at, waited, 0.15, needed, color=colour, label=f"waited for {label}: {sum(waited):.1f} ms")
-    axes.set(
-        title=f"{name}: communication of attempt {rows[0][TRANSFERS + 'attempt']:.0f}", xlabel="ms", ylabel="bucket"
-    )
+    _label(axes, f"communication of attempt {rows[0][TRANSFERS + 'attempt']}", "bucket", "ms")
     buckets = sorted({row[TRANSFERS + "bucket"] for row in rows})
     axes.set_yticks(buckets[:: -(-len(buckets) // (4 * _MOST_TICKS))])
     axes.invert_yaxis()  # the first bucket to be reduced is on top
-    axes.grid(alpha=0.3, axis="x")
-    axes.legend()
+    axes.legend(fontsize="small")
     return figure
 
 
-def _heat_map(heat_map: HeatMap, title: str, unit: str, factor: float, *, columns: str) -> Figure:
+def _range(maps: Mapping[str, HeatMap]) -> Figure:
+    """Return the use of FP16's range by layer and examined step, one map below the other."""
+    num_layers = max(len(heat_map.layers) for heat_map in maps.values())
+    figure, panels = _panels(len(_MAPS) * (0.7 + 0.18 * num_layers), len(_MAPS))
+    for axes, (name, told) in zip(panels, _MAPS.items(), strict=True):
+        _heat_map(axes, maps[name], "examined step", *told)
+    return figure
+
+
+def _heat_map(axes: Axes, heat_map: HeatMap, columns: str, title: str, unit: str, factor: float) -> None:
     num_layers, num_columns = len(heat_map.layers), len(heat_map.columns)
-    figure = Figure(figsize=(9, min(14.0, 2 + 0.25 * num_layers)), layout="constrained")
-    axes = figure.subplots()
     mesh = axes.pcolormesh([[factor * value for value in row] for row in heat_map.values])
     axes.set_facecolor("lightgrey")  # cells without a number, see docs/operations.md
+    axes.grid(visible=False)
     axes.invert_yaxis()  # the model's first layer is on top
     every = -(-num_columns // _MOST_TICKS)
     axes.set_xticks([column + 0.5 for column in range(0, num_columns, every)], map(str, heat_map.columns[::every]))
     every = -(-num_layers // (4 * _MOST_TICKS))
     axes.set_yticks([row + 0.5 for row in range(0, num_layers, every)], heat_map.layers[::every])
-    axes.set(title=title, xlabel=columns)
-    figure.colorbar(mesh, label=unit)
-    return figure
+    _label(axes, title, x=columns)
+    axes.figure.colorbar(mesh, label=unit, ax=axes)

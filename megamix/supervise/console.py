@@ -167,9 +167,7 @@ def folded(text: str) -> str:
     )
 
 
-def format_scale(loss_scale: float | None) -> str:
+def format_scale(loss_scale: float) -> str:
     """Return a loss scale as text, as log lines show it: 2^16."""
-    if loss_scale is None:
-        return "off"
     exponent = math.log2(loss_scale)
     return f"2^{exponent:.0f}" if exponent.is_integer() else f"{loss_scale:g}"

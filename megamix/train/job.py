@@ -15,6 +15,7 @@ from megamix.model.fp8 import in_words
 from megamix.parallel.build import build_model, drawn, undrawn
 from megamix.parallel.stages import describe_stages
 from megamix.report.chosen_trackers import start_trackers
+from megamix.report.history import main_settings
 from megamix.report.interval_report import IntervalReport, mfu_per_token_rate
 from megamix.report.ledger import COMPILE, SAVING, START
 from megamix.report.metrics import MetricsWriter
@@ -93,7 +94,7 @@ def run_job(
             report = _make_report(config, engine)
             writer = None
             if job.topology.world.rank == 0:
-                writer = files.enter_context(_make_writer(config, start.progress.applied, report))
+                writer = files.enter_context(_make_writer(config, start.progress.applied, report, job.facts))
 
             # 6. The loop.
             checkpoints = RunCheckpoints(config, engine, start, job.all_or_none, console, job.leave, job.journal.tell)
@@ -152,12 +153,14 @@ def _make_report(config: Config, engine: ShardedEngine) -> IntervalReport:
     return IntervalReport(engine.clock, lambda update: whole - tokens_of(config, update), mfu_rate)
 
 
-def _make_writer(config: Config, applied: int, report: IntervalReport) -> MetricsWriter:
+def _make_writer(config: Config, applied: int, report: IntervalReport, facts: dict[str, int | str]) -> MetricsWriter:
+    toml = config_to_toml(config)
     return MetricsWriter(
         Path(config.checkpoint.folder),
         tensorboard=config.metrics.tensorboard,
         applied=applied,
-        config=config_to_toml(config),
+        config=toml,
+        hparams=main_settings(toml) | facts,
         tokens=lambda: report.tokens,
         trackers=start_trackers(config),
     )

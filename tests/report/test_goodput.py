@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ import pytest
 
 from megamix.cli import main
 from megamix.report.goodput import RUNNING, STALE, STALE_S, Goodput, read_goodput, verdict
-from megamix.report.metrics import TAGS
-from megamix.run.run_folder import EVENTS, HEARTBEAT, METRICS
+from megamix.report.metrics import TAGS, MetricsWriter
+from megamix.report.page import NUMBERS, PAGE
+from megamix.run.run_folder import CONFIG, EVENTS, HEARTBEAT, METRICS, SAMPLE
 from tests.conftest import FULL
 
 T = 1.7e9  # when the story begins
-ODD_LOSSES = [(T, float("nan")), (T, float("inf")), (1e300, 3.0), (T, 4.0), (T + 1, 3.0)]
 
 
 class _Story:
@@ -32,9 +33,9 @@ class _Story:
         folder.mkdir(exist_ok=True)
         self.folder, self.starts, self.t = folder, 0, T
 
-    def start(self, t: float, step: int = 0, host: str = "n1") -> None:
+    def start(self, t: float, step: int = 0, host: str = "n1", **facts: Any) -> None:
         self.starts, self.t = self.starts + 1, T + t
-        self.row("start", 0, step, host=host, steps=1000)
+        self.row("start", 0, step, host=host, steps=1000, **facts)
 
     def row(self, kind: str, at: float, step: int, phase: str = "trained", seconds: Any = (), **more: Any) -> None:
         self._write(EVENTS, "a", kind, at, step, phase, {**dict(seconds)}, more)
@@ -122,7 +123,7 @@ def test_a_run_that_goes_on_has_trained_all_so_far_and_a_dead_one_what_it_saved(
         else:
             _adds_up(goodput, trained=100, redone=50.5, **expected)
             assert goodput.starts[-1].reason.startswith("no sign of life for 61 s")
-    assert not (story.folder / "report.html").exists()
+    assert not (story.folder / PAGE).exists()
 
 
 def test_an_attempt_that_hung_until_the_end_is_stalled(story) -> None:
@@ -172,15 +173,15 @@ def run(story) -> Path:
     return story.folder
 
 
-def test_the_page_is_one_small_file_that_begins_with_the_verdict_and_needs_nothing_else(run, capsys) -> None:
+def test_the_page_is_one_file_that_begins_with_the_verdict_and_needs_nothing_else(run, capsys) -> None:
     assert main(["report", "--json", str(run)]) == 0
     told = capsys.readouterr().out.splitlines()
-    page, numbers = (run / "report.html").read_text(), json.loads((run / "report.json").read_text())
-    assert told == [numbers["verdict"], COMPARED, str(run / "report.html"), str(run / "report.json")]
+    page, numbers = (run / PAGE).read_text(), json.loads((run / NUMBERS).read_text())
+    assert told == [numbers["verdict"], COMPARED, str(run / PAGE), str(run / NUMBERS)]
     assert "of the wall clock trained" in told[0]
-    assert page.index(told[0]) < page.index(COMPARED) < page.index("<svg") < page.index("<table")
-    assert len(page) < 300_000
-    assert re.findall(r"https?:|src=|<script|@import|url\(", page) == []
+    assert page.index(told[0]) < page.index(COMPARED) < page.index("<img") < page.index("<table")
+    assert len(page) < 500_000
+    assert re.findall(r'https?:|src="(?!data:image/png)|href=|<script|@import|url\(', page) == []
     assert "<b>" not in page
     assert "&lt;b&gt;rank 199 died" in page
     assert "201 stops, 200 failed, 1 stale" in page
@@ -190,14 +191,69 @@ def test_the_page_is_one_small_file_that_begins_with_the_verdict_and_needs_nothi
     assert numbers["starts"][0]["seconds"]["redone"] == 10
 
 
-def test_the_report_needs_neither_torch_nor_matplotlib(run) -> None:
+def test_the_page_tells_what_trained_where_with_what_and_what_it_writes(story) -> None:
+    facts = {"parameters": 2164416, "ranks": 2, "machine": "8 cores of <x>", "versions": "torch 2.13"}
+    story.start(0, **facts)
+    story.trains(0, 100)
+    (story.folder / CONFIG).write_text('[optimizer]\nname = "nag"\n[data]\ntrain = "<mine>"\n')
+    (story.folder / SAMPLE).write_text("if a < b:\n\n")
+    with MetricsWriter(story.folder, tensorboard=False) as writer:
+        writer.write(10, {"loss": 7.0, "loss_scale": None, "skipped_steps": 0})
+        writer.write(10, {"valid_loss": 6.5})
+    assert main(["report", str(story.folder)]) == 0
+    page = (story.folder / PAGE).read_text()
+    for part in (
+        "2,164,416",
+        "8 cores of &lt;x&gt;",
+        "torch 2.13",
+        "name nag",
+        "6.500 nats a token at step 10",
+        "&lt;mine&gt;",
+    ):
+        assert part in page
+    assert "<pre>if a &lt; b:</pre>" in page
+    assert page.count("data:image/png;base64,iVBOR") == page.count("<figcaption>") == 2
+    assert not re.search("overflow|loss scale", page.partition("<details>")[0].partition("</style>")[2])
+    assert [*story.folder.glob("*.png")] == []
+
+
+def test_a_run_that_has_left_nothing_but_its_start_has_a_page_without_empty_parts(story) -> None:
+    story.start(0)
+    (story.folder / SAMPLE).write_text(" \n\n")
+    assert main(["report", str(story.folder)]) == 0
+    page = (story.folder / PAGE).read_text()
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Facts", "Where the time went", "Starts and stops"]
+
+
+def test_without_matplotlib_the_page_lacks_the_pictures_alone_and_a_line_says_how_to_get_them(
+    run, monkeypatch, capsys
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(run)]) == 0
+    *_, told, page = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"no pictures: .*'matplotlib' is not installed; run pip install -e '\.\[plot\]' .*", told)
+    assert "<table>" in Path(page).read_text()
+    assert "<img" not in Path(page).read_text()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_page_is_opened_where_there_is_a_browser(story, monkeypatch, capsys, there: bool) -> None:
+    story.start(0)
+    opened = list[str]()
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or there)
+    assert main(["report", "--open", str(story.folder)]) == 0
+    assert opened == [(story.folder / PAGE).as_uri()]
+    assert (f"no browser; open {story.folder / PAGE}" in capsys.readouterr().out) is not there
+
+
+@pytest.mark.parametrize("verb", ["report", "status", "plot"])
+def test_to_look_at_runs_needs_no_torch_and_no_screen(run, verb: str) -> None:
     code = (
         "import sys; from megamix.cli import main; main(sys.argv[1:]); "
-        "print(sorted({'torch', 'matplotlib'} & {*sys.modules}))"
+        "print({'torch', 'matplotlib.pyplot'} & {*sys.modules})"
     )
-    for verb in ("report", "status"):
-        ended = subprocess.run([sys.executable, "-c", code, verb, str(run)], capture_output=True, text=True, check=True)
-        assert ended.stdout.splitlines()[-1] == "[]"
+    ended = subprocess.run([sys.executable, "-c", code, verb, str(run)], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "set()"
 
 
 def test_the_status_of_runs_is_a_line_each(run, story, tmp_path, capsys, monkeypatch) -> None:
@@ -244,6 +300,8 @@ def test_a_folder_that_has_no_start_yet_hides_no_run(run, tmp_path, capsys) -> N
         {"step": None},
         {"saved": []},
         {"steps": "<b>"},
+        {"ranks": "<b>"},
+        {"machine": 3},
         {"phase": "<b>"},
         {"seconds": [1]},
         {"seconds": {"trained": "<b>"}},
@@ -268,10 +326,9 @@ def _row(story: _Story) -> dict[str, Any]:
 
 
 def _page_of(story: _Story) -> str:
-    losses = ({"step": 1, TAGS["time"]: t, TAGS["loss"]: loss, TAGS["tokens_per_s"]: 1.0} for t, loss in ODD_LOSSES)
-    (story.folder / METRICS).write_text("".join(f"{json.dumps(row)}\n" for row in losses))
+    (story.folder / METRICS).write_text('{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": Infinity}\n')
     assert main(["report", str(story.folder)]) == 0
-    return (story.folder / "report.html").read_text().partition("no sign of life for")[0]
+    return (story.folder / PAGE).read_text().partition("no sign of life for")[0]
 
 
 def test_a_state_and_a_lost_row_break_no_page(story) -> None:

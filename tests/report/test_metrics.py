@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import metadata
 
 from megamix.report.metrics import (
     TAGS,
@@ -74,7 +75,6 @@ def test_the_lines_of_a_large_run_fit_into_100_columns() -> None:
     ("change", "words"),
     [
         ({"mfu": None}, "| mfu n/a |"),
-        ({"loss_scale": None}, "| scale off |"),
         ({"loss_scale": 1.0}, "| scale 2^0 |"),
         ({"loss_scale": 0.5}, "| scale 2^-1 |"),
         ({"loss_scale": 1000.0}, "| scale 1000 |"),
@@ -85,6 +85,13 @@ def test_the_lines_of_a_large_run_fit_into_100_columns() -> None:
 )
 def test_the_console_line_says_what_is_absent_or_not_finite(change: dict[str, float | None], words: str) -> None:
     assert words in format_lines(1, 10, dataclasses.replace(METRICS, **change), detailed=True)  # type: ignore[arg-type]  # of any field
+
+
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_a_run_without_a_loss_scale_speaks_of_overflows_only_after_one(skipped: int) -> None:
+    plain = dataclasses.replace(METRICS, loss_scale=None, skipped_steps=skipped)
+    told = format_lines(1, 10, plain, detailed=True)
+    assert ("scale" in told, "overflows" in told) == (False, skipped > 0)
 
 
 def test_a_router_that_collapses_is_told() -> None:
@@ -269,6 +276,20 @@ def test_tensorboard_shows_the_configuration_and_the_sample_letter_by_letter(tmp
     assert {tag: event.step for tag, event in said.items()} == {"config": 7, "sample": 9}
     assert texts["config"] == "    [model]\n    seq_len = 8\n    "  # Markdown's way to show text as it is
     assert texts["sample"] == "    def f(*args):\n    \n        return `x`"
+
+
+def test_tensorboard_compares_runs_by_their_settings_and_losses(tmp_path: Path) -> None:
+    settings = {"optimizer.lr": 0.25, "precision.dtype": "fp16"}
+    MetricsWriter(tmp_path, tensorboard=True, config="[model]\n", hparams=settings).close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    content = {
+        tag.split("/")[1]: it.plugin_data.content for tag, it in events.summary_metadata.items() if "hparams" in tag
+    }
+    begun = metadata.parse_session_start_info_plugin_data(content["session_start_info"]).hparams
+    assert (begun["optimizer.lr"].number_value, begun["precision.dtype"].string_value) == (0.25, "fp16")
+    judged = metadata.parse_experiment_plugin_data(content["experiment"]).metric_infos
+    assert [metric.name.tag for metric in judged] == ["valid/loss", "train/loss"]
 
 
 def test_rows_of_buckets_are_cut_by_their_attempt_and_are_no_curves(tmp_path: Path) -> None:

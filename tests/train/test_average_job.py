@@ -98,7 +98,7 @@ def test_it_is_exported_and_evaluated(averaged: Path, tmp_path: Path, capsys: py
         facts = json.loads(capsys.readouterr().out)
         nats.append(facts[0]["nats_per_token"] if isinstance(facts, list) else facts["nats_per_token"])
     assert nats[0] == nats[1] != nats[2]
-    assert main(["plot", run]) == 0
+    assert main(["report", run]) == 0
     page = (averaged / "run/page.html").read_text()
     loss = metrics_of(averaged)[-1][LOSS]
     assert f"<th>that of averaged weights</th><td>{loss:.3f} nats a token at step 12</td>" in page

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,10 +25,12 @@ from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.cli import main
 from megamix.config import ConfigError, RopeScaling, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
+from megamix.machine import cpu_name, num_cores
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.report.history import read_history
 from megamix.report.metrics import TAGS, is_overflow
 from megamix.report.plot import figures
+from megamix.run import results
 from megamix.supervise.liveness import Position
 from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataError
 from megamix.train import job, joined
@@ -177,6 +180,23 @@ def test_weights_are_fp32_without_doubles_and_generate_reads_them(finished, caps
     assert (finished / "run/sample.txt").read_text().startswith("class ")  # metrics.sample_prompt
 
 
+def test_the_start_s_event_says_what_trains_where(finished) -> None:
+    start = json.loads((finished / "run/events.jsonl").read_text().splitlines()[0])
+    weights = load_file(finished / "run/weights.safetensors")
+    assert (start["ranks"], start["parameters"]) == (1, sum(tensor.numel() for tensor in weights.values()))
+    assert start["machine"] == f"{num_cores()} cores of {cpu_name()}"
+    assert re.fullmatch(rf"megamix \S+, torch {re.escape(torch.__version__)}, Python 3\.\S+", start["versions"])
+
+
+def test_a_sample_of_white_space_is_a_line_and_no_file(tmp_path, monkeypatch, capsys) -> None:
+    write_data(tmp_path / "data", tokenizer=True)
+    monkeypatch.setattr(results, "sample_text", lambda *arguments: "def \n\n  ")
+    tokenizer = {"tokenizer": str(tmp_path / "data/tokenizer.json")}
+    run_job(tiny_job(tmp_path, model={"vocab_size": 280}, data=tokenizer, training={"steps": 2}))
+    assert "no sample of text: the model writes nothing but white space" in capsys.readouterr().out
+    assert not (tmp_path / "run/sample.txt").exists()
+
+
 def test_the_profile_of_the_chosen_steps_is_a_trace(finished) -> None:
     trace = json.loads((finished / "run/trace_rank0.json").read_text())
     assert any("step" in str(event.get("name", "")) or event.get("cat") == "cpu_op" for event in trace["traceEvents"])
@@ -213,7 +233,7 @@ def test_a_profile_on_two_ranks_ends_with_its_gathers_landed(run_ranks, tmp_path
         )
         assert len(launched) == times.total()
         assert all(0 < start <= end for start, end in zip(launched, landed, strict=True))
-    assert "communication" in figures("run", read_history(tmp_path / "run"))
+    assert "communication" in figures(read_history(tmp_path / "run"))
 
 
 def test_a_loss_scale_of_a_bf16_run_is_logged(tmp_path) -> None:

@@ -100,7 +100,7 @@ def test_the_losses_of_sets_are_told_by_name_wherever_the_loss_is(tmp_path, data
     assert f"valid loss {last['valid/loss']:.4f}, " in out
     assert f"\n  code {code:.4f}, web-1 {web:.4f}\n" in out
     run = str(tmp_path / "run")
-    assert main(["plot", run]) == 0
+    assert main(["report", run]) == 0
     page = (tmp_path / "run/page.html").read_text()
     assert f"<th>validation loss, web-1</th><td>{web:.3f} nats a token at step 5</td>" in page
     capsys.readouterr()
