@@ -108,7 +108,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     for line in file.read_bytes().splitlines() if file.is_file() else ():
         with suppress(ValueError):
             row = from_json(line)  # of 100,000 lines, a second faster than json.loads
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
+            if isinstance(row, dict) and "step" in row:
                 yield row
 
 

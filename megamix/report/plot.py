@@ -16,7 +16,7 @@ from megamix.report.history import HeatMap, RunHistory, read_history
 from megamix.report.metrics import TRANSFERS
 from megamix.run.run_folder import METRICS
 
-_WIDTH, _DPI = 6.9, 160  # inches, and dots an inch: letters that are readable even on a phone
+_WIDTH, _DPI = 5.75, 192  # inches, and dots an inch: letters that are readable even on a phone
 _MOST_TICKS = 10
 
 # Curves of a RunHistory, with title and unit.
@@ -24,7 +24,7 @@ _CURVES = {
     "loss": ("loss", "nats per token"),
     "lr": ("learning rate", ""),
     "grad_norm": ("gradient norm", ""),
-    "tokens_per_s": ("throughput of all ranks", "tokens/s"),
+    "tokens_per_s": ("tokens/s", ""),
 }
 # Heat maps of a RunHistory, with title, unit and factor.
 _MAPS = {
@@ -111,7 +111,7 @@ def _label(axes: Axes, title: str, y: str = "", x: str = "step") -> None:
 
 
 def _curves(runs: Mapping[str, RunHistory], rows: int, curves: Sequence[str]) -> Figure:
-    figure, panels = _panels(2.3 * rows, rows, len(curves) // rows)
+    figure, panels = _panels(2.0 * rows, rows, len(curves) // rows)
     for axes, curve in zip(panels, curves, strict=True):
         _draw(axes, curve, runs)
     panels[-1].set_ylim(bottom=0)  # throughput from zero, so that noise looks like noise
@@ -141,7 +141,7 @@ def _draw(axes: Axes, curve: str, runs: Mapping[str, RunHistory]) -> None:
 
 def _loss(history: RunHistory) -> Figure:
     """Return the loss, and beside it the loss scale with its overflows if the run has one."""
-    figure, panels = _panels(2.5, columns=2 if history.loss_scale.steps else 1)
+    figure, panels = _panels(2.1, columns=2 if history.loss_scale.steps else 1)
     _draw(panels[0], "loss", {"training": history})
     for axes in panels[1:]:
         scale, overflows = history.loss_scale, history.overflows

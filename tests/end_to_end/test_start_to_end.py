@@ -222,4 +222,4 @@ def test_every_command_of_the_readme_runs(
     assert "2 rank" in said["megamix plan job.toml --world 2"]
     assert "perplexity" in said["megamix evaluate runs/mine"]
     assert said["megamix generate runs/mine --prompt def"].startswith("def")
-    assert {path.name for path in Path("runs/mine").glob("*.png")} >= {"loss.png", "loss_scale.png"}
+    assert "<img" in Path("runs/mine/page.html").read_text()

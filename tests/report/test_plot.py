@@ -100,7 +100,7 @@ def test_what_is_drawn_is_what_was_read(run: Path) -> None:
     history = read_history(run)
     drawn = figures(history)
     curves = {axes.get_title(loc="left"): axes.lines[0].get_xydata().tolist() for axes in drawn["curves"].axes}
-    assert curves == {"learning rate": [[10, 0.25]], "gradient norm": [[10, 2]], "throughput of all ranks": [[10, 1e3]]}
+    assert curves == {"learning rate": [[10, 0.25]], "gradient norm": [[10, 2]], "tokens/s": [[10, 1e3]]}
     training, validation = drawn["loss"].axes[0].lines
     assert training.get_xydata().tolist() == [[10, 7.0], [30, 5.0]]
     assert validation.get_xydata().tolist() == [[10, 6.5], [30, 5.5]]
@@ -163,7 +163,7 @@ def test_the_command_leaves_pngs_in_the_run_s_folder(run: Path, capsys: pytest.C
     assert main(["plot", str(run)]) == 0
     written = [*map(Path, capsys.readouterr().out.splitlines())]
     assert written == [run / f"{name}.png" for name in ("loss", "curves", "range")]
-    assert struct.unpack(">II", (run / "loss.png").read_bytes()[16:24]) == (1104, 400)
+    assert struct.unpack(">II", (run / "loss.png").read_bytes()[16:24]) == (1104, 403)
 
 
 def test_several_runs_are_drawn_in_one_picture(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
