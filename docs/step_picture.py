@@ -76,7 +76,7 @@ def _calls(found: list[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def step_of_an_engine() -> Step:
+def observed_step() -> Step:
     """Take one step in FP16 on this rank alone, which makes the same calls as one of many ranks."""
     torch.manual_seed(0)
     precision = megamix.Precision(torch.float16, loss_scale=megamix.DynamicLossScale(1024.0))
@@ -160,7 +160,7 @@ def _crossing(axes: Any, middles: list[float], y: float, words: str) -> None:
 
 def write(path: Path) -> None:
     """Write the drawing. Raises: AssertionError if a step has other stages than the drawing."""
-    step = step_of_an_engine()
+    step = observed_step()
     assert step.order == [*STAGES], f"the drawing has {[*STAGES]}, a step {step.order}"
     figure = Figure(figsize=(9, 7.4))
     axes = figure.add_axes((0, 0, 1, 1))

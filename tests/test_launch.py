@@ -246,7 +246,7 @@ def test_ctrl_c_while_a_rank_loads_its_modules_leaves_no_traceback(tmp_path: Pat
 def test_pretrain_without_an_install_says_what_to_run(sandbox: Sandbox) -> None:
     done = sandbox.run("pretrain.sh", "x.toml")
     assert done.returncode == 2
-    assert "launch/test.sh --install-only" in done.stderr
+    assert "run ./launch/install.sh first" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_the_pictures_are_those_that_the_scripts_draw(tmp_path: Path) -> None:
 
 
 def test_the_drawing_of_a_step_has_the_engine_s_stages_in_its_order_and_dtypes() -> None:
-    step = step_picture.step_of_an_engine()
+    step = step_picture.observed_step()
     assert step.order == [*step_picture.STAGES]
     assert step[1:] == ("FP16", "FP16", "FP32", "FP32")
     owners = [bucket.num_shards for bucket in step_picture.layout().buckets]

@@ -1,8 +1,7 @@
 """Every command of README.md's jobs, and every command, file and line of Python of docs/start_to_end.md, runs in order
 in a copy of the repository with only Python on PATH: texts, training, resume, evaluation, export, import.
 
---full installs into the copy, runs the quickstart as it is, and each command as the program that a user starts. Else
-README's training is the one that the script and torchrun start, and its `doctor` measures nothing.
+--full installs into the copy, runs the quickstart as it is, and each command as the program that a user starts.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import pytest
 
 from megamix.cli import main
 from megamix.config import load_config
-from megamix.tools.doctor import command as doctor
 from tests.conftest import FULL
 from tests.train.jobs import run_on_ranks
 
@@ -98,7 +97,7 @@ class Clone:
         if FULL:
             return self.bash(f". .venv/bin/activate\n{command}")
         words = shlex.split(command, comments=True)
-        if words[:2] == ["NPROC_PER_NODE=2", "launch/pretrain.sh"]:
+        if words[0] == "NPROC_PER_NODE=2" and words[1].endswith("launch/pretrain.sh"):
             said: str = self.run_ranks(_train, 2, self.root, *words[2:])[0]
             return said
         if words[0] == "./launch/pretrain.sh" and words[-1] == "--check":
@@ -163,18 +162,13 @@ def test_every_command_of_the_page_runs(
     assert first_loss < math.log(imported) + 0.5, "it begins where the imported model stood"
 
 
-# Of the README's job and commands: what CI does less of, and what its capitals stand for.
+# Of the README's job and commands: what CI does less of, and what stands in for other machines.
 JOB_SMALLER = {
     "configs/base.toml": "small.toml",
-    "vocab_size = 32000": "vocab_size = 400",
-    "steps = 1000": "steps = 80" if FULL else "steps = 2",
+    "vocab_size = 4096": "vocab_size = 400",
+    "steps = 300": "steps = 40" if FULL else "steps = 4",
 }
-README_SMALLER = {
-    "--gpus 8": "--gpus 8" if FULL else "--gpus 2",
-    "dp2,dp4": "dp2,dp4" if FULL else "dp1",
-    "--vocab-size 32000": "--vocab-size 400",
-    "import HF_DIR": "import OUT",
-}
+README_SMALLER = {"--vocab-size 4096": "--vocab-size 400"}
 # The configuration on which the job stands: a smaller model.
 CONFIG_SMALLER = {
     "seq_len = 256": "seq_len = 32",
@@ -188,6 +182,18 @@ CONFIG_SMALLER = {
     'dtype = "fp16"': 'dtype = "fp16"\nloss_scale.init_scale = 1024',
     'name = "muon"': 'name = "muon"\ncompile = false',
 }
+STAND_INS = {  # tests/test_slurm_script.py and tests/test_kubernetes.py test what these files say
+    "sbatch": 'test -f "$2" && bash -n "$2" && test -f "$3"',
+    "kubectl": '[[ "$1 $2" == "apply -f" ]] && test -f "$3"',
+}
+
+
+def _commands(section: str) -> list[str]:
+    """Return the commands of a section's first block without a language, without their comments."""
+    text = README.partition(f"\n## {section}\n")[2]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    first = next(block for language, block in blocks if not language)
+    return [line.partition("  #")[0].strip() for line in first.splitlines()]
 
 
 @pytest.mark.uncounted
@@ -195,31 +201,48 @@ def test_every_command_of_the_readme_runs(
     clone: Clone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(clone.root)
-    if not FULL:
-        # tests/tools/doctor and tests/gpu test what it measures.
-        monkeypatch.setattr(doctor, "CPU_LIMIT_S", 0.0)
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    clone.environment["BROWSER"] = "true"
     config = _small(Path("configs/base.toml").read_text(encoding="utf-8"), CONFIG_SMALLER)
     Path("small.toml").write_text(config, encoding="utf-8")
     Path("my_texts").mkdir()
     for page in Path("docs").glob("*.md"):
         Path("my_texts", page.name).symlink_to(page.resolve())
-    page = Path("docs/verify.md").read_text(encoding="utf-8")
-    script = re.findall(r"^```python\n(.*?)^```$", page.partition("## A training of your own")[2], re.M | re.S)[0]
-    Path("my_trainer.py").write_text(script, encoding="utf-8")
-    ((job, commands),) = re.findall(
-        r"^```toml\n(.*?)^```$.*?^```\n(megamix doctor .*?)^```$", README, flags=re.MULTILINE | re.DOTALL
-    )
+    job = re.findall(r"^```toml\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)[0]
+    assert len(job.splitlines()) <= 12
     Path("job.toml").write_text(_small(job, JOB_SMALLER), encoding="utf-8")
     said: dict[str, str] = {}
-    for line in _small(commands, README_SMALLER).splitlines():
-        command = line.partition("  #")[0].strip()
-        if command.startswith("sbatch") or (not FULL and ("bench" in command or "NPROC_PER_NODE=4" in command)):
-            continue  # three more machines; minutes of measuring, four more starts
-        said[command] = clone.run(command, capsys)
-    assert len(said) == commands.count("\n") - (1 if FULL else 2)
+    activate, *commands = _commands("Your own text")
+    assert activate == ". .venv/bin/activate"
+    half = " training.steps=20" if FULL else " training.steps=2"  # in place of Ctrl-C
+    for command in _small("\n".join(commands), README_SMALLER).splitlines():
+        is_first = command.startswith("NPROC_PER_NODE=2")
+        said[command] = clone.run(command + half * is_first, capsys)
 
     assert "no problems; 1 rank" in said["./launch/pretrain.sh job.toml --check"]
-    assert "2 rank" in said["megamix plan job.toml --world 2"]
+    assert "2 rank(s)" in said["NPROC_PER_NODE=2 ./launch/pretrain.sh job.toml"]
+    assert "goes on from runs/mine/checkpoints" in said["./launch/pretrain.sh job.toml"]
     assert "perplexity" in said["megamix evaluate runs/mine"]
-    assert said["megamix generate runs/mine --prompt def"].startswith("def")
-    assert "<img" in Path("runs/mine/page.html").read_text()
+    assert said['megamix generate runs/mine --prompt "Once upon"'].startswith("Once upon")
+    assert {path.name for path in Path("OUT").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert FULL or [Path(address).name for address in opened] == ["page.html"]
+
+
+@pytest.mark.uncounted
+def test_every_command_that_scales_the_job_runs(clone: Clone, capsys: pytest.CaptureFixture[str]) -> None:
+    """After the test above, with its job. Two ranks stand for eight, and programs of one line for a cluster's."""
+    programs = clone.root.parent / "bin"
+    for name, body in STAND_INS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    (programs / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    (programs / "torchrun").chmod(0o755)
+    script, torchrun, *others, plan = _commands("Scale")
+    assert plan.startswith("megamix plan")  # tests/test_readme.py
+    for number, command in enumerate((script, torchrun)):
+        small = f"{command.replace('8', '2')} checkpoint.folder=runs/scale{number}"
+        assert "2 rank(s)" in clone.bash(f"export PYTHONPATH=.; {small}")
+    for command in others:
+        assert command.split()[0] in STAND_INS
+        clone.bash(command)
