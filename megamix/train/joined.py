@@ -199,7 +199,8 @@ def join(config: Config, stack: ExitStack) -> Job:
     leave = stack.enter_context(signals_noted(launched=launcher is not None))
     all_or_none = AllOrNone(make_collectives(topology.world, device), device)
     job = Job(config, device, topology, all_or_none, leave, launcher, data.identity)
-    all_or_none.every(lambda: None)  # no rank takes the folder while a slower one still checks it
+    told = job.facts  # counted by every rank, so that a model that cannot be built ends all alike
+    all_or_none.every(lambda: told)  # no rank takes the folder while a slower one still checks it
     job.on_first_rank(lambda: job.take_folder(stack))
     job.start = find_start(config, data.fingerprints, all_or_none)
     # The start is counted before the model is built and loaded: a run that dies meanwhile has started as well.
