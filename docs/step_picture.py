@@ -50,7 +50,7 @@ STAGES = {
 
 
 class Step(NamedTuple):
-    """What a step of a real engine showed."""
+    """Holds what a step of a real engine showed."""
 
     order: list[str]  # names in STAGES, by their first call
     params: str  # dtypes

@@ -15,7 +15,7 @@ SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 
 
 class Lacking(NamedTuple):
-    """What macOS lacks."""
+    """A construct that macOS lacks, with an example and what to write instead."""
 
     pattern: str  # of a line of a script
     example: str

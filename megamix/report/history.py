@@ -56,7 +56,7 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """What a run did, to be told and drawn."""
+    """Holds what a run did, to be told and drawn."""
 
     name: str
     config: str  # TOML; empty if there is none, as is the sample

@@ -39,7 +39,7 @@ _BUCKETS = {
     "stalled": ("attempts beyond three times their usual time", "the stops' causes; the ranks' hosts"),
     "down": ("between the end of a start and the next one", "the scheduler's queue; spare nodes"),
 }
-# What each picture shows, and how to read it.
+# Caption of each picture: what it shows, and how to read it.
 _CAPTIONS = {
     "loss": "Loss in nats per token, by update. Lower is better; a point is a loss on held-out text.",
     "scale": " The loss scale doubles while steps are clean, and halves at a cross: a step that overflowed.",
@@ -131,8 +131,9 @@ def _facts(goodput: Goodput, history: RunHistory) -> Iterator[tuple[str, str]]:
 def _buckets(goodput: Goodput) -> str:
     rows = [
         [bucket, duration(seconds), f"{seconds / (goodput.wall_s or 1):.1%}", *_BUCKETS[bucket]]
-        for bucket, seconds in goodput.seconds.items() if seconds >= 0.05
-    ]  # fmt: skip
+        for bucket, seconds in goodput.seconds.items()
+        if seconds >= 0.05
+    ]
     return _table(["", "time", "share", "what it is", "what makes it less"], rows)
 
 

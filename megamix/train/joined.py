@@ -67,6 +67,7 @@ class Job:
     leave: LeaveRequest
     launcher: int | None  # the launcher's pid
     data_identity: str  # identity of the files whose fingerprints were compared
+    facts: dict[str, int | str]  # what trains where, for the journal and TensorBoard
     start: Start = field(init=False)  # the start of this run: with or without a checkpoint
     drawn_bytes: int = 0  # bytes of initial weights so far
     engine: ShardedEngine | None = None
@@ -80,17 +81,6 @@ class Job:
     @cached_property  # built at the first line, since a progress bar counts time from its construction
     def console(self) -> Console:
         return Console(self.config.training.steps, speaks=self.topology.world.rank == 0)
-
-    @cached_property
-    def facts(self) -> dict[str, int | str]:
-        """Return what trains where, for the journal and TensorBoard."""
-        card = f"{torch.cuda.get_device_name(self.device)}, " if self.device.type == "cuda" else ""
-        return {
-            "parameters": parameter_count(self.config.model),
-            "ranks": self.topology.world.size,
-            "machine": f"{card}{num_cores()} cores of {cpu_name()}",
-            "versions": f"megamix {source()}, torch {torch.__version__}, Python {python_version()}",
-        }
 
     def on_first_rank(self, work: Callable[[], None]) -> None:
         """Run `work`, which changes the run's folder, on the first rank. If it is refused there, every rank ends.
@@ -198,9 +188,9 @@ def join(config: Config, stack: ExitStack) -> Job:
     # that waits for the others.
     leave = stack.enter_context(signals_noted(launched=launcher is not None))
     all_or_none = AllOrNone(make_collectives(topology.world, device), device)
-    job = Job(config, device, topology, all_or_none, leave, launcher, data.identity)
-    told = job.facts  # counted by every rank, so that a model that cannot be built ends all alike
-    all_or_none.every(lambda: told)  # no rank takes the folder while a slower one still checks it
+    facts = _facts(config, device, topology)
+    job = Job(config, device, topology, all_or_none, leave, launcher, data.identity, facts)
+    all_or_none.every(lambda: None)  # no rank takes the folder while a slower one still checks it
     job.on_first_rank(lambda: job.take_folder(stack))
     job.start = find_start(config, data.fingerprints, all_or_none)
     # The start is counted before the model is built and loaded: a run that dies meanwhile has started as well.
@@ -208,6 +198,17 @@ def join(config: Config, stack: ExitStack) -> Job:
     if topology.world.rank == 0:
         stack.enter_context(job.journal.beating())
     return job
+
+
+def _facts(config: Config, device: torch.device, topology: Topology) -> dict[str, int | str]:
+    """Return what trains where. Raises: ValueError, alike on every rank, for a model that cannot be built."""
+    card = f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
+    return {
+        "parameters": parameter_count(config.model),
+        "ranks": topology.world.size,
+        "machine": f"{card}{num_cores()} cores of {cpu_name()}",
+        "versions": f"megamix {source()}, torch {torch.__version__}, Python {python_version()}",
+    }
 
 
 def _leave_ranks(kind: object, error: BaseException | None, trace: object) -> None:

@@ -162,7 +162,7 @@ def test_every_command_of_the_page_runs(
     assert first_loss < math.log(imported) + 0.5, "it begins where the imported model stood"
 
 
-# Of the README's job and commands: what CI does less of, and what stands in for other machines.
+# What CI does less of in the README's job and commands.
 JOB_SMALLER = {
     "configs/base.toml": "small.toml",
     "vocab_size = 4096": "vocab_size = 400",
@@ -227,11 +227,11 @@ def test_every_command_of_the_readme_runs(
     assert said['megamix generate runs/mine --prompt "Once upon"'].startswith("Once upon")
     assert {path.name for path in Path("OUT").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert FULL or [Path(address).name for address in opened] == ["page.html"]
+    _scales(clone)
 
 
-@pytest.mark.uncounted
-def test_every_command_that_scales_the_job_runs(clone: Clone, capsys: pytest.CaptureFixture[str]) -> None:
-    """After the test above, with its job. Two ranks stand for eight, and programs of one line for a cluster's."""
+def _scales(clone: Clone) -> None:
+    """Run the commands that scale the job. Two ranks stand for eight, and programs of one line for a cluster's."""
     programs = clone.root.parent / "bin"
     for name, body in STAND_INS.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
