@@ -1,25 +1,14 @@
-"""Files that survive a power cut whole, and that only this user owns even in a folder to which others may write.
-
-Anyone who may write to a folder can put a link where a run will write; opening the name would open any file of this
-user. A FIFO would keep the run waiting for its other end. So a new file is created by us and nobody else, and an
-existing file is checked before it is used.
-"""
+"""Files that survive a power cut whole."""
 
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 ASIDE = ".partial-"  # followed by a random part
-_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder"}
-
-
-class ForeignFileError(OSError):
-    """A file that is not an ordinary file of this user alone."""
 
 
 def existing_parent(folder: Path) -> Path:
@@ -131,58 +120,6 @@ def remove_asides(folder: Path, pattern: str) -> None:
             aside.unlink(missing_ok=True)
 
 
-def create_anew(path: Path, mode: str = "xb") -> IO[Any]:
-    """Create a new file in place of anything that has that name: a link is removed, never followed."""
-    path.unlink(missing_ok=True)
-    return path.open(mode, encoding=None if "b" in mode else "utf-8")
-
-
-def foreign_kind(path: Path) -> str | None:
-    """Return why a file is not an ordinary file of this user alone; None if it is one, or is missing."""
-    try:
-        return _foreign_kind(path.lstat())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def _foreign_kind(status: os.stat_result) -> str | None:
-    if not stat.S_ISREG(status.st_mode):
-        return _KINDS.get(stat.S_IFMT(status.st_mode), "no ordinary file")
-    if status.st_uid != os.geteuid():
-        return f"a file of another user (uid {status.st_uid})"
-    return "a file with a second name (a hard link)" if status.st_nlink > 1 else None
-
-
-def open_own(path: Path, flags: int) -> int:
-    """Return the descriptor of an ordinary file of this user alone. O_CREAT creates a missing file, with a mode by the
-    umask.
-
-    Raises: ForeignFileError naming file and fix; OSError.
-    """
-    assert not flags & os.O_TRUNC, "a file of somebody else must stay as it is"
-    kind = foreign_kind(path)  # checked before opening: opening a device may already have an effect
-    if kind is None:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        kind = _foreign_kind(os.fstat(descriptor))  # checked again: it may have changed in between
-        if kind is None:
-            return descriptor
-        os.close(descriptor)
-    raise ForeignFileError(f"{path} is {kind}: remove it, or put a copy of your own there")
-
-
 def still_names(path: Path, descriptor: int) -> bool:
-    """Return whether a path, which is no link, still leads to an open file. The path may have been removed or replaced
-    since.
-    """
-    opened = os.fstat(descriptor)
-    try:
-        named = path.lstat()
-    except FileNotFoundError:
-        return False
-    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
-
-
-def read_own(path: Path) -> bytes:
-    """Return the whole content of an ordinary file of this user alone. Raises: ForeignFileError, OSError."""
-    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
-        return file.read()
+    """Return whether a path still leads to an open file. It may have been removed or replaced since."""
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis
-from megamix.durable import create_anew
 
 _USUAL = 1024  # bytes of a text sent at once; a longer text is sent again once its length is known
 _LENGTH = 8  # bytes
@@ -54,8 +53,7 @@ def tell_collectives(path: Path) -> None:
             group.group_name: {"name": group.group_name, "desc": group.group_desc, "ranks": str([*ranks])}
             for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items()
         }
-        with create_anew(path) as file:
-            file.write(json.dumps(recorded).encode())
+        path.write_text(json.dumps(recorded))
 
 
 def host_collectives(world: Axis, timeout_s: float) -> Collectives:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamix.durable import create_anew
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.supervise.console import say
 
@@ -33,8 +32,7 @@ def tell_live_tensors(folder: Path, rank: int, engine: ShardedEngine | None, err
         lines = [f"{total / 2**20:12.2f} MiB of live tensors"]
         lines += [f"{row.nbytes / 2**20:12.2f} MiB {row.number:6} x {row.words}" for row in rows]
         path = folder / f"memory_rank{rank}.txt"
-        with create_anew(path, "x") as file:
-            file.write("\n".join([f"{error}", *lines, ""]))
+        path.write_text("\n".join([f"{error}", *lines, ""]), encoding="utf-8")
         if engine is not None and engine.device.type == "cuda":  # pragma: CUDA only
             torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))  # type: ignore[no-untyped-call]
         told = [f"rank {rank}: {lines[0].strip()}, listed in {path}; the largest:", *lines[1 : 1 + _SHOWN]]

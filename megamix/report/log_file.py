@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megamix.data import installing
-from megamix.durable import open_own, still_names
+from megamix.durable import still_names
 
 HELD_BYTES = 16 << 20  # bytes of rows that wait for the disk; beyond them the oldest rows are lost
 LAST_WAIT_S = 3.0  # seconds at the end of a run for a disk that does not take the last rows
@@ -110,7 +110,7 @@ class LogFile:
         if self._descriptor is None:
             path = self._new_path()
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor, self.path = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), path
+            self._descriptor, self.path = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666), path
             if not self._whole_size():
                 self._held[0] = self._head + self._held[0]
         return self._descriptor
@@ -143,7 +143,7 @@ def cut_log(path: Path, size: int, is_later: Callable[[bytes], bool]) -> None:
     """
     if not path.exists():
         return
-    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
+    with path.open("r+b") as file:
         kept = file.read(size)
         end = kept.rfind(b"\n") + 1
         while end and is_later(kept[kept.rfind(b"\n", 0, end - 1) + 1 : end]):

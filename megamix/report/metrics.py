@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megamix.durable import read_own
 from megamix.report.log_file import EventFile, LogFile, cut_log
 from megamix.run.run_folder import LOGS, SET_ASIDE
 from megamix.supervise.console import format_scale
@@ -236,7 +235,7 @@ class MetricsWriter:
 
     def _tell_again(self, events: EventFile, applied: int) -> None:
         # Attempts that overflow on the way to the next update are written under its number.
-        for line in read_own(self._metrics.path).splitlines():
+        for line in self._metrics.path.read_bytes().splitlines():
             row = _parsed(line)
             step = row.pop("step", 0)
             row.pop(TAGS["time"], None)  # an event has a time of its own

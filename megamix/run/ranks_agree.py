@@ -5,8 +5,6 @@ Ranks that differ in a seed, a dropout or the data would train on, and end with 
 puts the settings that it was started with into the store in which the ranks have met, under the settings' digest. The
 first rank compares the digests and tells all ranks the differences. Each rank makes a few requests to the store; the
 first rank makes two more for each rank.
-
-A value from the store must be JSON of a known form; otherwise no rank of this job has written it.
 """
 
 import hashlib
@@ -15,13 +13,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field, TypeAdapter
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
 
 from megamix.builders.data import data_fingerprints, data_identity
-from megamix.checkpoint.manifest import printable
 from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError, DataSource, config_to_toml
 from megamix.config.toml_text import value_text
@@ -33,14 +29,9 @@ from megamix.supervise.console import say
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 
-_LONGEST = 2000  # most characters of a line from the store, to which others may write, too
 _LONGEST_TOLD = 1000  # most characters of a value in the store; a hash stands for the rest of a longer value
 _LONGEST_SHOWN = 60  # most characters of a value in a message
 _PROBLEM = "problem"  # a key that stands in place of a rank's settings and says why they are not known
-
-_DIGEST = TypeAdapter(Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")])
-_TEXTS = TypeAdapter(dict[str, str])
-_OUTCOME = TypeAdapter(tuple[list[str], str])  # differences; reason why nothing could be compared
 
 
 class KnownData(NamedTuple):
@@ -85,12 +76,12 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownD
         if rank == 1:  # in place of the silent first rank
             say(f"megamix train: {silence}", sys.stderr)
         raise NoAnswerError(silence)
-    problems, silence = board.read("outcome", _OUTCOME)
+    problems, silence = board.read("outcome")
     if problems or silence:
         board.leave(rank, size)
         if silence:
-            raise NoAnswerError(printable(silence, _LONGEST))
-        raise ConfigError([printable(problem, _LONGEST) for problem in problems], "job")
+            raise NoAnswerError(silence)
+        raise ConfigError(problems, "job")
     return data
 
 
@@ -109,7 +100,7 @@ def _shared_data(config: Config, board: Board, rank: int) -> tuple[KnownData, st
             board.put(f"waits {rank}", reader)
         if not board.wait([key]):
             return nothing, f"rank {reader} had not read the data {board.limit}"
-        answer = board.read(key, _TEXTS)
+        answer = board.read(key)
     except (OSError, NoAnswerError) as error:
         return nothing, str(error)
     return KnownData(answer, identity), answer.pop(_PROBLEM, "")
@@ -128,12 +119,9 @@ def _outcome(board: Board, size: int) -> tuple[list[str], str]:
         to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
         return [], f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
     ranks_of: dict[str, list[int]] = defaultdict(list)
-    try:
-        for rank in range(size):
-            ranks_of[board.read(f"digest {rank}", _DIGEST)].append(rank)
-        groups = [RankGroup(ranks, board.read(f"record {digest}", _TEXTS)) for digest, ranks in ranks_of.items()]
-    except NoAnswerError as error:
-        return [], str(error)
+    for rank in range(size):
+        ranks_of[board.read(f"digest {rank}")].append(rank)
+    groups = [RankGroup(ranks, board.read(f"record {digest}")) for digest, ranks in ranks_of.items()]
     failed = [group for group in groups if _PROBLEM in group.started_with]
     problems = [f"{names(group.ranks)}: {group.started_with[_PROBLEM]}" for group in failed]
     return [*problems, *differences([group for group in groups if group not in failed])], ""

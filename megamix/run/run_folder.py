@@ -15,9 +15,8 @@ from megamix.config import Config, ConfigError, axis_sizes, check_world_size, co
 from megamix.config.problems import short
 from megamix.data import installing
 from megamix.data.tokenizer import open_tokenizer
-from megamix.durable import foreign_kind, remove_asides, unwritable, write_text
+from megamix.durable import remove_asides, unwritable, write_text
 from megamix.machine import WORKSPACES
-from megamix.supervise.run_lock import LOCK
 from megamix.supervise.status import STATUS
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
@@ -27,8 +26,6 @@ EVENTS, HEARTBEAT = "events.jsonl", "heartbeat.json"
 RESUME_WORDS = ("auto", "never")  # words in place of a path
 BEGIN_ANEW = "write another checkpoint.folder to begin a new run, or put an undamaged checkpoint there"
 _MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these files belongs to a run
-# All other files are created by each start.
-_READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, *LOGS, EVENTS, HEARTBEAT)
 _WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, AVERAGED, SAMPLE, GAVE_UP, "trace_rank*.json")
 
 
@@ -90,8 +87,6 @@ def take_for_copies(target: Path, source: Path) -> None:
 def folder_problems(config: Config) -> list[str]:
     """Return the reasons why a run cannot write to its folder, one line each."""
     folder, path = config.checkpoint.folder, Path(config.checkpoint.folder)
-    if foreign := _foreign_problems(path):
-        return foreign
     if config.checkpoint.resume != "never":
         if checkpoints(path / CHECKPOINTS):
             return []
@@ -108,24 +103,6 @@ def folder_problems(config: Config) -> list[str]:
     if reason := unwritable(path):
         return [f"checkpoint.folder: {folder} cannot be made, {reason}; write another folder"]
     return []
-
-
-def _foreign_problems(path: Path) -> list[str]:
-    """Return a problem for each entry of a folder with which another user could make the run write elsewhere or
-    hang.
-    """
-    kinds = {path / name: foreign_kind(path / name) for name in _READ_OR_CONTINUED}
-    for folder in (path / CHECKPOINTS, path / "tensorboard"):
-        if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():  # it would remove checkpoints elsewhere
-            kinds[folder] = "a symbolic link of another user"
-        elif os.path.lexists(folder) and not folder.is_dir():
-            kinds[folder] = "no folder"
-    return [
-        f"checkpoint.folder: {file} is {kind}, and a run there might write or wait elsewhere; move it away, or write "
-        "another folder"
-        for file, kind in kinds.items()
-        if kind is not None
-    ]
 
 
 def _ended_before_its_first_save(path: Path, config: Config) -> bool:

@@ -9,31 +9,14 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from pydantic import Field, TypeAdapter
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
 
-from megamix.checkpoint.manifest import printable
 from megamix.supervise.processes import Siblings, process, process_start
 from megamix.supervise.status import NoAnswerError
 
-LARGEST = 64 << 20  # bytes: no rank writes a larger value
 _SHOWN_RUNS = 8  # most runs of consecutive ranks that a message lists
-_T = TypeVar("_T")
-_LONGEST = 10_000  # most characters of an end reason
-_Count = Annotated[int, Field(ge=0, lt=2**63)]
-_Words = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]  # printable ASCII: no terminal escapes
-
-
-def read_strictly(form: TypeAdapter[_T], content: bytes) -> _T | None:
-    """Return a value that a rank has written as JSON. Return None for anything else: others can write to the store,
-    too.
-    """
-    with contextlib.suppress(ValueError):
-        if len(content) <= LARGEST:
-            return form.validate_json(content, strict=True)
-    return None
 
 
 class Position(NamedTuple):
@@ -48,20 +31,16 @@ class Position(NamedTuple):
 class Sign(NamedTuple):
     """A rank's last sign of life."""
 
-    beat: _Count
-    idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # seconds since the last progress of its main thread
-    spans: _Count
-    doing: _Words
-    attempt: _Count
-    written: _Count
-    host: _Words
-    pid: Annotated[int, Field(gt=1, le=2**22)]  # Linux's largest; kill(0 or less) means groups
-    start: _Words
+    beat: int
+    idle_s: float  # seconds since the last progress of its main thread
+    spans: int
+    doing: str
+    attempt: int
+    written: int
+    host: str
+    pid: int
+    start: str
     waits: bool = False  # its main thread waits for another rank
-
-    @staticmethod
-    def read(value: bytes) -> Sign | None:
-        return read_strictly(_SIGN, value)
 
     def __str__(self) -> str:
         return f"{self.doing}, attempt {self.attempt} (pid {self.pid} on {self.host})"
@@ -83,23 +62,7 @@ class EndReason(NamedTuple):
 
     text: str
     missing: list[int]  # ranks that are dead or stopped
-    exit_status: Annotated[int, Field(ge=1, le=4)] = 1  # exit status of all ranks
-
-    @staticmethod
-    def read(value: bytes, size: int) -> EndReason | None:
-        """Return the end reason that a rank has written; None for a value that no rank writes. `size`: number of
-        ranks.
-        """
-        reason = read_strictly(_END_REASON, value)
-        return reason.fit() if reason is not None and set(reason.missing) < set(range(size)) else None
-
-    def fit(self) -> EndReason:
-        """Return the reason with a text that is safe on a terminal: an error, or the store, may have any bytes."""
-        lines = self.text[:_LONGEST].split("\n")
-        return self._replace(text="\n".join(printable(line, _LONGEST) for line in lines))
-
-
-_SIGN, _END_REASON = TypeAdapter(Sign), TypeAdapter(EndReason)
+    exit_status: int = 1  # exit status of all ranks
 
 
 class RollCall:
@@ -123,18 +86,17 @@ class RollCall:
     def signs(self) -> dict[int, Sign]:
         """Return the signs by rank. Ranks that have given no sign so far are left out."""
         given = [rank for rank in range(self.size) if self._store.check([f"rank {rank}"])]
-        signs = {rank: Sign.read(self._store.get(f"rank {rank}")) for rank in given}
-        return {rank: sign for rank, sign in signs.items() if sign is not None}
+        return {rank: Sign(*json.loads(self._store.get(f"rank {rank}"))) for rank in given}
 
     def reason(self) -> EndReason | None:
-        return EndReason.read(self._store.get("end reason"), self.size) if self._store.check(["end reason"]) else None
+        has_one = self._store.check(["end reason"])
+        return EndReason(*json.loads(self._store.get("end reason"))) if has_one else None
 
     def decide(self, reason: EndReason) -> EndReason:
         """Return the end reason of all ranks: the first that any rank has written. If there is none yet, write
         `reason`.
         """
-        reason = reason.fit()
-        return EndReason.read(self._store.compare_set("end reason", "", json.dumps(reason)), self.size) or reason
+        return EndReason(*json.loads(self._store.compare_set("end reason", "", json.dumps(reason))))
 
 
 def names(ranks: Iterable[int]) -> str:
@@ -152,9 +114,7 @@ def names(ranks: Iterable[int]) -> str:
 
 
 class Board:
-    """JSON values that ranks exchange in a store, within a time limit. Raises: NoAnswerError for a value that no rank
-    of this job has written.
-    """
+    """JSON values that ranks exchange in a store, within a time limit."""
 
     grace_s = 2.0  # seconds within which the others read the first rank's outcome
 
@@ -167,7 +127,7 @@ class Board:
 
     def claim(self, key: str, rank: int) -> int:
         """Return the rank that was the first to claim `key`."""
-        return self._checked(key, self._store.compare_set(key, "", json.dumps(rank)), TypeAdapter(_Count))
+        return int(self._store.compare_set(key, "", json.dumps(rank)))
 
     def has(self, key: str) -> bool:
         return bool(self._store.check([key]))
@@ -188,9 +148,9 @@ class Board:
         """Return the indices of the keys that have not come in time."""
         return [] if self.wait(keys) else [place for place, key in enumerate(keys) if not self.has(key)]
 
-    def read(self, key: str, form: TypeAdapter[_T]) -> _T:
+    def read(self, key: str) -> Any:
         """Return the value of a key that is there already."""
-        return self._checked(key, self._store.get(key), form)
+        return json.loads(self._store.get(key))
 
     def leave(self, rank: int, size: int) -> None:
         """Note that this rank has read. The first rank waits for the others: it may hold the store, and the outcome
@@ -201,9 +161,3 @@ class Board:
         elif rank == 0:
             with contextlib.suppress(RuntimeError):
                 self._store.wait(["all have read"], datetime.timedelta(seconds=Board.grace_s))
-
-    def _checked(self, key: str, content: bytes, form: TypeAdapter[_T]) -> _T:
-        found = read_strictly(form, content)
-        if found is None:
-            raise NoAnswerError(f"{key!r} in the store of the ranks has a value that no rank of this job has written")
-        return found

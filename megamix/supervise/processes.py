@@ -66,7 +66,7 @@ def children_of(pid: int) -> list[int]:
 
 class Siblings:
     """The other processes that this process's parent has started, as the system lists them: the ranks of one launcher.
-    A rank may end only these, even if the ranks' store names another pid, because others can write to that store.
+    A rank may end only these: a pid in the ranks' store may be another process's by now.
 
     Create this object when all ranks run.
     """
@@ -88,8 +88,5 @@ class Siblings:
                 os.kill(pid, signal.SIGKILL)
 
     def _is_ours(self, pid: int) -> bool:
-        """Return whether the pid is still the same sibling process, and belongs to this user."""
-        same = process_start(pid) == self._starts.get(pid, "") != ""
-        with contextlib.suppress(psutil.Error):
-            return same and bool(psutil.Process(pid).uids().effective == os.geteuid())
-        return False
+        """Return whether the pid is still the same sibling process."""
+        return process_start(pid) == self._starts.get(pid, "") != ""

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from megamix.config import ConfigError
-from megamix.durable import open_own, read_own, still_names, sync_file
+from megamix.durable import still_names, sync_file
 from megamix.supervise.processes import process, process_start, repeated
 from megamix.supervise.status import EXIT_STATUS
 
@@ -79,7 +79,7 @@ def _locked(path: Path, stale_s: float, create: int = 0) -> Iterator[tuple[int, 
 def _open_locked(path: Path, create: int) -> int | None:
     """Return the open lock file, with its flock if the file system has flock; None if another process has the flock."""
     while True:
-        descriptor = open_own(path, os.O_RDWR | create)
+        descriptor = os.open(path, os.O_RDWR | create, 0o666)
         try:
             # A process that only looks takes a shared lock: when a job starts, many nodes look at once, and must not
             # take each other for the holder.
@@ -99,9 +99,9 @@ def _open_locked(path: Path, create: int) -> int | None:
 def _holder(path: Path) -> dict[str, str]:
     """Return the holder that the file names; empty if the file is new, or its writer died while writing."""
     try:
-        holder = json.loads(read_own(path))
+        holder = json.loads(path.read_bytes())
         return {key: str(holder[key]) for key in ("host", "start", "since")} | {"pid": str(int(holder["pid"]))}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Literal, NamedTuple
 
 from megamix.config import ConfigError
-from megamix.durable import read_own, write_text
+from megamix.durable import write_text
 from megamix.supervise.console import say
 
 STATUS = "status.json"
@@ -73,9 +73,7 @@ class NoMemoryError(EndedEarlyError):
 
 
 class NoAnswerError(EndedEarlyError):
-    """The end of a start because a rank died or hung before all agreed, or because the store has a value that no rank
-    has written.
-    """
+    """The end of a start because a rank died or hung before all agreed."""
 
 
 class PeerLostError(EndedEarlyError):
@@ -104,11 +102,11 @@ class LastStart(NamedTuple):
 def read_status(folder: Path) -> LastStart:
     """Return what the last start has left in a run's folder; the defaults if there is no status of ours."""
     try:
-        values = {"starts": 0} | json.loads(read_own(folder / STATUS))  # older ones have no number
+        values = {"starts": 0} | json.loads((folder / STATUS).read_bytes())  # older ones have no number
         counts = {name: int(values[name]) for name in ("update", "start", "restarts", "starts")}
         t = datetime.datetime.fromisoformat(values["time"]).timestamp()
         return LastStart(str(values["state"]), values["exit_status"], str(values["reason"]), **counts, t=t)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no file, or not as we write it
+    except (OSError, ValueError, KeyError, TypeError):  # no file, or not as we write it
         return LastStart()
 
 

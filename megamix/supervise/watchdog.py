@@ -29,7 +29,6 @@ from torch.distributed import DistNetworkError
 from megamix.comm.host import tell_collectives
 from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
-from megamix.durable import create_anew
 from megamix.supervise.console import drop_unwritten, say
 from megamix.supervise.liveness import EndReason, Position, RollCall, Sign, names
 from megamix.supervise.processes import Siblings
@@ -103,7 +102,9 @@ class Watchdog:
             try:
                 self._status.folder.mkdir(parents=True, exist_ok=True)  # this host may have no such folder yet
                 # The file is new, because a stopped rank of an earlier job may still write to the old one.
-                self._stacks = create_anew(self._status.folder / f"stacks_rank{self._rank}.txt", "x")
+                stacks = self._status.folder / f"stacks_rank{self._rank}.txt"
+                stacks.unlink(missing_ok=True)
+                self._stacks = stacks.open("x", encoding="utf-8")
             except OSError as error:
                 say(f"megamix train: stacks of rank {self._rank} would go to stderr: {error}", sys.stderr)
             with contextlib.suppress(RuntimeError):
@@ -272,7 +273,7 @@ class Watchdog:
                 reason = EndReason(f"rank {roll.rank}, attempt {position.attempt}: {early}", [], early.exit_status)
             else:
                 reason = EndReason(f"rank {roll.rank} failed {where}: {type(error).__name__}: {error}", [])
-            own, reason = reason.fit(), roll.decide(reason)
+            own, reason = reason, roll.decide(reason)
             if reason.exit_status in _OF_ONE_RANK:
                 raise _OF_ONE_RANK[reason.exit_status](reason.text) from error
             if reason == own:

@@ -142,35 +142,6 @@ def test_a_file_that_was_emptied_or_edited_goes_on(tmp_path) -> None:
     assert path.read_bytes() == b"2 and a note\n3\n"
 
 
-def _link(path: Path, target: Path) -> None:
-    path.symlink_to(target)
-
-
-def _second_name(path: Path, target: Path) -> None:
-    os.link(target, path)
-
-
-def _fifo(path: Path, target: Path) -> None:
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("plant", [_link, _second_name, _fifo])
-def test_what_somebody_puts_in_place_of_a_log_is_not_written_to(tmp_path, caplog, plant) -> None:
-    target, path = tmp_path / "target", tmp_path / "run/log"
-    target.write_bytes(b"precious\n")
-    log = _log(path.parent)
-    log.append(b"1\n")
-    path.unlink()
-    plant(path, target)
-    log.append(b"2\n")
-    assert target.read_bytes() == b"precious\n"
-    assert str(path) in caplog.messages[-1]
-    path.unlink()
-    log.append(b"3\n")
-    log.close()
-    assert path.read_bytes() == b"2\n3\n"
-
-
 def test_a_new_file_begins_with_its_head(tmp_path) -> None:
     numbers = itertools.count()
     log = LogFile(lambda: tmp_path / str(next(numbers)), head=b"head ")

@@ -6,9 +6,6 @@ reported.
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -31,7 +28,6 @@ from megamix.data.token_file import bin_path
 from megamix.plugins import SOURCES, Section
 from megamix.run import own_code, ranks_agree
 from megamix.run.ranks_agree import RankGroup, check_same_job, differences
-from megamix.supervise import liveness
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 from megamix.tools.ranks import DEADLINE_S
@@ -325,57 +321,6 @@ def test_a_rank_that_cannot_read_its_data_says_so_on_all_ranks(tmp_path, data) -
         assert isinstance(error, ConfigError)
         (line,) = error.problems
         assert line == f"ranks 1, 2: [Errno 2] No such file or directory: '{bin_path(tmp_path / 'gone')}'"
-
-
-class _Trap:
-    """Object that calls this when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (os.environ["MEGAMIX_TRAP"],)
-
-
-JUNK = [b"", b"\xff\xfe", b"null", b"[1]", b'{"a": 1}', b"[" * 100_000, b"1e999", b'"' + b"0" * 63 + b'"', b"-1"]
-
-
-class _PlantedStore:
-    """Store in which somebody has put other values under some keys."""
-
-    def __init__(self, kind: str, content: bytes):
-        self._store, self._kind, self._content = dist.HashStore(), kind, content
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def get(self, key: str) -> bytes:
-        return self._content if key.startswith(self._kind) else self._store.get(key)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        found = self._store.compare_set(key, expected, desired)
-        return self._content if key.startswith(self._kind) else found
-
-
-@pytest.mark.parametrize("kind", ["digest", "record", "outcome", "files", "reader"])
-def test_what_no_rank_has_written_is_refused_in_a_line(tmp_path, data, monkeypatch, kind: str) -> None:
-    monkeypatch.setenv("MEGAMIX_TRAP", str(tmp_path / "trap"))
-    for content in [*JUNK, pickle.dumps(_Trap())]:
-        # Nobody waits for the limit here, and a busy machine must not reach it.
-        ranks = _Ranks(2, _limited(tmp_path, data, 30.0), store=_PlantedStore(kind, content))
-        for error in ranks.ended.values():
-            assert isinstance(error, NoAnswerError | ConfigError), (content[:20], error)
-            assert "has a value that no rank of this job has written" in str(error)
-            assert str(error).count("\n") <= 1
-    assert not (tmp_path / "trap").exists()
-
-
-def test_an_answer_without_bounds_is_refused_and_control_characters_are_not_printed(
-    tmp_path, data, monkeypatch
-) -> None:
-    outcome = json.dumps([["\x1b[2Jseed"], ""]).encode()
-    ranks = _Ranks(2, _limited(tmp_path, data), store=_PlantedStore("outcome", outcome))
-    assert [list(error.problems) for error in ranks.ended.values()] == [[r"\x1b[2Jseed"]] * 2
-    monkeypatch.setattr(liveness, "LARGEST", 100)
-    ranks = _Ranks(2, _limited(tmp_path, data), store=_PlantedStore("outcome", json.dumps([["a" * 100], ""]).encode()))
-    assert all(isinstance(error, NoAnswerError) for error in ranks.ended.values())
 
 
 class _CountingStore:

@@ -72,19 +72,7 @@ def test_a_start_of_fewer_ranks_leaves_no_record_of_ranks_that_are_no_more(tmp_p
     assert "has no collectives_rank*.json" in capsys.readouterr().err
 
 
-NO_RECORDS = [
-    "",
-    "[]",
-    "[" * 100_000,
-    '{"entries": [{"process_group": ["1", ""]}], "pg_config": {}}',
-    '{"entries": [{"process_group": []}], "pg_config": {}}',
-    '{"entries": [], "pg_config": {"0": {"name": "0", "ranks": "[[0]]"}}}',
-    '{"entries": [{"process_group": ["0"], "collective_seq_id": "1", "profiling_name": "a"}], '
-    '"pg_config": {"0": {"name": "0", "ranks": "[0]"}}}',
-]
-
-
-@pytest.mark.parametrize("text", NO_RECORDS)
+@pytest.mark.parametrize("text", ["", '{"entries": [{"process_gro'])  # cut by a full disk
 def test_what_is_no_record_is_refused_by_name(tmp_path, capsys, text: str) -> None:
     (tmp_path / "collectives_rank3.json").write_text(text)
     assert main(["hang", str(tmp_path)]) == 2

@@ -1,11 +1,7 @@
-"""Junk in the ranks' store counts neither as a sign of life nor as an end reason, and a forged sign gets no other
-process killed; a stopped launcher ends no run.
-"""
+"""A rank reads what another one has written, and ends no process but its launcher's; a stopped launcher ends no run."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import signal
 import socket
@@ -14,7 +10,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import psutil
@@ -29,20 +24,6 @@ from megamix.supervise.status import LeaveRequest, RunStatus
 from megamix.supervise.watchdog import Watchdog
 from megamix.tools.ranks import DEADLINE_S
 
-SIGN: list[Any] = [7, 0.5, 3, "forward_backward", 2, 0, "host", 4711, "12345"]
-JUNK = [
-    *(b"", b"null", b"[]", b"{}", b"\xff\xfe\x00", b"[" * 100_000, b"9" * 100_000),
-    json.dumps(SIGN[:-1]).encode(),
-    json.dumps([*SIGN, 0]).encode(),
-    *(
-        json.dumps([*SIGN[:place], value, *SIGN[place + 1 :]]).encode()
-        for place in range(len(SIGN))
-        for value in (None, True, [], -1, 2**70, math.nan, "a\x1b[2J", "a\nb", "a" * 300)
-        if (place, value) != (1, 2**70)  # a long time, and no more
-    ),
-    *(json.dumps([*SIGN[:7], pid, SIGN[8]]).encode() for pid in (0, 1, "4711", 4711.0, 2**22 + 1)),
-]
-
 
 def _roll(size: int = 2) -> tuple[RollCall, dist.HashStore]:
     store = dist.HashStore()
@@ -55,48 +36,8 @@ def test_what_a_rank_writes_is_what_the_others_read() -> None:
     (sign,) = roll.signs().values()
     assert sign[:6] == (1, 0.5, 3, "forward_backward", 2, 0)
     assert (sign.is_here, sign.runs) == (True, True)
-    assert Sign.read(json.dumps(SIGN).encode()) == Sign(*SIGN)
-
-
-@pytest.mark.parametrize("value", JUNK, ids=range(len(JUNK)))
-def test_junk_is_no_sign_of_life(value: bytes) -> None:
-    roll, store = _roll()
-    store.set("rank 1", value)
-    assert roll.signs() == {}
-    assert watchdog._Suspicion(roll).missing() == [1]
-
-
-@pytest.mark.parametrize("missing", [[2], [-1], ["1"], [True], [1.0], [0, 1], [[1]], None, 1, {}])
-def test_junk_is_no_verdict(missing: Any) -> None:
-    roll, store = _roll()
-    store.set("end reason", json.dumps(["the text", missing]))
-    assert roll.reason() is None
-    assert roll.decide(EndReason("mine", [1])) == EndReason("mine", [1])
-
-
-def test_a_verdict_cannot_steer_a_terminal() -> None:
-    roll, store = _roll()
-    assert (
-        roll.decide(EndReason("rank 1 died\n\x1b]0;owned\x07 \ud800", [1])).text
-        == "rank 1 died\n\\x1b]0;owned\\x07 \\ud800"
-    )
-    store.set("end reason", json.dumps(["\x1b[2J" + "x" * 20_000, []]))
-    reason = roll.reason()
-    assert reason is not None
-    assert reason.text.startswith(r"\x1b[2Jxxx")
-    assert len(reason.text) < 10_100
-
-
-def test_a_forged_sign_does_not_get_a_stranger_killed() -> None:
-    roll, store = _roll()
-    with subprocess.Popen(["sleep", "60"]) as stranger:
-        forged = Sign(1, 0.0, 0, "", 0, 0, socket.gethostname(), stranger.pid, process_start(stranger.pid))
-        store.set("rank 1", json.dumps(forged))
-        assert roll.signs()[1] == forged  # all of it is true
-        watchdog._end_missing(EndReason("rank 1 died", [1]), roll)
-        alive = stranger.poll() is None
-        stranger.kill()
-    assert alive
+    reason = EndReason("rank 1 died\nlast in a save", [1], 4)
+    assert roll.decide(reason) == roll.decide(EndReason("a later one", [])) == roll.reason() == reason
 
 
 def test_a_rank_that_runs_is_not_dead_when_the_clock_has_been_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_a_holder_on_another_host_that_touches_the_file_is_respected(tmp_path, m
             pass
 
 
-@pytest.mark.parametrize("junk", ['{"host": "HOST", "pid": "x", "start": "1", "since": "now"}', "[" * 100_000])
+@pytest.mark.parametrize("junk", ['{"host": "HOST", "pid": "x", "start": "1", "since": "now"}', '{"host": "no'])
 def test_what_no_holder_has_written_is_taken(tmp_path, junk: str) -> None:
     (tmp_path / "run.lock").write_text(junk.replace("HOST", socket.gethostname()))
     with run_lock(tmp_path, print):

@@ -6,7 +6,6 @@ continues from it; another request begins anew. The last act is the rename that 
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from megamix.data.prepare.split import split_of
 from megamix.data.prepare.tokenizer_choice import TRAIN, TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
-from megamix.durable import folder_aside, open_own, remove_asides, write_text
+from megamix.durable import folder_aside, remove_asides, write_text
 from megamix.machine import num_cores
 from megamix.progress import ProgressLine
 
@@ -131,7 +130,7 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
         unfinished.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--output: {error}; name a place in a folder that you may write to") from error
-    with os.fdopen(open_own(unfinished / "lock", os.O_RDWR | os.O_CREAT), "w") as lock:
+    with (unfinished / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece, opened_tokenizer
 from megamix.data.prepare.plan import CorpusPiece
-from megamix.durable import open_own
 from megamix.interrupt import starts_deaf, stay_deaf
 
 _LOCK_NAME = "workers.lock"
@@ -125,7 +124,7 @@ class _Worker:
 
 def wait_for_orphans(folder: Path) -> None:
     """Wait until no worker of a killed prepare writes to the folder. Workers notice within moments that it has died."""
-    with os.fdopen(open_own(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT), "w") as lock:
+    with (folder / _LOCK_NAME).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
@@ -133,7 +132,7 @@ def _work(folder: Path, connection: Connection) -> None:
     stay_deaf()
     parent = multiprocessing.parent_process()
     assert parent is not None
-    with os.fdopen(open_own(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT), "w") as lock:
+    with (folder / _LOCK_NAME).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         if parent.is_alive():  # if not, another prepare may have taken the folder before this lock
             threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
