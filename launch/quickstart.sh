@@ -66,7 +66,7 @@ if [[ -n "$reached" ]]; then
   [[ $# == 0 ]] || expect="$expect without your settings"
   LC_ALL=C printf 'reached: validation %.2f nats a token; %s\n' "$reached" "$expect"
 fi
-say "pictures:"
+say "the run's page:"
 at_work "drawing" "$PYTHON" -m megamix report "$folder" || say "no pictures: see above"
 megamix=".venv/bin/megamix"
 [[ -z "${MEGAMIX_PYTHON:-}" ]] || megamix="$PYTHON -m megamix"

@@ -216,7 +216,7 @@ class MetricsConfig(Section):
 
     log_interval: PositiveInt = 10
     """Steps between console lines."""
-    sample_prompt: Text = "def "
+    sample_prompt: str = ""
     """The text with which the sample at the end of a run begins."""
     tensorboard: bool = True
     """Whether a TensorBoard event file is written."""

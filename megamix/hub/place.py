@@ -17,6 +17,8 @@ def find_model(path: Path) -> Path:
 
     Raises: ValueError naming what is missing.
     """
+    if (path / MANIFEST).is_file() and any(path.glob("*.idx")):
+        raise ValueError(f"{path} holds prepared texts, no model; give a run that has trained on them, as runs/mine")
     if is_hugging_face(path) or (path / MANIFEST).is_file():
         return path
     if found := checkpoints(path / CHECKPOINTS) or checkpoints(path):

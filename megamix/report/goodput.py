@@ -1,6 +1,6 @@
 """Goodput of a run: what its wall time went into, from its events. This module imports no torch.
 
-Trained is the wall time of the attempts whose update is in the final line of checkpoints: those of a start count up to
+Trained is the wall time of the attempts whose update the run has kept: those of a start count up to
 the update from which a later start went on, or, if no start followed, up to its own newest checkpoint. A run that goes
 on has trained all that it has done so far.
 """
@@ -37,6 +37,12 @@ class OneStart:
     ready: dict[str, float]  # seconds from the start to joined, loaded and first_step, as far as it came
     state: str
     reason: str
+    ranks: str
+
+    @property
+    def ended(self) -> str:
+        """Return its state as people say it."""
+        return {"preempted": "stopped on request"}.get(self.state, self.state.replace("_", " "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,7 @@ def _one_start(rows: list[Row], kept: int | None) -> OneStart:
         seconds[TRAINED] -= lost_s
         seconds[REDONE] += lost_s
     facts = rows[0].get("host", ""), rows[0]["t"], end["t"], first, last, min(kept, last)
-    return OneStart(rows[0]["starts"], *facts, seconds, ready, state, reason)
+    return OneStart(rows[0]["starts"], *facts, seconds, ready, state, reason, str(rows[0].get("ranks", "")))
 
 
 def _trained_at(update: int, first: int, rows: list[Row]) -> float:
@@ -137,8 +143,8 @@ def verdict(goodput: Goodput) -> str:
     """Return in one line how the run stands, and the share of its wall clock that trained."""
     last = goodput.starts[-1]
     starts = f"in {len(goodput.starts)} starts" if len(goodput.starts) > 1 else "in one start"
-    state, took = last.state.replace("_", " "), duration(goodput.wall_s)
+    took = duration(goodput.wall_s)
     return (
-        f"{state} at update {last.last:,} of {goodput.steps:,}, after {took} {starts}: "
+        f"{last.ended} at update {last.last:,} of {goodput.steps:,}, after {took} {starts}: "
         f"{goodput.share:.1%} of the wall clock trained"
     )

@@ -28,7 +28,7 @@ _SHOWN = 50  # most starts in the table
 
 # The meaning of each bucket, and what helps if its share is high.
 _BUCKETS = {
-    "trained": ("attempts whose update is in the final line of checkpoints", ""),
+    "trained": ("steps whose update the run has kept", ""),
     "overflow": ("attempts that overflowed and changed nothing", "see the loss scale; BF16"),
     "redone": ("updates after the last save, lost by a stop", "a smaller checkpoint.save_interval"),
     "start": ("from the launcher's start to the loop, without compiling", "fewer starts; local disks"),
@@ -37,7 +37,7 @@ _BUCKETS = {
     "saving": ("saves, as far as training waited for them", "async_save, a larger save_interval"),
     "waiting": ("attempts that waited for data", "token files on a local disk"),
     "stalled": ("attempts beyond three times their usual time", "the stops' causes; the ranks' hosts"),
-    "down": ("between the end of a start and the next one", "the scheduler's queue; spare nodes"),
+    "down": ("between the end of a start and the next one", "an earlier restart; spare nodes"),
 }
 # Caption of each picture: what it shows, and how to read it.
 _CAPTIONS = {
@@ -140,14 +140,14 @@ def _buckets(goodput: Goodput) -> str:
 def _stops(goodput: Goodput) -> str:
     """Return the causes by their number, and the last starts."""
     stopped = [one for one in goodput.starts if one.state not in ("finished", "running")]
-    causes = Counter(one.state for one in stopped).most_common()
+    causes = Counter(one.ended for one in stopped).most_common()
     told = ", ".join(
         [f"{len(stopped)} stop{'s' * (len(stopped) != 1)}", *(f"{number} {state}" for state, number in causes)]
     )
     shown = goodput.starts[-_SHOWN:]
     if len(shown) < len(goodput.starts):
         told += f". The last {len(shown)} of {len(goodput.starts)} starts:"
-    heads = ["start", "began", "host", "down before", "updates", "lost", "redone", "end", "cause"]
+    heads = ["start", "began", "host", "ranks", "down before", "updates", "lost", "redone", "end", "cause"]
     return f"<p>{escape(told)}</p>{_table(heads, [_stop(one) for one in reversed(shown)])}"
 
 
@@ -157,11 +157,12 @@ def _stop(one: OneStart) -> list[str]:
         f"{one.starts}",
         datetime.datetime.fromtimestamp(one.t, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         one.host,
+        one.ranks,
         duration(down) if down >= 0.05 else "",
         f"{one.first:,} to {one.last:,}",
         f"{lost:,}" if lost else "",
         duration(redone) if redone >= 0.05 else "",
-        one.state.replace("_", " "),
+        one.ended,
         _cause(one),
     ]
 

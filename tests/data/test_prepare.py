@@ -125,7 +125,7 @@ def test_the_manifest_says_what_was_read_and_written(text_dir: Path, tmp_path: P
     assert manifest["parts"]["train"] == {"num_documents": train.num_documents, "num_tokens": train.num_tokens}
     assert manifest["vocab_size"] == Tokenizer.load(tmp_path / "out" / "tokenizer.json").vocab_size
     assert "prepared; vocabulary 280; train " in prepared.summary()
-    assert "1 bad record left out, see bad_records.jsonl" in prepared.summary()
+    assert "1 bad record left out (bad_records.jsonl), the first: " in prepared.summary()
 
 
 def test_empty_files_and_records_are_counted_and_the_files_named(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_single_document_cannot_be_split(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "only.txt").write_text("one")
     with pytest.raises(
-        ValueError, match=r"--valid-fraction 0.1 takes all 1 documents.* lower it .* or give more files"
+        ValueError, match=r"--valid-fraction 0.1 leaves none of 1 document.* to train on; .* split it .*, or give more"
     ):
         prepare(tmp_path / "text", tmp_path / "sub" / "out", valid_fraction=0.1)
     assert not (tmp_path / "sub" / "out").exists()

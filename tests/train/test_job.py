@@ -190,7 +190,7 @@ def test_the_start_s_event_says_what_trains_where(finished) -> None:
 
 def test_a_sample_of_white_space_is_a_line_and_no_file(tmp_path, monkeypatch, capsys) -> None:
     write_data(tmp_path / "data", tokenizer=True)
-    monkeypatch.setattr(results, "sample_text", lambda *arguments: "def \n\n  ")
+    monkeypatch.setattr(results, "sample_text", lambda *arguments: " \n\n  ")
     tokenizer = {"tokenizer": str(tmp_path / "data/tokenizer.json")}
     run_job(tiny_job(tmp_path, model={"vocab_size": 280}, data=tokenizer, training={"steps": 2}))
     assert "no sample of text: the model writes nothing but white space" in capsys.readouterr().out

@@ -135,5 +135,5 @@ def _parse(number: int, content: bytes, text_key: str) -> Record | None:
         return BadRecord(number, f"no JSON object but a {type(value).__name__}")
     if text_key not in value:
         keys = ", ".join(sorted(value)[:_MOST_KEYS]) or "none"
-        return BadRecord(number, f"no key {text_key!r} (keys: {keys})")
+        return BadRecord(number, f"no key {text_key!r} (keys: {keys}; --text-key names another)")
     return checked(number, value[text_key], f"the value of {text_key!r}")

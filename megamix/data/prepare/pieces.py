@@ -150,8 +150,8 @@ def merge_pieces(
     if num_train == sum(map(len, moved.values())):
         num_documents = num_train + sum(report.num_documents["valid"] for report in reports)
         raise ValueError(
-            f"--valid-fraction {job.split.valid_fraction} takes all {num_documents} documents, equal ones together, "
-            "and none is left to train on; lower it (0 for no validation) or give more files"
+            f"--valid-fraction {job.split.valid_fraction} leaves none of {num_documents} document(s) to train on; a "
+            ".txt file is one: split it (split -n l/20 --additional-suffix=.txt FILE my_texts/part_), or give more"
         )
     counts = {}
     for part in PARTS if job.split.valid_fraction else PARTS[:1]:

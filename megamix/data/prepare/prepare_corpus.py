@@ -83,7 +83,11 @@ class Prepared:
         learned = f", learned from {sample / 2**20:g} MiB spread over the corpus" if sample else ""
         asked = self.manifest["request"].get("vocab_size") or 0  # 0: no tokenizer was trained
         fewer = f" (asked for {asked}: the text has no more to learn)" if self.manifest["vocab_size"] < asked else ""
-        bad = f"; {counted(num_bad, 'bad record')} left out, see {BAD_RECORDS_NAME}" if num_bad else ""
+        bad = ""
+        if num_bad:
+            with (self.output_dir / BAD_RECORDS_NAME).open(encoding="utf-8") as file:
+                first = _told(json.loads(file.readline()))
+            bad = f"; {counted(num_bad, 'bad record')} left out ({BAD_RECORDS_NAME}), the first: {first}"
         empty = [file["path"] for file in self.manifest["request"]["files"] if not file["num_bytes"]]
         if num_empty := self.manifest["num_empty"]:
             bad += f"; {counted(num_empty, 'empty document')} left out{': ' if empty else ''}{first_few(empty)}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megamix.arguments import Parser, add_config, lines_told
 from megamix.config import Config, ConfigError, axis_sizes, check_world_size, data_parallel_size, load_config
+from megamix.data import import_extra
 from megamix.supervise.console import say
 from megamix.tools.plan.limits import MOST_RANKS, RESERVED, bytes_of, gpus_of
 
@@ -51,6 +52,8 @@ def run_plan(arguments: argparse.Namespace) -> Iterator[str]:
         raise ConfigError(
             [f"--{name}: got it {'with' if arguments.gpus else 'without'} --gpus; {fix}" for name in wrong], "plan"
         )
+    if arguments.plot is not None:
+        import_extra("matplotlib", "plot", what="--plot: ")
     if arguments.gpus:
         return _layout_lines(config, arguments)
     return plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json)

@@ -13,9 +13,7 @@ from megamix.arguments import Failed
 from megamix.config import Config, FirstLayers, check_world_size
 from megamix.config.batch_ramp import tokens_of
 from megamix.config.checks import check_config
-from megamix.durable import write_text
 from megamix.progress import ProgressLine
-from megamix.tools.plan.layout_picture import picture
 from megamix.tools.plan.layouts import LayoutSearch, TimedLayout, mesh_text
 from megamix.tools.plan.time_band import time_band
 from megamix.tools.plan.time_constants import FittedConstants
@@ -48,8 +46,8 @@ def layout_lines(
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines to print, as they become known; `Failed` for a number of GPUs without a layout.
 
-    `before`: the constants without runs of one's own. `plot`: a file for a picture of the fastest, as SVG, with
-    a `title`.
+    `before`: the constants without runs of one's own. `plot`: a file for a picture of the fastest, of a kind by its
+    ending, with a `title`.
     """
     rows, wanted = dict[int, list[Row]](), ROWS if len(gpus) == 1 else ROWS_OF_SEVERAL
     progress.begin("tracing the memory of layouts", total=wanted * len(gpus))
@@ -69,7 +67,9 @@ def layout_lines(
             yield Failed(f"{number:>6} {why_none(search, number)}")
     best = [found[0] for found in rows.values() if found]
     if best and plot is not None:
-        write_text(plot, picture(title, best))
+        from megamix.tools.plan.layout_picture import draw  # imports matplotlib
+
+        draw(title, best).savefig(plot)
     if as_json:
         text = json.dumps({"layouts": rows, "band_without_runs": wide}, indent=2)
         yield text if all(rows.values()) else Failed(text)
