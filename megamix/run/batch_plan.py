@@ -50,7 +50,7 @@ class Fate(enum.Enum):
     """The outcome of an attempt."""
 
     APPLIED = "applied"
-    REQUEUED = "come again later"
+    REQUEUED = "come again"
     LOST = "lost"  # on_overflow = "skip"
     SET_ASIDE = "set aside"  # overflowed too often
 
