@@ -118,7 +118,7 @@ def draw(axes: Any, step: Step) -> None:
         _crossing(axes, middles, rows[name], words)
     both = _left(RANKS - 1) + _WIDE
     _plain(axes, 0.0, rows["agreement"], both, "inf or NaN on any rank? norm of all gradients")
-    _note(axes, both / 2, rows["agreement"], "if so: nothing changes anywhere, the scale falls, the batch is redone")
+    _note(axes, both / 2, rows["agreement"], "if so: nothing changes anywhere, the scale falls, the batch comes again")
 
 
 _WIDE, _GAP = 5.2, 0.6  # of a rank's column, and between two
