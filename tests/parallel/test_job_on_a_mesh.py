@@ -51,7 +51,9 @@ def test_a_job_on_tensor_parallel_ranks_ends_where_one_process_does(
     assert one.keys() == other.keys()
     # AdamW turns a gradient that is zero but for rounding into a whole step, so by the mean, far below a step of 0.01.
     assert all(float((one[name] - other[name]).abs().mean()) < 1e-4 for name in one)
-    assert (tmp_path / "divided/sample.txt").read_text().startswith("def ")
+    sample = (tmp_path / "divided/sample.txt").read_text()
+    assert sample
+    assert "<|endoftext|>" not in sample[:13]  # it stands for an empty prompt
 
 
 @pytest.mark.uncounted
