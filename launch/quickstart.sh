@@ -15,7 +15,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 expected="3.4 to 3.6"
 
 say_interrupted() {
-  say "interrupted; ./launch/quickstart.sh starts anew"
+  say "interrupted; ./launch/quickstart.sh would start anew"
   exit 130
 }
 trap say_interrupted INT

@@ -59,7 +59,7 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
         say_phase(f"no problems; starting {ranks} rank{'s' * (ranks > 1)}")
         status = start_ranks([*options, f"--nproc-per-node={ranks}", "-m", "megamix", "train", *job], request)
     if status == PREEMPTED:
-        say(f"megamix: interrupted; the same command goes on with the run: {_command_line(options, job)}", sys.stderr)
+        say(f"megamix: interrupted; to go on, repeat the command: {_command_line(options, job)}", sys.stderr)
     elif status == EXIT_STATUS["failed"]:
         say(f"megamix: failed; {what_is_kept(config)}: {_command_line(options, job)}", sys.stderr)
     return status

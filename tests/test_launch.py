@@ -130,7 +130,7 @@ def test_the_command_that_goes_on_starts_as_many_ranks(
     (sandbox.base / "interrupted").touch()
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
-    assert done.stderr.endswith(f"goes on with the run: {settings}./launch/pretrain.sh {config}\n"), done.stderr
+    assert done.stderr.endswith(f"to go on, repeat the command: {settings}./launch/pretrain.sh {config}\n"), done.stderr
 
 
 @pytest.mark.parametrize(("variables", "port"), [({}, 29500), ({"MASTER_PORT": "4711"}, 4711)])
@@ -297,8 +297,8 @@ def test_quickstart_that_was_interrupted_says_last_that_it_starts_anew(sandbox: 
     assert done.returncode == 130
     *_, goes_on, last = done.stderr.splitlines()
     command = "NPROC_PER_NODE=2 ./launch/pretrain.sh configs/quickstart.toml"  # two ranks, as this start had
-    assert goes_on == f"megamix: interrupted; the same command goes on with the run: {command}"
-    assert last == "interrupted; ./launch/quickstart.sh starts anew"
+    assert goes_on == f"megamix: interrupted; to go on, repeat the command: {command}"
+    assert last == "interrupted; ./launch/quickstart.sh would start anew"
 
 
 def test_quickstart_says_when_torch_cannot_use_a_gpu_that_is_there(sandbox: Sandbox) -> None:

@@ -171,9 +171,7 @@ def choose_kernels(
     alike = {(one.grads.dtype, one.grad_sum.dtype, one.owners.axis.size): one for one in buckets}
     compiles = True
     reason = "another rank has no compiler"
-    told = (
-        "compiling the optimizer's update: up to a minute unless it is cached (compile_update=False compiles nothing)"
-    )
+    told = "compiling the optimizer's update: up to a minute unless it is cached (a job: optimizer.compile = false)"
     late = Timer(_SILENT_S, log.warning, [told])
     if world.axis.rank == 0:
         late.start()

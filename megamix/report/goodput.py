@@ -72,7 +72,8 @@ def read_goodput(folder: Path, now_t: float | None = None) -> Goodput:
     """
     rows = read_rows(folder)
     if not rows:
-        raise ValueError(f"RUN: {folder} has no start in {EVENTS}; give the checkpoint.folder of a run")
+        lacks = f"has no start in {EVENTS}" if folder.is_dir() else "is no folder"
+        raise ValueError(f"RUN: {folder} {lacks}; give the checkpoint.folder of a run")
     if rows[-1]["kind"] != "end":
         rows.append(_present(folder, rows, time.time() if now_t is None else now_t))
     starts: list[OneStart] = []

@@ -32,7 +32,10 @@ _BUCKETS = {
     "overflow": ("attempts that overflowed and changed nothing", "see the loss scale; BF16"),
     "redone": ("updates after the last save, lost by a stop", "a smaller checkpoint.save_interval"),
     "start": ("from the launcher's start to the loop, without compiling", "fewer starts; local disks"),
-    "compile": ("compiling the update, and what a first attempt takes longer", "TORCHINDUCTOR_CACHE_DIR"),
+    "compile": (
+        "compiling the update, and what a first attempt takes longer",
+        "TORCHINDUCTOR_CACHE_DIR on a disk that stays",
+    ),
     "validation": ("validations", "a larger training.eval_interval, fewer eval_batches"),
     "saving": ("saves, as far as training waited for them", "async_save, a larger save_interval"),
     "waiting": ("attempts that waited for data", "token files on a local disk"),

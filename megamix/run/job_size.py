@@ -19,7 +19,7 @@ def size_lines(config: Config) -> list[str]:
     """Return the lines, each with one fact. Raises: as `least_held`."""
     held, limit, what = memory_here(config)
     params = least_params(config)
-    memory = f"{amount(sum(held.values()))} a rank or more between steps, of {amount(limit)} ({what})"
+    memory = f"{amount(sum(held.values()))} a rank between steps, more within one; {amount(limit)} are there ({what})"
     count = f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
     facts = [("parameters", count), *_tokens(config), ("memory", memory), ("checkpoint", _disk(config)[0])]
     return [f"{name:<13} {fact}" for name, fact in facts]
@@ -52,5 +52,5 @@ def _disk(config: Config) -> tuple[str, bool]:
     more = max(1, min(section.keep + 1, saves) + stay - len(checkpoints(folder)))
     need, free = more * checkpoint + weights, shutil.disk_usage(existing_parent(folder)).free
     size = amount(checkpoint) + ("" if config.optimizer.name in STATES else " or more")
-    words = f"{size}; {more} and the weights need {amount(need)}, {amount(free)} are free in {section.folder}"
+    words = f"{size}; {more} of them and the weights need {amount(need)}, {amount(free)} are free in {section.folder}"
     return words, need <= free

@@ -361,7 +361,7 @@ def test_a_single_document_cannot_be_split(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "only.txt").write_text("one")
     with pytest.raises(
-        ValueError, match=r"--valid-fraction 0.1 leaves none of 1 document.* to train on; .* split it .*, or give more"
+        ValueError, match=r"--valid-fraction 0.1 leaves none of 1 document.* to train on; .* split it into a new folder"
     ):
         prepare(tmp_path / "text", tmp_path / "sub" / "out", valid_fraction=0.1)
     assert not (tmp_path / "sub" / "out").exists()

@@ -64,14 +64,12 @@ def test_each_fact_is_a_line_on_one_rank_and_on_two(tmp_path, data, monkeypatch)
     assert one["parameters"] == "0.0348 M"
     assert one["tokens"] == f"3,072 in 12 updates of 256\n0.05 epochs of 66,000 in {data}/train"
     params = 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 128)
-    checkpoint = (
-        f"{amount(12 * params)}; 1 and the weights need {amount(16 * params)}, 1.00 GiB are free in {tmp_path}/run"
-    )
-    assert one["checkpoint"] == checkpoint
-    assert one["memory"].startswith(f"{amount(16 * params)} a rank or more between steps, of ")
+    taken, needed = amount(12 * params), amount(16 * params)
+    assert one["checkpoint"] == f"{taken}; 1 of them and the weights need {needed}, 1.00 GiB are free in {tmp_path}/run"
+    assert one["memory"].startswith(f"{amount(16 * params)} a rank between steps, more within one; ")
     monkeypatch.setenv("WORLD_SIZE", "2")
     two = _words(config)
-    assert two["memory"].startswith(f"{amount(10 * params)} a rank or more between steps, of ")
+    assert two["memory"].startswith(f"{amount(10 * params)} a rank between steps, more within one; ")
     assert {**two, "memory": ""} == {**one, "memory": ""}
 
 
@@ -114,7 +112,7 @@ def test_a_disk_without_room_for_the_checkpoints_gives_a_note(
     _with_room(monkeypatch, need)
     assert disk_problem(config) is None
     _with_room(monkeypatch, need - 1)
-    assert f"; {number} and the weights need {amount(need)}, " in str(disk_problem(config))
+    assert f"; {number} of them and the weights need {amount(need)}, " in str(disk_problem(config))
     for update in (4, 8):
         (tmp_path / f"run/checkpoints/step_{update:08d}").mkdir(parents=True)
     assert (disk_problem(config) is None) is (number > 1)  # they take their place already

@@ -151,7 +151,7 @@ def merge_pieces(
         num_documents = num_train + sum(report.num_documents["valid"] for report in reports)
         raise ValueError(
             f"--valid-fraction {job.split.valid_fraction} leaves none of {num_documents} document(s) to train on; a "
-            ".txt file is one: split it (split -n l/20 --additional-suffix=.txt FILE my_texts/part_), or give more"
+            ".txt file is one: split it into a new folder (split -n l/20 --additional-suffix=.txt FILE parts/)"
         )
     counts = {}
     for part in PARTS if job.split.valid_fraction else PARTS[:1]:

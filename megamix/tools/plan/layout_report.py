@@ -21,9 +21,9 @@ from megamix.tools.plan.time_constants import FittedConstants
 Row = dict[str, Any]
 ROWS, ROWS_OF_SEVERAL = 5, 2  # for one number of GPUs, and for each of several
 PARTS = {
-    "products": "slower products",
+    "products": "slower matrix products",
     "attention": "slower attention",
-    "between": "more memory traffic between products",
+    "between": "more memory traffic between matrix products",
     "recompute": "more recompute",
     "tp": "more exposed tensor-parallel traffic",
     "bubble": "a longer wait in the pipeline",
