@@ -20,7 +20,7 @@ say_interrupted() {
 }
 trap say_interrupted INT
 
-say "quickstart, in 3 stages: install, text, training; 5 to 10 minutes the first time, 2 or 3 after that"
+say "quickstart, in 3 stages: install, text, training; 3 to 10 minutes the first time, 2 or 3 after that"
 say "1/3 install: 1 to 5 minutes the first time, then nothing to do; a first look at torch takes up to a minute more"
 config=configs/quickstart.toml
 run_folder=runs/quickstart
@@ -73,4 +73,4 @@ megamix=".venv/bin/megamix"
 printf '%s\n' "next:" \
   "  $megamix generate $folder --prompt def --temperature 0.5 --top-p 0.9" \
   "  NPROC_PER_NODE=2 ./launch/pretrain.sh configs/quickstart_adamw.toml    # AdamW instead of Muon" \
-  "  $megamix prepare --input MY_TEXTS/ --output runs/data/mine    # then docs/start_to_end.md"
+  "  $megamix prepare --input MY_TEXTS/ --output runs/data/mine --vocab-size 4096    # then docs/start_to_end.md"

@@ -135,7 +135,9 @@ class TokenFile:
             raise DataError(f"{prefix} is a folder; give the PREFIX of PREFIX.bin and PREFIX.idx in it")
         path = idx_path(prefix)
         if not path.is_file():
-            hint = "run `megamix prepare`" + ("" if path.is_absolute() else f", or start where {path} is")
+            hint = "run `megamix prepare`" + (
+                "" if path.is_absolute() else f", or start in the folder from which {path} leads to it"
+            )
             if prefix.suffix in (".bin", ".idx"):
                 hint = "give the prefix without its ending"
             elif held := sorted(prefix.glob("*.idx")):

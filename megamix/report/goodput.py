@@ -143,9 +143,9 @@ def _trained_at(update: int, first: int, rows: list[Row]) -> float:
 def verdict(goodput: Goodput) -> str:
     """Return in one line how the run stands, and the share of its wall clock that trained."""
     last = goodput.starts[-1]
-    starts = f"in {len(goodput.starts)} starts" if len(goodput.starts) > 1 else "in one start"
+    starts = f"in {len(goodput.starts)} starts" if len(goodput.starts) > 1 else "without a restart"
     took = duration(goodput.wall_s)
     return (
         f"{last.ended} at update {last.last:,} of {goodput.steps:,}, after {took} {starts}: "
-        f"{goodput.share:.1%} of the wall clock trained"
+        f"{goodput.share:.1%} of that time trained"
     )

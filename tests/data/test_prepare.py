@@ -160,8 +160,8 @@ def test_two_prepares_of_one_request_write_the_same_bytes(text_dir: Path, tmp_pa
 @pytest.mark.parametrize(
     ("vocab_size", "valid_fraction", "message"),
     [
-        (290, 0.25, r"another request: vocab_size 280, asked 290; choose another --output or delete"),
-        (280, 0.5, r"another request: valid_fraction 0.25, asked 0.5; choose"),
+        (290, 0.25, r"was prepared otherwise: vocab_size 280, asked 290; choose another --output or delete"),
+        (280, 0.5, r"was prepared otherwise: valid_fraction 0.25, asked 0.5; choose"),
     ],
 )
 def test_the_result_of_another_request_is_refused_not_overwritten(

@@ -156,7 +156,7 @@ def test_a_writer_killed_while_it_commits_leaves_no_index(
 def test_a_folder_or_a_place_from_where_there_is_none_is_told(tmp_path: Path) -> None:
     prefix = write(tmp_path / "train")
     assert f"{prefix.parent} is a folder; write {prefix}" in problems(prefix.parent)
-    assert "or start where mine/train.idx is" in problems(Path("mine/train"))
+    assert "or start in the folder from which mine/train.idx leads to it" in problems(Path("mine/train"))
 
 
 def test_a_good_prefix_has_no_problems(tmp_path: Path) -> None:

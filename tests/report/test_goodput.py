@@ -90,7 +90,7 @@ def test_updates_after_the_checkpoint_that_the_run_went_on_from_are_redone(story
     assert goodput.wall_s == pytest.approx(283)
     assert [(one.first, one.last, one.kept) for one in goodput.starts] == [(0, 140, 100), (100, 150, 150)]
     assert verdict(goodput) == (
-        "finished at update 150 of 1,000, after 4 min 43 s in 2 starts: 53.0% of the wall clock trained"
+        "finished at update 150 of 1,000, after 4 min 43 s in 2 starts: 53.0% of that time trained"
     )
 
 
@@ -178,7 +178,7 @@ def test_the_page_is_one_file_that_begins_with_the_verdict_and_needs_nothing_els
     told = capsys.readouterr().out.splitlines()
     page, numbers = (run / PAGE).read_text(), json.loads((run / NUMBERS).read_text())
     assert told == [numbers["verdict"], COMPARED, str(run / PAGE), str(run / NUMBERS)]
-    assert "of the wall clock trained" in told[0]
+    assert "of that time trained" in told[0]
     assert page.index(told[0]) < page.index(COMPARED) < page.index("<img") < page.index("<table")
     assert len(page) < 500_000
     assert re.findall(r'https?:|src="(?!data:image/png)|href=|<script|@import|url\(', page) == []

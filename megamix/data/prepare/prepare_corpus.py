@@ -273,7 +273,7 @@ def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, A
             "other files or other contents" if key == "files" else f"{key} {there.get(key)!r}, asked {request[key]!r}"
             for key in different
         )
-        raise ValueError(f"{other} holds the result of another request: {details}; {fix}")
+        raise ValueError(f"{other} was prepared otherwise: {details}; {fix}")
     for name, num_bytes in sizes.items():
         path = output_dir / name
         size = path.stat().st_size if path.is_file() else None
