@@ -19,7 +19,9 @@ def size_lines(config: Config) -> list[str]:
     """Return the lines, each with one fact. Raises: as `least_held`."""
     held, limit, what = memory_here(config)
     params = least_params(config)
-    memory = f"{amount(sum(held.values()))} a rank between steps, more within one; each may take {amount(limit)} ({what})"
+    memory = (
+        f"{amount(sum(held.values()))} a rank between steps, more within one; each may take {amount(limit)} ({what})"
+    )
     count = f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
     facts = [("parameters", count), *_tokens(config), ("memory", memory), ("checkpoint", _disk(config)[0])]
     return [f"{name:<13} {fact}" for name, fact in facts]

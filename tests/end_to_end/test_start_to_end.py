@@ -162,7 +162,7 @@ def test_every_command_of_the_page_runs(
     assert first_loss < math.log(imported) + 0.5, "it begins where the imported model stood"
 
 
-# What CI does less of in the README's job and commands.
+# CI takes fewer steps than the README's job and commands.
 JOB_SMALLER = {
     "configs/base.toml": "small.toml",
     "vocab_size = 4096": "vocab_size = 400",
