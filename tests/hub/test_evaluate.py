@@ -176,3 +176,12 @@ def test_the_harness_gets_the_export_its_tasks_and_the_files_that_define_some(
     assert seen["model_args"]["dtype"] == "float32"
     assert seen["there"]
     assert not Path(seen["model_args"]["pretrained"]).exists(), "the export is removed when all is told"
+
+
+@pytest.mark.parametrize("verb", [["evaluate"], ["generate"], ["export", "--to", "hf"]])
+def test_prepared_texts_are_no_model_and_not_called_damaged(tmp_path: Path, capsys, verb: list[str]) -> None:
+    _write(tmp_path / "data", 10)
+    (tmp_path / "data/manifest.json").write_text("{}\n")  # prepare's own
+    to = [str(tmp_path / "out")] if verb[0] == "export" else []
+    assert main([verb[0], str(tmp_path / "data"), *verb[1:], *to]) == 2
+    assert f"{tmp_path}/data holds prepared texts, no model; give a run" in capsys.readouterr().err

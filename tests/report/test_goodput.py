@@ -315,12 +315,26 @@ def test_a_state_and_a_lost_row_break_no_page(story) -> None:
     assert read_goodput(story.folder).starts[2].state == "killed"
 
 
+def test_a_run_that_was_stopped_and_went_on_elsewhere_says_so_on_its_page(story) -> None:
+    for ranks, step in ((2, 0), (1, 100)):
+        story.start(2 * step, step, ranks=ranks)
+        story.trains(step, step + 100)
+        trained = {"start": 20.0, "compile": 10.0, "trained": 100.0}
+        story.row("end", 132, step + 100, "saving", trained, state="preempted", reason="asked to stop", exit_status=75)
+    page = _page_of(story)
+    assert "2 stops, 2 stopped on request" in page
+    assert "preempted" not in page
+    assert re.findall(r'<td title="ranks">(.*?)</td>', page) == ["1", "2"]  # the last start first
+
+
 @pytest.mark.parametrize("verb", ["report", "status"])
 def test_a_folder_that_is_no_run_is_named_with_the_fix(tmp_path, capsys, verb: str) -> None:
     assert main([verb, str(tmp_path)]) == 2
     assert (
         f"RUN: {tmp_path} has no start in events.jsonl; give the checkpoint.folder of a run" in capsys.readouterr().err
     )
+    assert main([verb, str(tmp_path / "mien")]) == 2
+    assert f"RUN: {tmp_path}/mien is no folder; give" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["0", "x", "1e9"])
