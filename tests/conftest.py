@@ -23,7 +23,7 @@ import pytest
 import megamix
 from megamix import progress
 from tests import devices
-from tests.programs import count_no_lines_in_programs, counting, lines_counted
+from tests.programs import count_no_lines_in_programs, counting, lines_counted, mapped
 
 if TYPE_CHECKING:
     from megamix.tools.ranks import RankPool
@@ -102,10 +102,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-def _on_rank(counts: bool, device: str, case: Callable[..., Any], *args: Any) -> Any:
+def _on_rank(test: str, counts: bool, device: str, case: Callable[..., Any], *args: Any) -> Any:
     import torch.distributed as dist
 
-    with lines_counted(counts and dist.get_rank() == 0), devices.default_device(device):
+    counts &= dist.get_rank() == 0
+    with lines_counted(counts), mapped(test, counts), devices.default_device(device):
         return case(*args)
 
 
@@ -208,7 +209,8 @@ class RankPools:
             self._pools[world_size] = RankPool(world_size, on_gpus=on_gpu, share_card=on_gpu)
         if on_gpu:  # its minutes are few, and nothing there is compiled
             deadline_s = min(deadline_s or devices.DEADLINE_S, devices.DEADLINE_S)
-        return self._pools[world_size].call(_on_rank, counts, self._device, case, *args, deadline_s=deadline_s)
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        return self._pools[world_size].call(_on_rank, test, counts, self._device, case, *args, deadline_s=deadline_s)
 
     def close(self) -> None:
         """End the ranks, and with them what plugins registered there. The next case starts new ones."""

@@ -1,13 +1,16 @@
-"""Planted faults: seeded one-line mutations of the package, each run against the tests of its room.
+"""Planted faults: 30 one-line changes of each folder of the package, drawn by a seed, judged by their quickest tests.
 
-    python -m tests.mutate --seed 0 --count 40                # a row and a diff for each, and how many were caught
-    python -m tests.mutate --room checkpoint --count 5
-    python -m tests.mutate --equivalent 7,19                  # draws that a reader found to be no fault: redrawn
-    python -m tests.mutate --again LOG                        # what an earlier run has judged, in today's source
+    python -m tests.mutate --map                # which tests run which line, and how long they take: once for a source
+    python -m tests.mutate --draw 0             # write tests/faults.jsonl anew, without verdicts
+    python -m tests.mutate                      # judge what has no verdict yet; goes on after a kill
+    python -m tests.mutate --again              # today's verdicts on the same faults, beside those of the log
+    python -m tests.mutate --again --folder config
 
-Comparisons, constants, + and -, `and` and `or`, `not`, conditions and whole statements are changed, in a copy of the
-tree. Draws that only change words or waiting times are left out and listed. A mutant that makes a test hang is caught;
-one that passes every test that fits into the time has survived. Exit status: 0 if all were caught, else 1.
+Comparisons, constants, + and -, `and` and `or`, `not`, conditions and whole statements are changed, in copies of the
+tree. Changes of words, waiting times and of what only a GPU runs are not drawn. A fault is killed if one of the 20
+quickest tests that run its line fails or hangs; it has survived if these pass, if none runs the line, or after 30 s.
+`--again` looks first at the test that killed it, and writes to .mutate/again.jsonl; its exit status is 1 if in one
+folder more than one fault survives that was killed before.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import difflib
+import json
 import os
 import random
 import re
@@ -25,27 +28,32 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import coverage
+import psutil
+import pytest
+
+from tests.line_map import LineMap, make
 
 ROOT = Path(__file__).parents[1]
-COPIED = ["megamix", "tests", "docs", "configs", "launch", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"]
-# Each room of the package, and the folders of the tests that must notice.
-ROOMS = {
-    "mixed_precision": ["mixed_precision", "distributed", "inspect"],
-    "checkpoint": ["checkpoint"],
-    "train": ["train"],
-    "run": ["run", "train"],
-    "report": ["report"],
-    "builders": ["builders", "train"],
-    "supervise": ["supervise", "train", "run"],
-    "inspect": ["inspect", "train"],
-}
-LIMIT_S = 180.0  # of one mutant's tests
-HANGS_S = 60.0  # no test of these rooms takes as long
+LOG = ROOT / "tests" / "faults.jsonl"
+STATE = ROOT / ".mutate"  # the map, and the verdicts of --again
+COPIED = [
+    *("megamix", "tests", "docs", "configs", "launch", ".ci", "pyproject.toml", "constraints.txt"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "LICENSE", ".gitignore"),
+]
+PER_FOLDER = 30
+QUICKEST = 20  # tests of a fault
+LIMIT_S = 30.0  # of a fault's tests
+KNOWN_S = 15.0  # at most what the chosen tests took when the map was made
+WORKERS = 2
+FAULT = ("folder", "path", "line", "function", "kind", "before", "after")  # of a row; the others are its verdict
 
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
@@ -65,7 +73,6 @@ class Mutant:
     start: int
     end: int
     text: str
-    left_out: str  # why this is no fault that a test could see, or ""
 
     def apply(self, source: str) -> str:
         lines = source.splitlines(keepends=True)
@@ -138,11 +145,17 @@ def _left_out(node: ast.AST, above: list[ast.AST]) -> str:
     return ""
 
 
-def mutants(tree: Path, rooms: list[str]) -> list[Mutant]:
-    """Return every mutant of the rooms' files under `tree`, in order of files and lines."""
+def folder_of(path: Path) -> str:
+    """Return the folder of the package in which `path` counts: `config`, `tools/plan`, or `.` for the loose files."""
+    parts = path.parts[1:-1]
+    return "/".join(parts[: 2 if parts[:1] == ("tools",) else 1]) or "."
+
+
+def mutants(tree: Path) -> list[Mutant]:
+    """Return every fault of the package under `tree` that a test on a CPU could see, in order of files and lines."""
     found = []
     report = coverage.Coverage(data_file=None, config_file=str(tree / "pyproject.toml"))
-    for path in sorted(path for room in rooms for path in (tree / "megamix" / room).rglob("*.py")):
+    for path in sorted((tree / "megamix").rglob("*.py")):
         source = path.read_text(encoding="utf-8")
         code = compile(source, "mutant", "exec", dont_inherit=True)
         not_here = set(report.analysis2(str(path))[2])  # what only a GPU runs
@@ -151,8 +164,9 @@ def mutants(tree: Path, rooms: list[str]) -> list[Mutant]:
             node, above = waiting.pop()
             waiting += [(child, [*above, node]) for child in ast.iter_child_nodes(node)]
             for kind, line, start, end, text in _changes(node):
-                reason = "runs on a GPU alone" if line in not_here else _left_out(node, above)
-                mutant = Mutant(path.relative_to(tree), kind, line, start, end, text, reason)
+                if line in not_here or _left_out(node, above):
+                    continue
+                mutant = Mutant(path.relative_to(tree), kind, line, start, end, text)
                 try:
                     changed = compile(mutant.apply(source), "mutant", "exec", dont_inherit=True)
                 except SyntaxError:  # a bracket stood between operator and operand
@@ -162,118 +176,289 @@ def mutants(tree: Path, rooms: list[str]) -> list[Mutant]:
     return sorted(found, key=lambda one: (one.path, one.line, one.start, one.kind))
 
 
-def draws(every: list[Mutant], seed: int) -> Iterator[Mutant]:
-    """Yield all mutants in an order that the seed decides, the kinds alike often."""
-    dice = random.Random(seed)
-    kinds: dict[str, list[Mutant]] = {}
-    for mutant in dice.sample(every, len(every)):
-        kinds.setdefault(mutant.kind, []).append(mutant)
-    while kinds:
-        kind = dice.choice(sorted(kinds))
-        yield kinds[kind].pop()
-        if not kinds[kind]:
-            del kinds[kind]
+def draw(seed: int) -> list[dict[str, Any]]:
+    """Return the rows of `PER_FOLDER` faults of each folder, the kinds alike often."""
+    folders: dict[str, dict[str, list[Mutant]]] = {}
+    for mutant in mutants(ROOT):
+        folders.setdefault(folder_of(mutant.path), {}).setdefault(mutant.kind, []).append(mutant)
+    rows = []
+    for folder, kinds in sorted(folders.items()):
+        dice = random.Random(f"{seed} {folder}")
+        for _ in range(PER_FOLDER):
+            kind = dice.choice(sorted(kinds))
+            mutant = kinds[kind].pop(dice.randrange(len(kinds[kind])))
+            if not kinds[kind]:
+                del kinds[kind]
+            source = (ROOT / mutant.path).read_text(encoding="utf-8")
+            before, after = (text.splitlines()[mutant.line - 1].strip() for text in (source, mutant.apply(source)))
+            where = {"path": str(mutant.path), "line": mutant.line, "function": _functions(source).get(mutant.line, "")}
+            rows.append({"folder": folder, **where, "kind": kind, "before": before, "after": after})
+    return rows
 
 
-def repeated(tree: Path, rooms: list[str], log: str) -> Iterator[Mutant]:
-    """Yield the mutants that `log`, an earlier run's output, has judged, wherever their lines are today."""
-    files = [path for room in rooms for path in sorted((tree / "megamix" / room).rglob("*.py"))]
-    for stem, before, after in re.findall(
-        r"^(?:caught|SURVIVED) .*/(\w+)\.py:.*\n@@.*\n-(.*)\n\+(.*)$", log, re.MULTILINE
-    ):
-        places = [
-            (path.stem != stem, path, number, line)
-            for path in files
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-            if line.strip() == before.strip()
+def place(row: dict[str, Any], tree: Path) -> tuple[Path, int] | None:
+    """Return where a row's line stands in `tree` today: file and number; None if it is gone."""
+    known = tree / row["path"]
+    files = [known, *(path for path in sorted((tree / "megamix").rglob(known.name)) if path != known)]
+    for path in (path for path in files if path.is_file()):
+        source = path.read_text(encoding="utf-8")
+        inside = _functions(source)
+        numbers = [
+            number
+            for number, line in enumerate(source.splitlines(), start=1)
+            if line.strip() == row["before"] and inside.get(number, "") == row["function"]
         ]
-        if places:
-            _, path, number, line = min(places)
-            indent = len(line) - len(line.lstrip())
-            yield Mutant(path.relative_to(tree), "again", number, indent, len(line.encode()), after.strip(), "")
-        else:
-            print(f"gone      {stem}.py\n-{before}\n+{after}", flush=True)
+        if numbers:
+            return path, min(numbers, key=lambda number: abs(number - row["line"]))
+    return None
 
 
-def tests_of(mutant: Mutant, tree: Path) -> list[str]:
-    """Return the test files of the mutant's room, those that name its module first, short ones before long ones."""
-    module, room = mutant.path.stem, mutant.path.parts[1]
-    files = [file for folder in ROOMS[room] for file in (tree / "tests" / folder).glob("test_*.py")]
-
-    def rank(file: Path) -> tuple[bool, bool, int]:
-        text = file.read_text(encoding="utf-8")
-        return module not in file.stem, f"{room}.{module} import" not in text and f" {module}" not in text, len(text)
-
-    return [str(file.relative_to(tree)) for file in sorted(files, key=rank)]
-
-
-def survives(mutant: Mutant, tree: Path, limit_s: float) -> tuple[bool, str]:
-    """Run the tests of the mutant's room in `tree`, with its line changed. Return whether all passed, and a word."""
-    path, said = tree / mutant.path, tree / "said.txt"
-    source = path.read_text(encoding="utf-8")
-    path.write_text(mutant.apply(source), encoding="utf-8")
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", *tests_of(mutant, tree)]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONUNBUFFERED": "1"}
-    began_s = time.monotonic()
-    with said.open("w") as out:
-        run = subprocess.Popen(command, cwd=tree, env=environment, stdout=out, stderr=out, start_new_session=True)
-    try:
-        status = run.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        hangs = time.time() - said.stat().st_mtime > HANGS_S
-        return not hangs, "a test hangs" if hangs else "time is up"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)  # what it has started, too
-        run.wait()
-        path.write_text(source, encoding="utf-8")
-    lines = said.read_text(errors="replace").splitlines()
-    word = next((line[:150] for line in lines if line.startswith(("FAILED", "ERROR"))), f"pytest ended with {status}")
-    return status == 0, f"{time.monotonic() - began_s:.0f} s: {word}"
+def _functions(source: str) -> dict[int, str]:
+    """Return the dotted name of the function or class around each line that has one."""
+    names: dict[int, str] = {}
+    waiting: list[tuple[ast.AST, str]] = [(ast.parse(source), "")]
+    while waiting:
+        node, name = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = f"{name}.{node.name}".lstrip(".")
+            names |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), name)
+        waiting += [(child, name) for child in ast.iter_child_nodes(node)]
+    return names
 
 
-def _diff(mutant: Mutant, source: str) -> str:
-    before, after = source.splitlines(), mutant.apply(source).splitlines()
-    return "\n".join([*difflib.unified_diff(before, after, str(mutant.path), "mutant", lineterm="", n=0)][2:])
+class Judge:
+    """A copy of the tree in which one fault after another is planted and judged."""
+
+    def __init__(self, tree: Path, line_map: LineMap):
+        self.tree, self._map = tree, line_map
+        for name in COPIED:
+            there = ROOT / name
+            if there.exists():
+                (shutil.copytree if there.is_dir() else shutil.copy2)(there, tree / name)
+        self._clean: dict[str, bool] = {}  # tests that fail here without a fault judge nothing
+        self._known = self._tests_of_today()
+
+    def verdict(self, row: dict[str, Any], killer: str = "") -> dict[str, Any]:
+        """Return what the tests of a row's line say of its fault, `killer` first.
+
+        `verdict` is killed, survived or gone; `test` the test that failed or hung; `word` why.
+        """
+        today, then = place(row, self.tree), place(row, self._map.source)
+        if today is None:
+            return {"verdict": "gone", "test": "", "word": ""}
+        tests = self._map.tests(then[0].relative_to(self._map.source), _lines(row, *then)) if then else []
+        tests = [test for test in [killer, *(test for test in tests if test != killer)] if test in self._known]
+        path, number = today
+        stamp, source = path.stat(), path.read_text(encoding="utf-8")
+        line = source.splitlines(keepends=True)[number - 1]
+        planted = source.splitlines(keepends=True)
+        planted[number - 1] = line.replace(row["before"], row["after"])
+        while True:
+            chosen = self._chosen(tests)
+            if not chosen:
+                return {"verdict": "survived", "test": "", "word": "no test runs it"}
+            path.write_text("".join(planted), encoding="utf-8")
+            try:
+                passed, test, word = self._run(chosen)
+            finally:
+                path.write_text(source, encoding="utf-8")
+                os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # its compiled file stays good
+            if passed:
+                return {"verdict": "survived", "test": "", "word": word or f"{len(chosen)} tests pass"}
+            if test not in chosen or self._is_clean(test):
+                return {"verdict": "killed", "test": test if test in chosen else chosen[0], "word": word}
+            tests.remove(test)
+
+    def _chosen(self, tests: list[str]) -> list[str]:
+        chosen: list[str] = []
+        known_s = 0.0
+        for test in tests[:QUICKEST]:
+            known_s += self._map.seconds(test)
+            if chosen and known_s > KNOWN_S:
+                break
+            chosen.append(test)
+        return chosen
+
+    def _is_clean(self, test: str) -> bool:
+        if test not in self._clean:
+            self._clean[test] = self._run([test])[0]
+        return self._clean[test]
+
+    def _tests_of_today(self) -> set[str]:
+        collect = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+        said = subprocess.run(collect, cwd=self.tree, env=self._environment(), capture_output=True, text=True).stdout
+        return {line for line in said.splitlines() if "::" in line}
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {"PYTHONPATH": str(self.tree), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def _run(self, tests: list[str]) -> tuple[bool, str, str]:
+        """Return whether the tests pass, else the one that did not, and a word."""
+        said = self.tree / "said.jsonl"
+        said.unlink(missing_ok=True)
+        if (pid := os.fork()) == 0:  # torch is loaded already, which would take 3 s each time
+            self._test_in_child(tests, said)
+        end_s, status = time.monotonic() + LIMIT_S, None
+        while status is None and time.monotonic() < end_s:
+            time.sleep(0.05)
+            done, code = os.waitpid(pid, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if done else None
+        if status is None:
+            _end(pid)
+        said_so = [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []
+        for test, word in said_so:
+            if word:
+                return False, test, word
+        if status is None and sum(self._map.seconds(test) for test in tests) > LIMIT_S / 3:
+            return True, "", "time is up"
+        if status is None:
+            return False, said_so[-1][0] if said_so else "", "hangs"
+        return status == 0, "", "" if status == 0 else f"pytest ended with {status}"
+
+    def _test_in_child(self, tests: list[str], said: Path) -> None:
+        os.setsid()
+        os.chdir(self.tree)
+        os.environ.update(self._environment())
+        sys.dont_write_bytecode = True
+        with (self.tree / "output.txt").open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        sys.path[:] = [str(self.tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(self.tree)]
+        os._exit(pytest.main([*options, *tests], plugins=[_Says(said)]))
+
+
+def _lines(row: dict[str, Any], path: Path, number: int) -> list[int]:
+    """Return the lines of a file that show a fault: its own; outside of functions those that name what it assigns, or
+    all.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if row["function"] and not row["before"].startswith(("def ", "@")):
+        return [number]
+    name = re.match(r"(\w+)\b[^(]*=", row["before"])
+    named = [at for at, line in enumerate(lines, start=1) if name and re.search(rf"\b{name[1]}\b", line)]
+    return named if len(named) > 1 else [*range(1, len(lines) + 1)]
+
+
+def _end(pid: int) -> None:
+    """End a process that leads its group, and all that it has started."""
+    started = psutil.Process(pid).children(recursive=True)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+class _Says:
+    """Plugin of pytest that writes which test has begun, and which has failed with what."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def _write(self, test: str, word: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([test, word]) + "\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write(nodeid, "")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._write(report.nodeid, (report.longreprtext.splitlines() or ["failed"])[-1][:150])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write(report.nodeid, (report.longreprtext.splitlines() or ["failed"])[-1][:150])
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a log, a row a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a log, [] if it is not there."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def key(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return what tells a fault from all others."""
+    return row["path"], str(row["line"]), row["before"], row["after"]
+
+
+def judge(rows: list[dict[str, Any]], done: Path, share: int) -> None:
+    """Judge this process's share of the rows, one after the other, and append each to `done`."""
+    import torch._dynamo  # what the tests import, and this process's children have
+
+    assert torch
+    with tempfile.TemporaryDirectory(prefix="megamix-faults-") as folder:
+        judged = Judge(Path(folder), LineMap(STATE / "map"))
+        for row in rows[share::WORKERS]:
+            began_s = time.monotonic()
+            today = judged.verdict(row, row.get("test", ""))
+            told = {**{name: row[name] for name in FAULT}, **today}
+            with done.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(told) + "\n")
+            where = f"{row['path']}:{row['line']}"
+            print(f"{today['verdict']:9} {time.monotonic() - began_s:3.0f} s  {where}  {today['word']}", flush=True)
+
+
+def compared(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> int:
+    """Print how each folder's faults fared, and those that live now. Return the exit status of --again."""
+    now = {key(row): row for row in after}
+    status = 0
+    print(f"{'folder':20} killed survived   now: killed survived gone  newly alive")
+    for folder in sorted({row["folder"] for row in before}):
+        rows = [row for row in before if row["folder"] == folder and key(row) in now]
+        then, today = (Counter(row["verdict"] for row in side) for side in (rows, [now[key(row)] for row in rows]))
+        alive = [row for row in rows if (row["verdict"], now[key(row)]["verdict"]) == ("killed", "survived")]
+        status |= len(alive) > 1
+        counts = [then["killed"], then["survived"], today["killed"], today["survived"], today["gone"], len(alive)]
+        print("{:20} {:6} {:8} {:13} {:8} {:4} {:12}".format(folder, *counts))
+        for row in alive:
+            print(f"    {row['path']}:{row['line']}\n    - {row['before']}\n    + {row['after']}\n    {row['test']}")
+    return int(status)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="seeded one-line mutations, run against the tests of their rooms")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--room", choices=ROOMS, action="append", help="given once or more; all, unless given")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout that is copied")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of one mutant's tests")
-    parser.add_argument("--equivalent", default="", help="numbers of draws that are no fault, with commas between")
-    parser.add_argument("--again", type=Path, help="what an earlier run has printed: the same mutants once more")
+    parser = argparse.ArgumentParser(description="seeded one-line faults of every folder, judged by its quickest tests")
+    parser.add_argument("--map", action="store_true", help="make the map of tests and lines")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="write tests/faults.jsonl anew")
+    parser.add_argument("--again", action="store_true", help="judge the log's faults in today's source")
+    parser.add_argument("--folder", action="append", help="given once or more; all, unless given")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)  # of one of the processes that judge
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the tests under way end, too
-    rooms = options.room or [*ROOMS]
-    equivalent = {int(number) for number in options.equivalent.split(",") if number}
-    caught = survived = 0
-    with tempfile.TemporaryDirectory(prefix="megamix-mutants-") as folder:
-        tree = Path(folder)
-        for name in COPIED:
-            there = options.tree / name
-            (shutil.copytree if there.is_dir() else shutil.copy)(there, tree / name)
-        if options.again:
-            drawn = repeated(tree, rooms, options.again.read_text(encoding="utf-8"))
-        else:
-            drawn = draws(mutants(tree, rooms), options.seed)
-        for number, mutant in enumerate(drawn, start=1):
-            if caught + survived == options.count:
-                break
-            where = f"{number}. {mutant.path}:{mutant.line} {mutant.kind}"
-            diff = _diff(mutant, (tree / mutant.path).read_text(encoding="utf-8"))
-            reason = mutant.left_out or ("no fault, by a reader" if number in equivalent else "")
-            if reason:
-                print(f"redrawn   {where} ({reason})\n{diff}", flush=True)
-                continue
-            lives, word = survives(mutant, tree, options.limit_s)
-            survived, caught = survived + lives, caught + (not lives)
-            print(f"{'SURVIVED' if lives else 'caught  '}  {where} ({word})\n{diff}", flush=True)
-    print(f"caught {caught} of {caught + survived}, seed {options.seed}")
-    return int(survived > 0)
+    if options.map:
+        make(STATE / "map")
+        return 0
+    if options.draw is not None:
+        write(LOG, draw(options.draw))
+        return 0
+    log = read(LOG)
+    done = STATE / ("again.jsonl" if options.again else "first.jsonl")
+    chosen = [row for row in log if not options.folder or row["folder"] in options.folder]
+    judged = {key(row) for row in read(done)} | (
+        set() if options.again else {key(row) for row in log if "verdict" in row}
+    )
+    waiting = [row for row in chosen if key(row) not in judged]
+    if options.share is not None:
+        judge(waiting, done, options.share)
+        return 0
+    again = ["--again"] * options.again + [word for folder in options.folder or [] for word in ("--folder", folder)]
+    command = [sys.executable, "-m", "tests.mutate", *again, "--share"]
+    workers = [subprocess.Popen([*command, str(share)], cwd=ROOT) for share in range(WORKERS)] if waiting else []
+    statuses = [worker.wait() for worker in workers]
+    if any(statuses):
+        return 2
+    if options.again:
+        return compared(chosen, read(done))
+    verdicts = {key(row): row for row in read(done)}
+    write(LOG, [verdicts.get(key(row), row) for row in log])
+    return 0
 
 
 if __name__ == "__main__":

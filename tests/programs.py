@@ -13,6 +13,8 @@ from unittest import mock
 
 import numpy as np
 
+MAP_FOLDER = "MEGAMIX_LINE_MAP"  # environment variable: the folder of a map in the making (tests/line_map.py)
+
 
 def counting() -> Any:
     """Return this process's coverage, None where no lines are counted."""
@@ -34,6 +36,23 @@ def lines_counted(counts: bool) -> Iterator[None]:
             threading.settrace(before[1])  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def mapped(test: str, counts: bool) -> Iterator[None]:
+    """Count the lines of a rank for `test` in the block, if a map of lines is in the making and this rank `counts`."""
+    if (folder := os.environ.get(MAP_FOLDER)) is None or not counts:
+        yield
+        return
+    import coverage
+
+    running = coverage.Coverage(config_file=f"{folder}/settings.ini", context=test)
+    running.start()
+    try:
+        yield
+    finally:
+        running.stop()
+        running.save()
+
+
 def stop_counting() -> None:
     """Count no more lines in this process: counting costs 38 % more processor time."""
     if (coverage := counting()) is not None:
@@ -42,10 +61,12 @@ def stop_counting() -> None:
 
 def count_no_lines_in_programs() -> None:
     """Take away what makes Python count covered lines in programs: importing torch takes half as long again, and so
-    does each step. The tests of each room count its lines.
+    does each step. The tests of each room count its lines. Only a map of lines (tests/line_map.py) wants theirs.
     """
     for name in ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"):
         os.environ.pop(name, None)
+    if (folder := os.environ.get(MAP_FOLDER)) is not None:
+        os.environ["COVERAGE_PROCESS_START"] = f"{folder}/settings.ini"
 
 
 def fresh_pages() -> int:
