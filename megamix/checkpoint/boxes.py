@@ -6,13 +6,10 @@ The module is pure arithmetic: no tensors, no files.
 from __future__ import annotations
 
 import math
-import secrets
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _LARGEST_SUB_BOX = 1 << 22  # elements: 16 MiB
-_PRIME = 2**61 - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,59 +85,16 @@ def tiling_problem(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     for box in boxes:
         if not box.inside(shape) or not box.numel:
             return f"{_text(box)} is no box of shape {shape}"
-    if _tile(boxes, Box.whole(shape)):
-        return None
-    element = _fault(boxes, Box.whole(shape))
-    holders = [box for box in boxes if box.intersection(element)]
-    if not holders:
-        held, want = sum(box.numel for box in boxes), math.prod(shape)
-        return f"{held} of {want} elements are there; {element.offset} is not"
-    return f"{_text(holders[0])} and {_text(holders[1])} overlap"
+    reaching: list[Box] = []  # of those before a box, the ones that end beyond its first row
+    for box in sorted(boxes):
+        reaching = [other for other in reaching if other.end[:1] > box.offset[:1]]
+        for other in reaching:
+            if box.intersection(other):
+                return f"{_text(other)} and {_text(box)} overlap"
+        reaching.append(box)
+    held, want = sum(box.numel for box in boxes), math.prod(shape)
+    return None if held == want else f"{held} of {want} elements are there"
 
 
 def _text(box: Box) -> str:
     return f"{box.offset} + {box.size}"
-
-
-def _tile(boxes: Sequence[Box], region: Box) -> bool:
-    """Return whether boxes within a region cover each of its elements exactly once.
-
-    Each coordinate of each dim gets a random number. A box's weight is a product over the dims: the number at its end
-    minus the number at its start. If the boxes tile the region, their weights add up to the region's weight. If they do
-    not, the sum is equal only by chance: by the lemma of Schwartz and Zippel, in one of 2**61 / dims draws.
-    """
-    if [*boxes] == [region]:
-        return True  # skip the arithmetic: a model may have 100,000 parameters, most of them with one box
-    if sum(box.numel for box in boxes) != region.numel:
-        return False
-    drawn = [defaultdict[int, int](lambda: secrets.randbelow(_PRIME)) for _ in region.size]
-
-    def weight(box: Box) -> int:
-        product = 1
-        for numbers, start, length in zip(drawn, box.offset, box.size, strict=True):
-            product = product * (numbers[start + length] - numbers[start]) % _PRIME
-        return product
-
-    return sum(map(weight, boxes)) % _PRIME == weight(region)
-
-
-def _fault(boxes: Sequence[Box], region: Box) -> Box:
-    """Return a box of one element that lies in none or in several of the boxes, found by halving the region. The boxes
-    must not tile the region.
-    """
-    while region.numel > 1:
-        for half in _halves(region):
-            inside = [part for box in boxes if (part := box.intersection(half))]
-            if not _tile(inside, half):
-                break
-        boxes, region = inside, half
-    return region
-
-
-def _halves(box: Box) -> Iterator[Box]:
-    """Cut a box in the middle of its longest dim."""
-    dim = box.size.index(max(box.size))
-    middle = box.size[dim] // 2
-    for start, length in ((0, middle), (middle, box.size[dim] - middle)):
-        moved = Box(box.offset, (*box.size[:dim], length, *box.size[dim + 1 :]))
-        yield moved.moved((*(0,) * dim, start, *(0,) * (len(box.size) - dim - 1)))

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.loss_scale import SMALLEST_USED, LossScale
+from megamix.mixed_precision.loss_scale import LossScale
 from megamix.settings.limits import Count, check
 from megamix.settings.loss_scales import HeadroomSettings
 
 FP16_MAX = 65504.0  # limit of every gradient and of its sum over micro-batches and ranks
-_LARGEST_PEAK = 2.0**128 / SMALLEST_USED  # larger than any unscaled gradient in FP32
 _EXPONENT = 0x7FF0_0000_0000_0000  # mask of FP64's exponent bits: it rounds a number down to a power of two
 
 
@@ -59,14 +58,6 @@ class HeadroomLossScale(LossScale, HeadroomSettings):
         doubled = (2 * self.loss_scale).clamp(max=self.max_scale)
         self.loss_scale.copy_(torch.where(largest > 0, scale, doubled))
         self.wants_probe = False
-
-    def check_state(self, state: Mapping[str, float | list[float]], applied: int, skipped: int) -> None:
-        super().check_state(state, applied, skipped)
-        peaks, steps = state["peaks"], applied + skipped + 1  # the probe counts as a step
-        if not isinstance(peaks, list) or len(peaks) != len(self.peaks):
-            raise ValueError(f"loss_scale.peaks: it must have {len(self.peaks)} numbers")
-        if not all(0 <= peak <= _LARGEST_PEAK for peak in peaks) or any(peaks[steps:]):
-            raise ValueError(f"loss_scale.peaks: its numbers are no magnitudes of {steps} gradients")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         peaks = state["peaks"]  # a shorter window keeps the newest peaks; a longer one adds 0: unknown

@@ -29,14 +29,6 @@ SMALLEST_USED = 2.0**-126
 LARGEST = 2.0**127  # FP32's largest power of two: the ceiling of a rule that has none itself
 
 
-def _check_count(name: str, value: float | list[float], least: int, most: int) -> None:
-    """Refuse a value that is not a whole number from `least` to `most`, or that INT32 cannot hold. Raises:
-    ValueError.
-    """
-    if isinstance(value, list) or not value.is_integer() or not max(least, -(2**31)) <= value <= min(most, 2**31 - 1):
-        raise ValueError(f"{name} is {value}, no whole number from {least} to {most}")
-
-
 class LossScale:
     """Base class of all rules: a power of two on the device, its range, and the state that checkpoints keep."""
 
@@ -84,19 +76,6 @@ class LossScale:
     def state_dict(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).clone() for name in self.state_names}
 
-    def check_state(self, state: Mapping[str, float | list[float]], applied: int, skipped: int) -> None:
-        """Refuse a state that a run with this rule and these settings cannot have reached.
-
-        `applied`, `skipped`: the run's updates and overflows so far. Raises: ValueError naming what is wrong.
-        """
-        if set(state) != set(self.state_names):
-            raise ValueError(f"loss_scale has {sorted(state)}, {self.rule} has {sorted(self.state_names)}")
-        scale = state["loss_scale"]
-        if isinstance(scale, list) or not (scale == 0 or math.frexp(scale)[0] == 0.5):
-            raise ValueError(f"loss_scale.loss_scale is {scale}, no power of two")
-        if not self.min_scale <= scale <= self.max_scale:
-            raise ValueError(f"loss_scale.loss_scale is {scale}, not in {self.min_scale:g} to {self.max_scale:g}")
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of the same rule, which may have been saved with other settings. The present settings win: the
         scale is clamped to their range, so a static scale keeps its own value.
@@ -138,13 +117,6 @@ class DynamicLossScale(LossScale, DynamicSettings):
         # Number of further overflows at which the scale backs off. It begins at 1, because the first scale has not
         # worked yet.
         self.patience = torch.ones((), dtype=torch.int32)
-
-    def check_state(self, state: Mapping[str, float | list[float]], applied: int, skipped: int) -> None:
-        super().check_state(state, applied, skipped)
-        # growth_interval is no bound: at max_scale the count goes on, and the interval may have been longer earlier.
-        _check_count("loss_scale.clean_steps", state["clean_steps"], 0, applied)
-        # Each overflow subtracts 1, and every rule begins and refills with at least 1.
-        _check_count("loss_scale.patience", state["patience"], 1 - skipped, self.hysteresis)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

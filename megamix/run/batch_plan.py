@@ -7,8 +7,6 @@ and learns of each outcome a fixed number of attempts later, so nothing here dep
 from __future__ import annotations
 
 import enum
-import itertools
-import math
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple
@@ -17,10 +15,6 @@ from pydantic import Field
 
 from megamix.checkpoint.manifest import Count, Record
 from megamix.data.sampler import Samples, cut, num_samples
-from megamix.mixed_precision.loss_scale import LARGEST, SMALLEST_USED
-
-LARGEST_COUNT = 2**48  # most samples or attempts of a run; much larger numbers would not be exact in every JSON reader
-_LARGEST_BATCH = 2**24  # sequences: no earlier configuration of the run can have had a larger batch
 
 OnOverflow = Literal["requeue", "redo", "skip"]
 
@@ -95,44 +89,6 @@ class PlanState(Record):
             "plan.applied": self.applied, "plan.cursor": self.cursor, "plan.waiting": waiting,
             "plan.attempts": self.attempts, "plan.last_applied_scale": self.last_applied_scale or 0.0,
         }  # fmt: skip
-
-
-def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
-    """Refuse a state that no run can have reached. Earlier batches may have had another size than the present one.
-
-    `skipped`: number of attempts that overflowed.
-    Raises: ValueError naming what is wrong.
-    """
-    if state.attempts != state.applied + skipped:
-        raise ValueError(f"attempts is {state.attempts}, but {state.applied} were applied and {skipped} overflowed")
-    if (state.last_applied_scale is None) != (state.applied == 0):
-        raise ValueError(f"last_applied_scale is {state.last_applied_scale} after update {state.applied}")
-    scale = state.last_applied_scale
-    if scale is not None and not (SMALLEST_USED <= scale <= LARGEST and math.frexp(scale)[0] == 0.5):
-        raise ValueError(f"last_applied_scale is {scale}, no power of two that backward uses")
-    ranges = [part for item in state.waiting for part in item.batch.samples]
-    waiting = num_samples(tuple(ranges))
-    # Every update took at least one new sample, and no attempt took more than a batch.
-    most = state.attempts * max(global_batch_size, _LARGEST_BATCH)
-    if not state.applied + waiting <= state.cursor <= min(most, LARGEST_COUNT):
-        raise ValueError(f"cursor is {state.cursor} after {state.attempts} attempts, {waiting} samples waiting")
-    _check_waiting(state, skipped)
-    in_order = sorted(ranges, key=lambda part: part.start)
-    if any(not part for part in ranges) or any(one.stop > two.start for one, two in itertools.pairwise(in_order)):
-        raise ValueError("waiting: a range of samples is empty, or a sample is there twice")
-    if in_order and in_order[-1].stop > state.cursor:
-        raise ValueError(f"waiting: sample {in_order[-1].stop - 1} was never tried, since cursor is {state.cursor}")
-
-
-def _check_waiting(state: PlanState, skipped: int) -> None:
-    for item in state.waiting:
-        if not item.samples or item.counted_tries > item.tries:
-            raise ValueError(f"waiting: a batch of {item.batch.samples} has {item.counted_tries} of {item.tries} tries")
-        # The batch was tried as attempt 0 at the earliest and as the last attempt at the latest.
-        if not min(0, 1 - state.attempts) <= item.due_in < max(LAGS.values()):
-            raise ValueError(f"waiting: a batch is due in {item.due_in} attempts, after {state.attempts}")
-    if (tries := sum(item.tries for item in state.waiting)) > skipped:
-        raise ValueError(f"waiting: {tries} tries in vain, but {skipped} attempts overflowed")
 
 
 class BatchPlan:
