@@ -342,7 +342,6 @@ WRONG_IN_PROGRAMS: list[tuple[Callable[[], object], str]] = [
     (lambda: NAG(lr=1.0, momentum=[0.9, 1.0]), r"momentum of NAG must be less than 1, got \[0.9, 1.0\]; leave it out"),
     (lambda: NAG(lr=1.0, momentum=[]), "momentum of NAG must have at least one number"),
     (lambda: NAG(lr=1.0, momentum={0.5, 0.6}), "momentum of NAG must be a number"),
-    (lambda: NAG(lr=1.0, dampening=0.1), "dampening is 0.1, which neither .*; write nesterov=False and momentum_form"),
     (lambda: NAG(lr=1.0, groups=(ParamGroup(pattern="x", eps=1.0),)), "eps of group 'x' is 1.0, but NAG takes no eps"),
     (lambda: AdamW(lr=1.0, groups=iter([ParamGroup(pattern="*")])), r"groups takes a tuple .*; write groups=\(Param"),
     (lambda: AdamW(lr=1.0, groups=ParamGroup(pattern="*")), r"groups takes a tuple .*; write groups=\(ParamGroup"),

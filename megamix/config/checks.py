@@ -238,17 +238,6 @@ def _half_momentum_moves(config: Config) -> Iterator[str]:
         )
 
 
-def _dampening_is_classical(config: Config) -> Iterator[str]:
-    optimizer: Any = config.optimizer  # likewise
-    nag = optimizer.nag
-    if nag.dampening and (nag.nesterov or nag.momentum_form == "velocity"):
-        yield (
-            f"optimizer.nag.dampening: got {nag.dampening} with nesterov = {value_text(nag.nesterov)} and "
-            f'momentum_form = "{nag.momentum_form}"; write nesterov = false and momentum_form = "gradient", or '
-            "dampening = 0"
-        )
-
-
 def _groups_suit_the_optimizer(config: Config) -> Iterator[str]:
     name = config.optimizer.name
     known = type(getattr(config.optimizer, name)).model_fields
@@ -320,11 +309,6 @@ def _fp8_has_products(config: Config) -> Iterator[str]:
         yield (
             f'precision.fp8.recipe: got "{fp8.recipe}", but family = "transformers" computes by modules of its own; '
             'write recipe = "none"'
-        )
-    if fp8.half_first + fp8.half_last >= config.model.num_layers:
-        yield (
-            f"precision.fp8.half_first: got {fp8.half_first}, and half_last is {fp8.half_last}, of num_layers "
-            f'{config.model.num_layers} none is left for FP8; write less, or recipe = "none"'
         )
     rows = config.training.micro_batch_size * config.model.seq_len // config.parallelism.cp_size
     if fp8.weight_grad == "fp8" and rows % 16:
@@ -446,7 +430,6 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _lr_falls,
     _schedule_fits,
     _half_momentum_moves,
-    _dampening_is_classical,
     _groups_suit_the_optimizer,
     _table_has_turns,
     _settings_have_schedules,

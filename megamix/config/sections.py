@@ -46,12 +46,8 @@ class FP8Config(Section):
     """Format of gradients in products. e5m2 has the range of FP16, e4m3 one digit more."""
     weight_grad: Literal["half", "fp8"] = "half"
     """Format of the products that make gradients of weights."""
-    but: Annotated[tuple[Text, ...], Field(strict=False, examples=[["*.feed_forward.down"]])] = ()
+    but: Annotated[tuple[Text, ...], Field(strict=False, examples=[["blocks.0.*", "*.feed_forward.down"]])] = ()
     """Patterns of names of linear layers of the blocks whose products stay half. The head's always do."""
-    half_first: NonNegativeInt = 0
-    """Layers at the beginning of the model whose products stay half."""
-    half_last: NonNegativeInt = 0
-    """Layers at its end whose products stay half."""
 
 
 class PrecisionConfig(Section):

@@ -60,7 +60,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "training.steps": _one_of("training.tokens", 0),
     **{
         f"precision.fp8.{key}": _one_of("precision.fp8.recipe", "rowwise", "tensorwise")
-        for key in ("grad", "weight_grad", "but", "half_first", "half_last")
+        for key in ("grad", "weight_grad", "but")
     },
     "precision.max_retries": _one_of("precision.on_overflow", "requeue", "redo"),
     "training.eval_batches": (

@@ -170,10 +170,9 @@ class Muon(MuonSettings, AdamW):
         return [*table, *repeat(table[-1], self.ns_steps - len(table))]
 
     def direction(self, matrix: Tensor, states: States) -> tuple[Tensor, States]:
-        """Return the direction of a matrix, or of several of one shape, and the new states of `matrix_states`. A
-        skipped step keeps the old ones.
+        """Return the direction of a matrix, and the new states of `matrix_states`. A skipped step keeps the old ones.
 
-        Shapes: matrix BF16 or FP32 (..., rows, columns), contiguous -> the same; each state FP32 (..., length).
+        Shapes: matrix BF16 or FP32 (rows, columns), contiguous -> the same; each state FP32 (length,).
         """
         direction = orthogonalised(matrix, self)
         if self.row_beta2 is None:
@@ -328,8 +327,8 @@ class MuonUpdate(BucketUpdate):
             values = self._momentum(exchange, bucket, of_matrices, step)
         values = yield from self._sent(exchange, bucket, values, exchange.to, exchange.of)
         with self._clock.span("update"):
-            for homes in self._together(exchange.homes):
-                self._turn(values, homes, step.found_inf)
+            for home in exchange.homes:
+                self._turn(values, home, step.found_inf)
         values = yield from self._sent(exchange, bucket, values, exchange.of, exchange.to)
         with self._clock.span("update"):
             values = self._direction(exchange, bucket, values)
@@ -379,38 +378,23 @@ class MuonUpdate(BucketUpdate):
             pending.wait()
         return arrived
 
-    def _together(self, homes: Sequence[_Home]) -> list[list[_Home]]:
-        if not self._muon.batched:
-            return [[home] for home in homes]
-        by_shape: dict[tuple[int, int], list[_Home]] = {}
-        for home in homes:
-            by_shape.setdefault((home.matrix.rows, home.matrix.columns), []).append(home)
-        return [*by_shape.values()]
-
-    def _turn(self, arrived: Tensor, homes: Sequence[_Home], found_inf: Tensor) -> None:
-        """Replace matrices of one shape, which lie in `arrived`, by their directions, and update their states."""
-        whole = arrived.new_empty(len(homes), homes[0].matrix.rows, homes[0].matrix.columns)
-        for out, home in zip(whole, homes, strict=True):
-            for block in home.blocks:
-                values = out[block.rows, block.columns]
-                values.copy_(torch.cat([arrived[place] for place in block.places]).view(values.shape))
-        matrices = whole if len(homes) > 1 else whole[0]
-        before = {name: torch.stack([home.states[name] for home in homes]) for name in homes[0].states}
-        states = {name: state.view(*matrices.shape[:-2], -1) for name, state in before.items()}
-        directions, after = self._muon.direction(matrices, states)
-        if before.keys() != after.keys():
+    def _turn(self, arrived: Tensor, home: _Home, found_inf: Tensor) -> None:
+        """Replace a matrix, which lies in `arrived`, by its direction, and update its states."""
+        matrix = arrived.new_empty(home.matrix.rows, home.matrix.columns)
+        for block in home.blocks:
+            values = matrix[block.rows, block.columns]
+            values.copy_(torch.cat([arrived[place] for place in block.places]).view(values.shape))
+        direction, after = self._muon.direction(matrix, home.states)
+        if home.states.keys() != after.keys():
             told = f"direction of {type(self._muon).__name__} returned the states {[*after]}"
-            raise ValueError(f"{told}, but matrix_states names {[*before]}; return each of them, and no other")
-        for name, old in before.items():
-            kept = torch.where(found_inf, old, after[name].view(old.shape))
-            for home, state in zip(homes, kept, strict=True):
-                home.states[name].copy_(state)
-        for direction, home in zip(directions.view(whole.shape), homes, strict=True):
-            for block in home.blocks:
-                values = direction[block.rows, block.columns].reshape(-1)
-                parts = values.split([place.stop - place.start for place in block.places])
-                for place, part in zip(block.places, parts, strict=True):
-                    arrived[place].copy_(part)
+            raise ValueError(f"{told}, but matrix_states names {[*home.states]}; return each of them, and no other")
+        for name, state in home.states.items():
+            state.copy_(torch.where(found_inf, state, after[name].view(state.shape)))
+        for block in home.blocks:
+            values = direction[block.rows, block.columns].reshape(-1)
+            parts = torch.split(values, [place.stop - place.start for place in block.places])
+            for place, part in zip(block.places, parts, strict=True):
+                arrived[place].copy_(part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ class NAG(NAGSettings, Optimizer):
     as in MXNet's mp_nag_mom_update (src/operator/optimizer_op-inl.h). While lr is constant the two forms are the same,
     apart from rounding.
     `nesterov`: False: a step is the momentum alone, as in torch.optim.SGD(nesterov=False).
-    `dampening`: as in torch's SGD. All but the first update multiply the gradient by 1 - dampening.
     `decoupled_weight_decay`: True: the decay shrinks the master, as in AdamW. False: the decay is added to the
     gradient, as in torch and MXNet.
     """
@@ -46,11 +45,6 @@ class NAG(NAGSettings, Optimizer):
         largest = max(chain.from_iterable(map(table_of, self.own_and_groups("momentum"))))
         if self.state_dtype == torch.bfloat16 and needs_chance(largest):
             raise ValueError(f"momentum {largest} is lost in a BF16 state; take state_dtype=torch.float32")
-        if self.dampening and (self.nesterov or self.momentum_form == "velocity"):
-            raise ValueError(
-                f"dampening is {self.dampening}, which neither Nesterov's momentum nor the form 'velocity' has; write "
-                "nesterov=False and momentum_form='gradient', or dampening=0"
-            )
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
         if not any(table_of(self.setting_of(name, "momentum"))):
@@ -58,9 +52,7 @@ class NAG(NAGSettings, Optimizer):
         return {"velocity" if self.momentum_form == "velocity" else "momentum_buffer": self.state_dtype}
 
     def coefficients(self, update: Tensor, values: GroupValues) -> Tensors:
-        # The first momentum is the whole gradient: torch's SGD has none before, which dampening could keep.
-        taken = torch.where(update > 1, 1 - self.dampening, 1.0)
-        return values.momentum.float(), taken.float()
+        return (values.momentum.float(),)
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
         if self.decoupled_weight_decay:
@@ -69,12 +61,12 @@ class NAG(NAGSettings, Optimizer):
             grad = grad + at.weight_decay * master
         if not states:
             return master - at.lr * grad, {}
-        momentum, taken = at.coefficients
+        (momentum,) = at.coefficients
         if self.momentum_form == "velocity":
             velocity = momentum * states["velocity"] - at.lr * grad
             moved = master + momentum * velocity - at.lr * grad if self.nesterov else master + velocity
             return moved, {"velocity": velocity}
-        momentum_buffer = momentum * states["momentum_buffer"] + (taken * grad if self.dampening else grad)
+        momentum_buffer = momentum * states["momentum_buffer"] + grad
         direction = grad + momentum * momentum_buffer if self.nesterov else momentum_buffer
         return master - at.lr * direction, {"momentum_buffer": momentum_buffer}
 
@@ -83,16 +75,10 @@ class NAG(NAGSettings, Optimizer):
         if self.decoupled_weight_decay or self.momentum_form == "velocity" or own_equation:
             return False
         (momentum,) = group.momentum
-        gates = {False: step.found_inf}
-        if self.dampening:
-            # The host does not know whether this is the first update, so the gate lets one of two calls through.
-            first = step.update == 1
-            gates = {True: step.found_inf | ~first, False: step.found_inf | first}
-        for is_first_step, gate in gates.items():
-            torch._fused_sgd_(
-                [part.master], [part.grad], [*part.states.values()],
-                weight_decay=group.weight_decay[0], momentum=momentum, lr=at.lr, dampening=self.dampening,
-                nesterov=self.nesterov and momentum > 0, maximize=False, is_first_step=is_first_step,
-                found_inf=gate.float(),
-            )  # fmt: skip
+        torch._fused_sgd_(
+            [part.master], [part.grad], [*part.states.values()],
+            weight_decay=group.weight_decay[0], momentum=momentum, lr=at.lr, dampening=0.0,
+            nesterov=self.nesterov and momentum > 0, maximize=False, is_first_step=False,
+            found_inf=step.found_inf.float(),
+        )  # fmt: skip
         return True

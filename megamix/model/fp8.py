@@ -201,16 +201,15 @@ def fp8_names(family: type[LanguageModel], config: Any, section: FP8Config) -> l
     if not issubclass(family, Decoder):
         raise ValueError(f'{got}, but a {family.__name__} computes by modules of its own; write recipe = "none"')
     whole = family.sketch(config)
-    layers = {number: block.named_modules(prefix=f"blocks.{number}") for number, block in enumerate(whole.blocks)}
-    linear = {name: number for number, block in layers.items() for name, module in block if isinstance(module, Linear)}
+    layers = (block.named_modules(prefix=f"blocks.{number}") for number, block in enumerate(whole.blocks))
+    linear = [name for layer in layers for name, module in layer if isinstance(module, Linear)]
     for pattern in section.but:
         if not any(_matches(name, [pattern]) for name in linear):
             raise ValueError(
                 f'precision.fp8.but: got "{pattern}", the name of no linear layer of the blocks; write names or '
-                f"patterns of them, as {next(iter(linear), '')} (head, embedding and experts stay half anyway)"
+                f"patterns of them, as {linear[0] if linear else ''} (head, embedding and experts stay half anyway)"
             )
-    inside = range(section.half_first, len(whole.blocks) - section.half_last)
-    names = [name for name, number in linear.items() if number in inside and not _matches(name, section.but)]
+    names = [name for name in linear if not _matches(name, section.but)]
     if not names:
         raise ValueError(f'{got}, but all linear layers are left out; write recipe = "none", or leave out fewer')
     return names

@@ -46,9 +46,6 @@ class NAGSettings:
     """Factor of the momentum at each update, in [0, 1). 0: plain SGD, without a state."""
     nesterov: bool = True
     """Whether a step is taken from one update ahead of the momentum."""
-    dampening: Share = 0.0
-    """Share of a gradient that does not enter the momentum, except that of the first update, as in torch. Needs
-    nesterov = false, and momentum_form = "gradient"."""
     momentum_form: Literal["gradient", "velocity"] = "gradient"
     """Terms of the momentum. gradient: gradients, as torch's SGD adds up. velocity: steps, as MXNet's. They differ when
     the learning rate changes."""
@@ -91,5 +88,3 @@ class MuonSettings(AdamWSettings):
     """Whether a matrix decays only in the elements that its step brings nearer to zero."""
     adamw_lr_factor: NotNegative = 1.0
     """Multiplies the learning rate of what AdamW moves."""
-    batched: bool = False
-    """Whether matrices of one shape are multiplied together: in fewer calls, and with other bits."""

@@ -93,13 +93,13 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
     assert built(name="nag", nag=forms) == NAG(
         lr=lrs, momentum=0.7, weight_decay=0.2, groups=group, momentum_form="velocity", decoupled_weight_decay=True
     )
-    classical = {"nesterov": False, "dampening": 0.1}
+    classical = {"nesterov": False}
     own = [{"pattern": "*.bias", "momentum": 0.5}]
     assert built(name="nag", nag=classical, groups=own) == NAG(
         lr=lrs, weight_decay=0.2, groups=(ParamGroup(pattern="*.bias", momentum=0.5),), **classical
     )
     numbers = {"momentum": 0.9, "nesterov": False, "ns_steps": 6, "ns_coefficients": (3.0, -3.2, 1.2)}
-    others = {"adjust_lr": "original", "adamw_lr_factor": 0.5, "batched": True, "matrix": ("a",), "adamw": ("b",)}
+    others = {"adjust_lr": "original", "adamw_lr_factor": 0.5, "matrix": ("a",), "adamw": ("b",)}
     moments = {"betas": (0.8, 0.9), "eps": 1e-6}
     dtypes = {"ns_dtype": "fp32", "state_dtype": "bf16"}
     assert built(name="muon", muon=numbers | others | moments | dtypes) == Muon(

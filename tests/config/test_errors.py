@@ -282,11 +282,6 @@ def test_a_factor_that_fp32_does_not_hold_is_refused(key: str, value: float) -> 
             "optimizer.groups[1].betas: got [0.9, 0.5], but the optimizer nag has no betas; leave it out",
         ),
         (
-            {"name": "nag", "nag": {"dampening": 0.1}},
-            'optimizer.nag.dampening: got 0.1 with nesterov = true and momentum_form = "gradient"; write nesterov = '
-            'false and momentum_form = "gradient", or dampening = 0',
-        ),
-        (
             {"name": "nag", "groups": [{"pattern": "x", "momentum": 0.99}], "nag": {"state_dtype": "bf16"}},
             "optimizer.nag.state_dtype: got bf16 with momentum 0.99, at which BF16 rounds away what moves; write "
             'state_dtype = "fp32", or momentum = 0.9',
@@ -321,7 +316,6 @@ def test_a_factor_that_fp32_does_not_hold_is_refused(key: str, value: float) -> 
 )
 def test_groups_and_momentum_that_do_not_go_together_are_named(optimizer: dict[str, Any], want: str) -> None:
     assert problems_of(changed(optimizer=optimizer)) == (want,)
-    config_from_dict(changed(optimizer={"name": "nag", "nag": {"dampening": 0.1, "nesterov": False}}))
     config_from_dict(changed(optimizer={"name": "muon", "groups": [{"pattern": "x", "momentum": 0.5, "eps": 1e-9}]}))
 
 

@@ -63,8 +63,6 @@ CASES: dict[str, tuple[object, Tree]] = {
     "precision.fp8.grad": ("e4m3", {}),
     "precision.fp8.weight_grad": ("fp8", {}),
     "precision.fp8.but": (["*.down"], {}),
-    "precision.fp8.half_first": (1, {}),
-    "precision.fp8.half_last": (1, {}),
     "training.eval_batches": (4, {"data": {"valid": None}}),
     "parallelism.pp_schedule": ("interleaved_zero_bubble", {}),
     "parallelism.pp_stages_per_rank": (9, {}),

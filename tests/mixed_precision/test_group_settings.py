@@ -1,4 +1,4 @@
-"""Betas and eps of AdamW by group, and momentum by group, classical, dampened or Nesterov's, are those of torch's fused
+"""Betas and eps of AdamW by group, and momentum by group, classical or Nesterov's, are those of torch's fused
 optimizers bit for bit, on 1, 2 and 4 ranks, with skipped steps and across a resume.
 """
 
@@ -28,7 +28,6 @@ MOMENTA = (ParamGroup(pattern="table", momentum=0.5, weight_decay=0.0), ParamGro
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": AdamW(lr=LR, weight_decay=DECAY, betas=(0.9, 0.99), groups=GROUPS),
     "classical": NAG(lr=LR, weight_decay=DECAY, nesterov=False, groups=MOMENTA),
-    "dampened": NAG(lr=LR, weight_decay=DECAY, nesterov=False, dampening=0.3, groups=MOMENTA),
     "nesterov": NAG(lr=LR, weight_decay=DECAY, groups=MOMENTA),
 }
 # Three numbers for five updates: the last two updates use the last one.
@@ -85,8 +84,7 @@ def _torchs(kind: str) -> dict[str, Tensor]:
         ]
         for group in groups:
             group["nesterov"] = kind == "nesterov" and group["momentum"] > 0
-        dampening = 0.3 if kind == "dampened" else 0.0
-        optimizer = torch.optim.SGD(groups, lr=torch.tensor(LR), weight_decay=DECAY, dampening=dampening, fused=True)
+        optimizer = torch.optim.SGD(groups, lr=torch.tensor(LR), weight_decay=DECAY, fused=True)
     for step in range(STEPS):
         if step not in SKIPPED:
             for name, param in model.named_parameters():

@@ -255,7 +255,7 @@ def test_tables_of_the_user_that_match_nothing_are_named(caplog) -> None:
         (Muon, {"momentum": "0.9"}, "momentum of Muon must be a number, got '0.9'; leave it out for 0.95"),
         (Muon, {"momentum": True}, "momentum of Muon must be a number, got True; leave it out for 0.95"),
         (Muon, {"nesterov": "no"}, "nesterov of Muon must be True or False, got 'no'; leave it out for True"),
-        (Muon, {"batched": 1}, "batched of Muon must be True or False, got 1; leave it out for False"),
+        (Muon, {"equal_rows": 1}, "equal_rows of Muon must be True or False, got 1; leave it out for False"),
         (Muon, {"ns_steps": 5.0}, "ns_steps of Muon must be a whole number, got 5.0; leave it out for 5"),
         (Muon, {"adamw_lr_factor": None}, "adamw_lr_factor of Muon must be a number, got None; leave it out for 1.0"),
         (AdamW, {"eps": "1e-8"}, "eps of AdamW must be a number, got '1e-8'; leave it out for 1e-08"),

@@ -236,14 +236,13 @@ class _Counting(Muon):
         return super().direction(matrix, states)[0], {"last_norm": norm, "counts": states["counts"] + 1}
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_a_state_of_a_matrix_can_have_any_length_and_a_skipped_step_keeps_it(batched: bool) -> None:
-    engine = _linear(_Counting(lr=0.1, batched=batched), [1.0, math.inf, 2.0])
+def test_a_state_of_a_matrix_can_have_any_length_and_a_skipped_step_keeps_it() -> None:
+    engine = _linear(_Counting(lr=0.1), [1.0, math.inf, 2.0])
     states = {name: state for held in engine.held_states() for name, state in held.tensors.items()}
     assert states["counts"].tolist() == [2.0] * 20
     assert states["last_norm"].shape == (1,)
     kept = engine.state_dict()
-    again = _linear(_Counting(lr=0.1, batched=batched), [])
+    again = _linear(_Counting(lr=0.1), [])
     again.load_state_dict(kept)
     assert [held.tensors["counts"][0] for held in again.held_states() if "counts" in held.tensors] == [2.0]
     with pytest.raises(ValueError, match="build the engine as it was then"):

@@ -74,9 +74,9 @@ def torch_nag(w: Rounded, b: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: 
 def torch_classical(
     w: Rounded, b: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded
 ) -> tuple[Rounded, Rounded]:
-    """Compute torch.optim.SGD(dampening=0.25), from its documentation: the first gradient is not dampened."""
+    """Compute torch.optim.SGD(), from its documentation."""
     g = g + wd * w
-    b = mu * b + (Rounded(0.75) * g if b.value.any() else g)
+    b = mu * b + g
     w = w - lr * b
     return w, b
 
@@ -116,8 +116,8 @@ FORMS = {
     ),
     "gradient": (NAG(lr=LR, weight_decay=0.02), FP16, torch_nag),
     "gradient, decoupled": (NAG(lr=LR, weight_decay=0.02, decoupled_weight_decay=True), FP32, decoupled(torch_nag)),
-    "classical, dampened, decoupled": (
-        NAG(lr=LR, weight_decay=0.02, nesterov=False, dampening=0.25, decoupled_weight_decay=True),
+    "classical, decoupled": (
+        NAG(lr=LR, weight_decay=0.02, nesterov=False, decoupled_weight_decay=True),
         BF16,
         decoupled(torch_classical),
     ),

@@ -182,13 +182,13 @@ def fp8_model(**keys: Any) -> tuple[Transformer, list[str]]:
 
 
 def test_layers_are_chosen_by_place_and_by_name() -> None:
-    _, names = fp8_model(recipe="rowwise", half_first=1, half_last=2, but=("*.down", "blocks.*.attention.out"))
+    _, names = fp8_model(recipe="rowwise", but=("blocks.0.*", "blocks.[23].*", "*.down", "blocks.*.attention.out"))
     parts = ["attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"]
     assert names == [f"blocks.1.{part}" for part in parts]
     assert fp8_model(recipe="none")[1] == []
     # A rank of a pipeline has some of the layers, by their numbers in the whole model.
     part = Transformer.part(LLAMA, [2, 3])
-    use_fp8(part, FP8Config(recipe="rowwise", half_last=1))
+    use_fp8(part, FP8Config(recipe="rowwise", but=("blocks.3.*",)))
     in_fp8 = (part.blocks[layer].feed_forward.up.ops.product for layer in (2, 3))
     assert [isinstance(found, FP8Product) for found in in_fp8] == [True, False]
 
@@ -206,12 +206,12 @@ def test_a_choice_of_no_layer_and_a_pattern_of_none_are_refused() -> None:
 
 
 def test_the_log_names_the_layers() -> None:
-    section = FP8Config(recipe="tensorwise", half_first=1, but=("*.down", "blocks.2.feed_forward.up", "*.v*", "*.k*"))
+    section = FP8Config(recipe="tensorwise", but=("blocks.0.*", "*.down", "blocks.2.feed_forward.up", "*.v*", "*.k*"))
     assert in_words(Transformer(LLAMA), section, on_cpu=True) == (
         "products in FP8, tensorwise, emulated on this CPU | attention.query, attention.out, feed_forward.gate of "
         "layers 1 to 3; feed_forward.up of layers 1, 3 | the head, experts and all others stay half"
     )
-    alone = FP8Config(recipe="rowwise", half_first=3, but=("*.attention.*",))
+    alone = FP8Config(recipe="rowwise", but=("blocks.[012].*", "*.attention.*"))
     assert "| feed_forward.gate, feed_forward.up, feed_forward.down of layer 3 |" in in_words(
         Transformer(LLAMA), alone, on_cpu=False
     )

@@ -24,8 +24,7 @@ LARGE_BATCH = 16  # sequences, in addition to the batch of `settings`
 def muon(settings: Settings) -> Result:
     """Compare Muon with AdamW in BF16, with the settings' micro-batches and larger ones, and two ranks with one."""
     adamw, ours = Side("adamw", Ours), Side("muon", partial(Ours, optimizer=Muon))
-    batched = Side("muon, batched", partial(Ours, optimizer=partial(Muon, batched=True)))
-    small = measure([adamw, ours, batched], settings)
+    small = measure([adamw, ours], settings)
     large = measure([adamw, ours], replace(settings, work=replace(settings.work, micro_batch_size=LARGE_BATCH)))
     alone = measure([ours], replace(settings, ranks=1))
     shares = paired_ratio(small["muon"].optimizer_ms, alone["muon"].optimizer_ms)

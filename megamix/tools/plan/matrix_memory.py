@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -109,7 +109,7 @@ class _Update:
 
 def _update_of(
     bucket: BucketBytes, homes: BucketMatrices | None, rank: int, optimizer: Muon, engine: EngineMemory,
-    turn_of: Callable[[int, int, int], int],
+    turn_of: Callable[[int, int], int],
 ) -> _Update:  # fmt: skip
     if homes is None or rank >= len(homes.parts):
         return _Update(deque([0]))
@@ -119,9 +119,7 @@ def _update_of(
         of_span += _OF_EQUATION * FP32 * tuned.chunk(tuned.EQUATION_CHUNK, engine.largest_shard, on_gpu=on_gpu)
     pieces = [part.numel for part in homes.parts[rank]]
     own = homes.of(rank)
-    shapes = Counter((matrix.rows, matrix.columns) for matrix in own)
-    counts = shapes if optimizer.batched else dict.fromkeys(shapes, 1)
-    turn = max((turn_of(count, *shape) for shape, count in counts.items()), default=0)
+    turn = max((turn_of(matrix.rows, matrix.columns) for matrix in own), default=0)
     size = ns_dtype.itemsize
     sent, arrived = size * sum(pieces), size * sum(matrix.numel for matrix in own)
     momentum = (FP32 + size) * shard + max(sent, of_span)
@@ -133,13 +131,12 @@ def _update_of(
     return _Update(stages, both)
 
 
-def _turn(optimizer: Muon, count: int, rows: int, columns: int, *, on_gpu: bool) -> int:
-    """Return the peak bytes while matrices of one shape are made orthogonal."""
+def _turn(optimizer: Muon, rows: int, columns: int, *, on_gpu: bool) -> int:
+    """Return the peak bytes while a matrix is made orthogonal."""
     with without_memory(on_gpu=on_gpu) as device, LiveStorage(counts_meta=True) as tracker:
-        stack = (count,) if count > 1 else ()
         lengths = optimizer.matrix_states(rows, columns)
-        states = {name: torch.empty(*stack, length, device=device) for name, length in lengths.items()}
-        optimizer.direction(torch.empty(*stack, rows, columns, dtype=optimizer.ns_dtype, device=device), states)
+        states = {name: torch.empty(length, device=device) for name, length in lengths.items()}
+        optimizer.direction(torch.empty(rows, columns, dtype=optimizer.ns_dtype, device=device), states)
         most: int = tracker.peak_bytes
         return most
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from megamix.config import Config, FirstLayers, ModelConfig, stages_per_rank
 from megamix.model import sizes
 from megamix.tools.plan.time_work import Recompute, TimedJob, Traffic
@@ -42,12 +44,19 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         stages=stages_per_rank(ranks),
         cp_heads=ranks.cp_method == "heads",
         kernels="compiled" if model.compile else "fused",
-        fp8=0.0 if fp8.recipe == "none" else 1 - (fp8.half_first + fp8.half_last) / model.num_layers,
+        fp8=_fp8_share(config),
         fp8_weights=fp8.weight_grad == "fp8",
         recompute=_recompute(model),
         traffic=_traffic(config, dp_size),
         muon=config.optimizer.name == "muon",
     )
+
+
+def _fp8_share(config: Config) -> float:
+    """Return the share of the layers whose products are in FP8; a layer is left out if one pattern names all of it."""
+    fp8, layers = config.precision.fp8, range(config.model.num_layers)
+    half = sum(any(fnmatchcase(f"blocks.{layer}.", pattern) for pattern in fp8.but) for layer in layers)
+    return 0.0 if fp8.recipe == "none" else 1 - half / len(layers)
 
 
 def _recompute(model: ModelConfig) -> Recompute:

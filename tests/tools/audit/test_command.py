@@ -37,7 +37,7 @@ def test_it_prints_the_page_of_the_quickstart_and_finds_no_harm(capsys: pytest.C
 
 
 def test_products_in_fp8_have_a_dtype_and_shares_of_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    fp8 = "precision.dtype=bf16", "precision.fp8.recipe=tensorwise", "precision.fp8.half_first=1"
+    fp8 = "precision.dtype=bf16", "precision.fp8.recipe=tensorwise", 'precision.fp8.but=["blocks.0.*"]'
     sizes = "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_hidden_size=48"
     assert main(["audit", str(CONFIG), *SMALL, *sizes, *fp8, "--updates", "1"]) == 0
     page = capsys.readouterr().out

@@ -21,16 +21,13 @@ def matrices_by_parts() -> Iterator[None]:
     """Each rank makes its own part orthogonal: rows of its shard, or its block of a tensor-parallel division."""
     right = MuonUpdate._turn
 
-    def turn(self, arrived, homes, found_inf):
-        by_parts = []
-        for home in homes:
-            widths = [(block, block.columns.stop - block.columns.start) for block in home.blocks]
-            parts = [(place, width) for block, width in widths for place in block.places]
-            if any((place.stop - place.start) % width for place, width in parts):
-                right(self, arrived, [home], found_inf)  # a row is in two shards
-            else:
-                by_parts += parts
-        for place, width in by_parts:
+    def turn(self, arrived, home, found_inf):
+        widths = [(block, block.columns.stop - block.columns.start) for block in home.blocks]
+        parts = [(place, width) for block, width in widths for place in block.places]
+        if any((place.stop - place.start) % width for place, width in parts):
+            right(self, arrived, home, found_inf)  # a row is in two shards
+            return
+        for place, width in parts:
             arrived[place] = orthogonalised(arrived[place].view(-1, width), self._muon).flatten()
 
     with mock.patch.object(MuonUpdate, "_turn", turn), mock.patch.object(tuned, "MOST_PADDING", -1.0):
@@ -42,9 +39,9 @@ def tall_not_orthogonalised() -> Iterator[None]:
     """A path of its own, for tall matrices, lacks the iteration: theirs is SGD with momentum."""
     right = MuonUpdate._turn
 
-    def turn(self, arrived, homes, found_inf):
-        if homes[0].matrix.rows <= homes[0].matrix.columns:
-            right(self, arrived, homes, found_inf)
+    def turn(self, arrived, home, found_inf):
+        if home.matrix.rows <= home.matrix.columns:
+            right(self, arrived, home, found_inf)
 
     with mock.patch.object(MuonUpdate, "_turn", turn):
         yield

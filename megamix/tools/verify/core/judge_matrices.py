@@ -73,11 +73,10 @@ class _JudgedMatrix:
         return self.optimizer.lr_scale(*self.found.shape)
 
     def note(self, verdict: Verdict, attempt: int, where: str) -> None:
-        if not self.optimizer.batched:  # batched: the bits depend on which matrices a rank multiplies together
-            direction, states = self._made(self.matrix, self.before)
-            verdict.equal(attempt, DIRECTION, where, self.found, direction * self.scale, self._explain)
-            for state, want in states.items():
-                verdict.equal(attempt, state, where, self.after[state], want)
+        direction, states = self._made(self.matrix, self.before)
+        verdict.equal(attempt, DIRECTION, where, self.found, direction * self.scale, self._explain)
+        for state, want in states.items():
+            verdict.equal(attempt, state, where, self.after[state], want)
         if type(self.optimizer).direction is not Muon.direction:
             return
         exact, bound = exact_direction(self.matrix, self.optimizer)
