@@ -1,0 +1,117 @@
+"""The public surface, printed a line each: `python -m tests.surface`. Two versions are compared by diff.
+
+Verbs and their flags, configuration keys with their defaults, the library's exports and their parameters, exit
+statuses, and the files of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import megamix
+from megamix.cli import VERBS, _parser
+from megamix.config.sections import config_schema
+from megamix.supervise.status import EXIT_STATUS
+from tests.train.jobs import write_data
+
+JOB = """[model]
+vocab_size = 64
+seq_len = 32
+hidden_size = 32
+num_layers = 2
+num_heads = 2
+[data]
+train = "DATA/train"
+valid = "DATA/valid"
+[optimizer]
+lr = 0.01
+compile = false
+[training]
+steps = 4
+micro_batch_size = 2
+global_batch_size = 4
+[checkpoint]
+folder = "FOLDER"
+"""
+
+
+def flags() -> Iterator[str]:
+    """Yield each verb, and each of its flags and positional arguments."""
+    for verb in VERBS:
+        (verbs,) = (action for action in _parser([verb.name])._actions if action.dest == "verb")
+        yield from _flags(f"megamix {verb.name}", cast(dict[str, Any], verbs.choices)[verb.name])
+
+
+def _flags(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield f"verb {name}"
+    for action in parser._actions:
+        choices = action.choices
+        if isinstance(choices, dict):
+            for word, below in choices.items():
+                yield from _flags(f"{name} {word}", below)
+        else:
+            known = f" of {', '.join(map(str, choices))}" if choices else ""
+            yield f"flag {name} {'/'.join(action.option_strings) or action.dest}{known}"
+
+
+def keys() -> Iterator[str]:
+    """Yield each configuration key with its default."""
+    schema = config_schema()
+
+    def walk(node: dict[str, Any], path: str) -> Iterator[str]:
+        node = {**schema["$defs"][node["$ref"].rpartition("/")[2]], **node} if "$ref" in node else node
+        for other in (*node.get("anyOf", ()), *node.get("oneOf", ()), *node.get("allOf", ())):
+            yield from walk(other, path)
+        if "items" in node and isinstance(node["items"], dict):
+            yield from walk(node["items"], f"{path}[]")
+        for name, below in node.get("properties", {}).items():
+            where = f"{path}.{name}".lstrip(".")
+            yield f"key {where} = {json.dumps(below.get('default', below.get('const', '')))}"
+            yield from walk(below, where)
+
+    return walk(schema, "")
+
+
+def exports() -> Iterator[str]:
+    """Yield each public name with its parameters."""
+    for name in megamix.__all__:
+        value = getattr(megamix, name)
+        try:
+            parameters = inspect.signature(value).parameters.values() if callable(value) else ()
+        except ValueError:
+            parameters = ()
+        yield f"export {name}({', '.join(one.name for one in parameters)})"
+        for member in sorted(vars(value)) if isinstance(value, type) else ():
+            if not member.startswith("_"):
+                yield f"export {name}.{member}"
+
+
+def files() -> Iterator[str]:
+    """Yield the files of a run of four updates, digits as #."""
+    with tempfile.TemporaryDirectory() as place:
+        job, folder = Path(place, "job.toml"), Path(place, "run")
+        write_data(Path(place, "data"))
+        job.write_text(JOB.replace("FOLDER", str(folder)).replace("DATA", f"{place}/data"), encoding="utf-8")
+        subprocess.run([sys.executable, "-m", "megamix", "train", str(job)], check=True, capture_output=True)
+        names = {re.sub(r"\d+", "#", str(path.relative_to(folder))) for path in folder.rglob("*") if path.is_file()}
+        yield from (f"file {re.sub(r'events.out.*', 'events.out.#', name)}" for name in names)
+
+
+def main() -> int:
+    statuses = (f"exit status {status}: {state}" for state, status in EXIT_STATUS.items())
+    for part in (flags(), keys(), exports(), statuses, files()):
+        print(*sorted(set(part)), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
