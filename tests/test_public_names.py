@@ -54,6 +54,12 @@ def _check(place: Path) -> None:
     assert (torch_at_first, home, others) == ("False", "megamix.mixed_precision.adamw", "False")
 
 
+def test_a_wheel_has_every_data_file(wheel: Path) -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("megamix/**/*.toml")}
+    assert "megamix/config/other_trainers.toml" in files
+    assert files <= {*zipfile.ZipFile(wheel).namelist()}
+
+
 def test_names_are_found_in_a_zip(wheel: Path) -> None:
     _check(wheel)
 

@@ -12,7 +12,7 @@ checks          checks over more than one field
 mesh_checks     checks of the mesh of ranks and of a pipeline's schedule
 unread          keys that are read only where another key says so
 problems        problems in words: field, value and fix
-other_trainers  keys of other trainers, and what they are called here
+other_trainers  keys of other trainers, and what they are called here: a file of names
 toml_text       a whole configuration as TOML
 command         the verb
 """

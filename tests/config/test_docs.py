@@ -32,6 +32,7 @@ from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
 from megamix.report.metrics import TAGS
+from tests.config import names
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 TABLES = {
@@ -82,6 +83,11 @@ def test_the_table_of_other_libraries_names_keys_that_are_there() -> None:
     assert len(named) >= 30
     there = {f"{heading.strip('[]')}.{key}" for heading, table in TABLES.items() for key in table.model_fields}
     assert [key for key in named if key not in there] == []
+
+
+def test_the_page_has_every_name_of_other_trainers() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == names.with_table(page), "write it with python -m tests.config.names"
 
 
 @pytest.mark.parametrize("page", ["symptoms.md", "how_to.md"])

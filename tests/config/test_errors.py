@@ -383,7 +383,7 @@ def test_another_trainer_s_key_is_refused_with_ours(tree: Tree, want: str) -> No
 KEY_HERE = re.compile(rf"\b(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+")
 
 
-@pytest.mark.parametrize("name", [*other_trainers._OURS, *other_trainers._NONE])
+@pytest.mark.parametrize("name", [*other_trainers.names()["here"], *other_trainers.names()["instead"]])
 def test_a_hint_names_keys_that_exist(name: str) -> None:
     told = other_trainers.called_here(f"--{name.replace('_', '-')}")
     assert told is not None
