@@ -235,7 +235,7 @@ def test_module_is_the_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[1:] == [
-        '  data.train: got 3, must be text in quotes, or a list of tables; write train = "3"'
+        '  data.train: got 3, must be text in quotes, or a list of tables; write for example train = "runs/data/train"'
     ]
 
 

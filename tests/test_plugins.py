@@ -275,7 +275,7 @@ def test_each_kind_has_its_place_in_the_configuration_and_its_schema(here: Path)
     (problem,) = problems_of(with_plugin(model={"depth": 3}))
     assert 'model.depth: got 3, which is not read where model.family = "transformer"' in problem
     (problem,) = problems_of(with_plugin(data={"train": [{"words": {"count": "7"}}]}))
-    assert problem == 'data.train[0].words.count: got "7", must be a whole number; write count = 7'
+    assert problem == 'data.train[0].words.count: got "7", must be a whole number; write for example count = 5'
 
 
 def test_the_page_s_example_goes(here: Path) -> None:

@@ -1,18 +1,17 @@
 """Problems of a configuration, in words: one line a problem, each with field, value and fix."""
 
 import difflib
-import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-from pydantic import ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from megamix.config.choices import OneOf, section_at
+from megamix.config.choices import section_at
 from megamix.config.other_trainers import called_here, override_here
 from megamix.config.sections import SECTIONS, Config
-from megamix.config.toml_text import parse_value, value_text
+from megamix.config.toml_text import value_text
 from megamix.config.unread import READ_WHERE, Unread, setting
 from megamix.plugins import Section, texts
 
@@ -35,21 +34,7 @@ _WRONG = {
     "less_than_equal": "must be at most {le:g}",
     "value_error": "{error}",
 }
-
-# Names in other tools and languages.
-_CALLED = {
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "sgd": "nag",
-    "ring": "gather",
-    "p2p": "gather",
-    "a2a": "heads",
-    "ulysses": "heads",
-    "yes": True,
-    "no": False,
-}
-_SGD = ", and momentum = 0 under [optimizer.nag] for plain SGD"
+_WORD = re.compile("'([^']+)'")  # one that a key may be
 
 
 class ConfigError(ValueError):
@@ -188,22 +173,23 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
     )
     if loc[:2] == ("data", "valid") and isinstance(loc[-1], str):
         key = loc[-1]  # that of a set, if it has a name
-    if kind == "missing" and isinstance(loc[-1], int):  # pydantic names the item that a short list lacks
-        wrong, loc = f"got {short(value)}, must have {_items(field, text)}", loc[:-1]
-    elif kind == "too_long":
+    text = field.description or " ".join(text.split())
+    if kind == "too_long" or (kind == "missing" and isinstance(loc[-1], int)):
         wrong = f"got {short(value)}, must have {_items(field, text)}"
+        loc = loc if kind == "too_long" else loc[:-1]  # pydantic names the item that a short list lacks
     elif kind == "missing":
         wrong = "missing"
     else:
         template = _WRONG.get(kind, error["msg"].replace("{", "{{").replace("}", "}}"))
         wrong = f"got {short(value)}, {template.format(**error.get('ctx', {}))}"
     is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-    if not is_section and (
-        kind != "model_type" or loc[-1] != key
-    ):  # pydantic says model_type of a section that may be left out
-        fix = _fix(key, field, field.description or text, value)
-    else:
+    if is_section or (kind == "model_type" and loc[-1] == key):  # model_type: of a section that may be left out
         fix = "correct its keys" if kind == "value_error" else f"write [{_path(loc)}] and its keys below it"
+    elif kind == "literal_error" and (word := nearest(str(value).lower(), _WORD.findall(error["ctx"]["expected"]))):
+        fix = f'write {key} = "{word}"'
+    else:
+        wrong += _sentence(text) if kind == "literal_error" else ""
+        fix = _fix(key, field, text)
     return f"{_path(loc)}: {wrong}; {fix}"
 
 
@@ -215,45 +201,19 @@ def _items(field: FieldInfo, text: str) -> str:
     kind = kinds[0]
     if get_args(kind)[-1] is Ellipsis:  # a list of any length, of lists of fixed length
         kind, *_ = get_args(get_args(kind)[0])
-    named = f" ({text.partition('. ')[0].rstrip('.')})" if text else ""
-    return f"{len(get_args(kind))} items{named}"
+    return f"{len(get_args(kind))} items{_sentence(text)}"
 
 
-def _fix(key: str, field: FieldInfo, text: str, value: object) -> str:
-    """Return a line to write instead, tried on the field's own check before it is proposed."""
-    annotation: Any = Annotated[field.annotation, field]
-    adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
+def _sentence(text: str) -> str:
+    """Return the first sentence of a field's text in brackets."""
+    return f" ({text.partition('. ')[0].rstrip('.')})" if text else ""
 
-    def passes(candidate: object) -> bool:
-        try:
-            adapter.validate_python(candidate)
-        except Exception:  # a plugin's check may raise anything
-            return False
-        return True
 
-    repaired = next((item for item in _repairs(value, field) if passes(item)), None)
-    if repaired is not None:
-        return f"write {key} = {value_text(repaired)}{_SGD if value == 'sgd' else ''}"
+def _fix(key: str, field: FieldInfo, text: str) -> str:
+    """Return what to write instead: the field's example or default, or its own text."""
     usual = [*(field.examples or []), *([] if field.default is PydanticUndefined else [field.default])]
     if not usual:
         return f"write {key}: {text or 'what its plugin asks for'}"
     if usual[0] is None:
         return f"leave {key} out to get its default"
     return f"write for example {key} = {value_text(usual[0])}"
-
-
-def _repairs(value: object, field: FieldInfo) -> Iterator[object]:
-    """Yield what the user probably meant: the value without or with quotes, the near word, the near number."""
-    if isinstance(value, str):
-        yield parse_value(value)
-        yield parse_value(value.lower())
-        yield _CALLED.get(value.lower())
-        one_of = (name for item in field.metadata if isinstance(item, OneOf) for name in item.names())
-        yield nearest(value.lower(), [*one_of, *(word for word in get_args(field.annotation) if isinstance(word, str))])
-    elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**127:
-        yield str(value)
-        if value != -1:  # -1 is written for "none"
-            yield abs(value)
-        yield round(value)
-        if value > 0:
-            yield 2.0 ** round(math.log2(value))

@@ -68,11 +68,11 @@ def problems_of(tree: Tree) -> tuple[str, ...]:
 
 # One field: (section, key, value, what the line must say after "section.key: ").
 SINGLE: list[tuple[str, str, Any, str]] = [
-    ("model", "num_layers", "12", 'got "12", must be a whole number; write num_layers = 12'),
-    ("model", "num_layers", 2.0, "got 2.0, must be a whole number; write num_layers = 2"),
+    ("model", "num_layers", "12", 'got "12", must be a whole number; write for example num_layers = 4'),
+    ("model", "num_layers", 2.0, "got 2.0, must be a whole number; write for example num_layers = 4"),
     ("model", "num_layers", True, "got true, must be a whole number; write for example num_layers = 4"),
     ("model", "num_layers", 0, "got 0, must be greater than 0; write for example num_layers = 4"),
-    ("model", "num_layers", -3, "got -3, must be greater than 0; write num_layers = 3"),
+    ("model", "num_layers", -3, "got -3, must be greater than 0; write for example num_layers = 4"),
     ("model", "num_kv_heads", 0, "got 0, must be greater than 0; leave num_kv_heads out to get its default"),
     (
         "model",
@@ -80,10 +80,15 @@ SINGLE: list[tuple[str, str, Any, str]] = [
         "RMSnorm",
         "got \"RMSnorm\", must be 'rmsnorm', 'rmsnorm_1p' or 'layernorm'; write norm = \"rmsnorm\"",
     ),
-    ("model", "norm", "batch", "must be 'rmsnorm', 'rmsnorm_1p' or 'layernorm'; write for example norm = \"rmsnorm\""),
-    ("model", "compile", "True", 'got "True", must be true or false; write compile = true'),
+    ("model", "norm", "batch", "must be 'rmsnorm', 'rmsnorm_1p' or 'layernorm' (Normalisation of attention,"),
+    ("model", "compile", "True", 'got "True", must be true or false; write for example compile = false'),
     ("model", "compile", 1, "got 1, must be true or false; write for example compile = false"),
-    ("data", "train", 2024, 'got 2024, must be text in quotes, or a list of tables; write train = "2024"'),
+    (
+        "data",
+        "train",
+        2024,
+        'got 2024, must be text in quotes, or a list of tables; write for example train = "runs/data/train"',
+    ),
     ("data", "train", "", 'got "", must not be empty; write for example train = "runs/data/train"'),
     ("data", "train", [], 'got [], must not be empty; write for example train = "runs/data/train"'),
     ("data", "train", [3], "got 3, must be a table"),
@@ -105,8 +110,8 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("data", "stages", [{"from_sample": 5, "train": [{"pth": "a"}]}], "unknown key"),
     ("data", "stages", [{"from_sample": 5, "train": "a"}] * 2, "must have a larger from_sample in each table than"),
     ("data", "packing", "docs", "must be 'none' or 'documents'"),
-    ("optimizer", "lr", -0.1, "got -0.1, must be greater than 0; write lr = 0.1"),
-    ("optimizer", "lr", "3e-4", 'got "3e-4", must be a number; write lr = 0.0003'),
+    ("optimizer", "lr", -0.1, "got -0.1, must be greater than 0; write for example lr = 0.0003"),
+    ("optimizer", "lr", "3e-4", 'got "3e-4", must be a number; write for example lr = 0.0003'),
     ("optimizer", "lr", float("nan"), "got nan, must be a finite number; write for example lr = 0.0003"),
     ("optimizer", "clip_grad", float("inf"), "got inf, must be a finite number; write for example clip_grad = 1.0"),
     ("optimizer.adamw", "betas", 0.9, "got 0.9, must be a list; write for example betas = [0.9, 0.95]"),
@@ -143,7 +148,7 @@ SINGLE: list[tuple[str, str, Any, str]] = [
         "precision.loss_scale",
         "init_scale",
         1000,
-        "must be a power of two from 2**-126 to 2**126; write init_scale = 1024.0",
+        "must be a power of two from 2**-126 to 2**126; write for example init_scale =",
     ),
     ("precision.loss_scale", "growth_factor", 1, "must be greater than 1; write for example growth_factor = 2.0"),
     ("precision.loss_scale", "backoff_factor", 1.0, "must be less than 1; write for example backoff_factor = 0.5"),
@@ -151,9 +156,9 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("precision.loss_scale", "min_scale", 0.0, "must be greater than 0; write for example min_scale = 1.0"),
     ("precision.loss_scale", "margin", 1.0, "must be at least 2; write for example margin = 4.0"),
     ("precision.loss_scale", "rule", "of", "'deepspeed', 'static' or 'off'; write rule = \"off\""),
-    ("precision.loss_scale", "rule", True, "'deepspeed', 'static' or 'off'; write for example rule = \"auto\""),
+    ("precision.loss_scale", "rule", True, 'static, or off); write for example rule = "auto"'),
     ("optimizer", "name", "AdamW", "must be 'adamw', 'nag' or 'muon'; write name = \"adamw\""),
-    ("model", "family", 3, "must be 'transformer' or 'transformers'; write for example family = \"transformer\""),
+    ("model", "family", 3, "must be 'transformer' or 'transformers' (The kind of model; "),
     ("training", "steps", 0, "must be greater than 0; write for example steps = 1000"),
     ("training", "seed", -1, "must be at least 0; write for example seed = 1234"),
     ("training", "seed", 2**63, "must be less than 9.22337e+18; write"),
@@ -161,7 +166,12 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("optimizer", "groups", "x", "must be a list; write for example groups = [{ pattern ="),
     ("optimizer", "groups", [3], "got 3, must be a table; write for example groups = [{ pattern ="),
     ("optimizer", "groups", [{}], 'missing; write for example pattern = "*.bias"'),
-    ("optimizer", "groups", [{"pattern": "x", "lr_factor": "2"}], 'got "2", must be a number; write lr_factor = 2'),
+    (
+        "optimizer",
+        "groups",
+        [{"pattern": "x", "lr_factor": "2"}],
+        'got "2", must be a number; write for example lr_factor = 1.0',
+    ),
 ]
 
 
@@ -236,9 +246,9 @@ _NAMES = "must name each set by 1 to 40 letters, digits, _ and -, but not path o
         ({"split": "x"}, f'data.valid: got {{ split = "x" }}, {_NAMES}, unlike "split"; '),
         ({"w" * 41: "x"}, f"data.valid: got {{ {'w' * 41} = "),
         ({}, f"data.valid: got {{  }}, {_NAMES}; "),
-        ({"web": 5}, 'data.valid.web: got 5, must be text in quotes, or a list of tables; write web = "5"'),
+        ({"web": 5}, 'data.valid.web: got 5, must be text in quotes, or a list of tables; write for example web = "'),
         ({"web": []}, 'data.valid.web: got [], must not be empty; write for example web = "runs/data/valid"'),
-        ({"web": [{"path": 5}]}, 'data.valid.web[0].path: got 5, must be text in quotes; write path = "5"'),
+        ({"web": [{"path": 5}]}, 'data.valid.web[0].path: got 5, must be text in quotes; write for example path = "'),
         ({"web": [{"pth": "x"}]}, 'data.valid.web[0].pth: unknown key, got "x"; did you mean data.valid.web[0].path?'),
         ([{"pth": "x"}], 'data.valid[0].pth: unknown key, got "x"; did you mean data.valid[0].path?'),
         ([], 'data.valid: got [], must not be empty; write for example valid = "runs/data/valid"'),
@@ -260,7 +270,7 @@ def test_validation_sets_survive_the_way_to_toml_and_merge_by_name() -> None:
 def test_no_key_of_model_is_missing_before_its_family_is_known() -> None:
     tree = GOOD | {"model": {"family": "gemma3", "folder": "models/gemma"}}
     (problem,) = problems_of(tree)
-    assert problem.startswith("model.family: got \"gemma3\", must be 'transformer' or 'transformers'; ")
+    assert problem.startswith("model.family: got \"gemma3\", must be 'transformer' or 'transformers' (The kind")
 
 
 @pytest.mark.parametrize("key", ["attention_softcap", "logit_softcap", "logit_divisor", "embedding_scale"])
@@ -521,13 +531,13 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     (
         {"model": {"recompute": {"full": 1.5}}},
         "model.recompute.full",
-        "got 1.5, must be a whole number of layers, or a share below 1; write full = 2",
+        "got 1.5, must be a whole number of layers, or a share below 1; write for example full = 12",
         {"model": {"recompute": {"full": 0.5}}},
     ),
     (
         {"model": {"recompute": {"full": 1.0}}},
         "model.recompute.full",
-        "got 1.0, must be a whole number of layers, or a share below 1; write full = 1",
+        "got 1.0, must be a whole number of layers, or a share below 1; write for example full = 12",
         {"model": {"recompute": {"full": 0.5}}},
     ),
     ({"model": {"recompute": "fully"}}, "model.recompute", "must be 'none', 'selective' or 'full'; write", {}),

@@ -573,8 +573,7 @@ def test_what_does_not_go_together_is_refused() -> None:
             'cp_method: got "heads", with which cp_size 4 * tp_size 2 = 8 must divide the 4 heads of keys and values',
         ),
         ({}, {"cp_size": 0}, "parallelism.cp_size: got 0, must be greater than 0"),
-        ({}, {"cp_size": 2, "cp_method": "ulysses"}, "must be 'gather' or 'heads'; write cp_method = \"heads\""),
-        ({}, {"cp_size": 2, "cp_method": "p2p"}, "must be 'gather' or 'heads'; write cp_method = \"gather\""),
+        ({}, {"cp_size": 2, "cp_method": "ulysses"}, "got \"ulysses\", must be 'gather' or 'heads'"),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):
             config_from_dict(changed(model=model, parallelism=section))
