@@ -24,7 +24,6 @@ from megamix.model.formats import OTHERS, Format, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")
-_LARGEST_HEADERS = 2 << 20  # bytes of all headers: parsing takes many times as much memory, as in place.py
 _TOLD = 20  # tensors that a message names
 # Buffers that older versions of transformers saved beside the weights; they follow from the configuration.
 _NOT_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
@@ -104,14 +103,8 @@ class HuggingFaceWeights:
 
 def _open(folder: Path, names: list[str]) -> dict[str, Any]:
     """Open the files; return them by name. Raises: ValueError naming one that is no safetensors file; OSError."""
-    files, left = {}, _LARGEST_HEADERS
+    files = {}
     for name in names:
-        with open(folder / name, "rb") as file:
-            left -= int.from_bytes(file.read(8), "little")
-        if left < 0:
-            raise ValueError(
-                f"{folder / name}: its header and those before it take more than {_LARGEST_HEADERS:,} bytes"
-            )
         with naming(folder / name):
             files[name] = safe_open(folder / name, "pt")
     return files

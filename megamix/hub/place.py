@@ -7,9 +7,6 @@ from typing import Any
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 
 CONFIG = "config.json"
-# Bytes of JSON that are parsed at most. Nothing in a file can be judged before it is parsed, and parsing takes up to 25
-# times as much memory. The largest known models have a tenth of this.
-_LARGEST_JSON = 4 << 20
 
 
 def find_model(path: Path) -> Path:
@@ -38,8 +35,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file of a Hugging Face folder. Raises: ValueError naming the file."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; give a Hugging Face folder (hf download NAME --local-dir DIR)")
-    if (size := path.stat().st_size) > _LARGEST_JSON:
-        raise ValueError(f"{path} has {size:,} bytes, such a file has at most {_LARGEST_JSON:,}; copy it again")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -125,7 +125,6 @@ def test_a_size_that_the_tensors_do_not_have_is_refused_by_key_and_value(name: s
         ({"model_type": "mixtral", "num_local_experts": None}, "experts.num_experts: got None"),
         ({"model_type": "mixtral", "layer_types": ["full_attention"] * 2}, "does not read; leave it out"),
         ({"hidden_act": "x" * 10**6}, "... (1000002 characters), megamix has 'silu' or 'swish'"),
-        ({"layer_types": ["full_attention"] * 300_000}, "/config.json has 5,400,"),
     ],
 )
 def test_what_config_json_says_is_told_beside_what_the_tensors_say(
@@ -181,13 +180,8 @@ def _pipe(name: str) -> Callable[[Path], object]:
     return make
 
 
-def _sparse(folder: Path) -> None:
-    os.truncate(folder / "config.json", 10**9)
-
-
 F32 = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a config.json of 1 GB": (_sparse, "config.json has 1,000,000,000 bytes"),
     "deep lists": (_text("[" * 10**6), "too deep to read"),
     "deep tables": (_text('{"a":' * 10**5 + "1" + "}" * 10**5), "too deep to read"),
     "a list": (_text("[1]"), "config.json holds no table"),
@@ -195,8 +189,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a number of 5,000 digits": (_text('{"model_type": "llama", "vocab_size": ' + "9" * 5000 + "}"), "is no JSON"),
     "a pipe as config.json": (_pipe("config.json"), "config.json is missing"),
     "a pipe as weights": (_pipe("model.safetensors"), "has neither model.safetensors nor"),
-    "a header of 2^63 bytes": (_header({}, 2**63), "its header and those before it take more than"),
-    "a header of 90 MB": (_header({}, 90 << 20), "its header and those before it take more than"),
+    "a header of 2^63 bytes": (_header({}, 2**63), "Error while deserializing header"),
     "a header longer than the file": (_header({"a": F32}, 10**5), "Error while deserializing header"),
     "tensors that are not there": (_header({"a": F32 | {"shape": [4, 5], "data_offsets": [0, 80]}}), "Error while"),
     "tensors that overlap": (_header({"a": F32, "b": F32}), "Error while deserializing header"),
@@ -215,7 +208,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a name of two lines": (_index({"a": "x\ny"}), r"names x\ny, which is no file"),
     "a name with a zero": (_index({"a": "x\0y"}), r"names x\x00y, which is no file"),
     "numbers as names": (_index({"a": 1}), "has no weight_map of names"),
-    "an index of itself": (_index({"a": INDEX}), "its header and those before it take more than"),
 }
 
 
