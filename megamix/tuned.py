@@ -13,7 +13,8 @@ def chunk(size: int, numel: int, *, on_gpu: bool) -> int:
 
 
 # Elements of the sum over ranks that are added at a time. The FP32 accumulator (1 MiB) stays in cache while the ranks'
-# parts stream through: 0.5 ms, where `torch.sum(dim=0, dtype=float32)` took 2.2. Again: `megamix bench wire`.
+# parts stream through: 0.5 ms, where `torch.sum(dim=0, dtype=float32)` took 2.2. Again: `megamix bench wire` at
+# bbfe85b7.
 SUM_CHUNK = 1 << 18
 
 # Elements per pass of the statistics without a compiler. Their FP32 copy (2 MiB) stays in cache, and there are few
@@ -24,7 +25,7 @@ STATS_CHUNK = 1 << 19
 # Elements that are summed, in FP32 from half parts, before their statistics are taken. Their 8 MiB are still in cache
 # then. With smaller chunks the calls of compiled statistics (0.02 to 0.3 ms each before they start) cost more than the
 # saved memory traffic: 0.81 ns per element of a shard of 1.5 M, 1.09 in chunks of 1 MiB. A multiple of ROW. Again:
-# `megamix bench wire`, `half_fp32_sum`.
+# `megamix bench wire` at bbfe85b7, `half_fp32_sum`.
 SUMMED_CHUNK = 1 << 21
 
 # Elements per chunk of an update without a compiler. A chunk's FP32 gradient (2 MiB) stays in cache between the
@@ -66,7 +67,7 @@ MOST_EXTRA_WORK = 0.05
 
 # A checkpoint's elements that are written at a time (4 MiB), so that the checksum reads them from the cache, and bytes
 # that a thread reads ahead, of which two chunks stay in cache. A load took 94 ms, 116 in a plain loop, and 131 when the
-# kernel was asked to read 16 or 32 MiB ahead. Again: `megamix bench checkpoint`.
+# kernel was asked to read 16 or 32 MiB ahead. Again: `megamix bench checkpoint` at bbfe85b7.
 SAVED_CHUNK = 1 << 20
 READ_AHEAD = 1 << 20
 

@@ -100,11 +100,9 @@ def test_the_update_is_of_the_card(capsys: pytest.CaptureFixture[str], tmp_path:
 
 @pytest.mark.usefixtures("a_card")
 def test_what_measures_the_host_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    for what in ("step", "wire"):  # that of the host, and a comparison of transfers
+    for what in ("step", "host"):
         assert main(["bench", what, "--device", "cuda"]) == 2
-        said = (
-            f"--device: got cuda, but {what} is not measured on 1 GPU(s); name one of update, train, examine, startup"
-        )
+        said = f"--device: got cuda, but {what} is not measured on 1 GPU(s); name one of update, train, startup"
         assert said in capsys.readouterr().err
     assert main(["bench", "--sides", "ours,theirs"]) == 2
     assert "--sides: got theirs, known are ours, gradients, parameters, muon, fp8_rowwise" in capsys.readouterr().err

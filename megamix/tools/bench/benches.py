@@ -17,19 +17,16 @@ from megamix.arguments import print_lines
 from megamix.config import ConfigError
 from megamix.machine import set_torch_environment
 from megamix.progress import ProgressLine
-from megamix.tools.bench.checkpoint_bench import checkpoint
 from megamix.tools.bench.host_bench import HostSettings, host
-from megamix.tools.bench.muon_bench import muon
 from megamix.tools.bench.ranks import Settings
 from megamix.tools.bench.report import Result, append_line, describe_machine, machine_line, progress
 from megamix.tools.bench.sides import SIDES, SIZES, Work, fitted, sides_at_once
 from megamix.tools.bench.startup_bench import startup
 from megamix.tools.bench.step_bench import step
-from megamix.tools.bench.train_bench import examine, fp16, layout, overlap, train, wire
+from megamix.tools.bench.train_bench import layout, train
 from megamix.tools.bench.update_bench import GPT_20M, update
 
-# Benches that measure GPUs, and how many they need; the others measure the host's work or arithmetic.
-GPUS = {"update": 1, "train": 1, "examine": 1, "startup": 1, "overlap": 2, "wire": 2}
+ON_GPUS = ("update", "train", "startup")  # benches that measure GPUs; the others measure the host's work
 Bench = Callable[[Settings], Result]
 
 
@@ -44,7 +41,7 @@ def run(
     Raises: ConfigError.
     """
     cards = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
-    on_gpus = [name for name, needed in GPUS.items() if needed <= cards]
+    on_gpus = ON_GPUS if cards else ()
     if device == "cuda" and (not on_gpus or what not in (*on_gpus, "all")):
         fix = f"name one of {', '.join(on_gpus)}" if on_gpus else "write --device cpu"
         raise ConfigError([f"--device: got cuda, but {what} is not measured on {cards} GPU(s); {fix}"], "flags")
@@ -56,12 +53,6 @@ def run(
         "step": step,
         "host": lambda s: host(HostSettings(rounds=s.rounds, tell=s.tell)),
         **{name: partial(layout, name) for name in ("tp2", "pp2", "cp2")},
-        "fp16": fp16,
-        "overlap": overlap,
-        "wire": wire,
-        "muon": muon,
-        "examine": lambda s: examine(s if s.card else replace(s, ranks=1)),
-        "checkpoint": checkpoint,
         "startup": startup,
     }
     progress(f"megamix bench {what}: takes minutes: each side's first steps, then {rounds} rounds with the time left")

@@ -10,8 +10,8 @@ from megamix.durable import unwritable
 
 def bench_arguments(parser: Parser) -> None:
     parser.example = "megamix bench train --rounds 15"
-    benches = ["update", "train", "step", "host", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"]
-    parser.add_argument("what", choices=[*benches, "all"], nargs="?", default="train", help="what to measure (train)")
+    benches = ["update", "train", "step", "host", "startup", "all"]
+    parser.add_argument("what", choices=benches, nargs="?", default="train", help="what to measure (train)")
     where = "where: GPUs or CPU (GPUs where they are, for the benches that measure them)"
     parser.add_argument("--device", choices=["cuda", "cpu"], help=where)
     parser.add_argument(

@@ -25,14 +25,13 @@ from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.muon import Muon
-from megamix.mixed_precision.settings import Precision, ReduceDtype, Shard, Sharding
+from megamix.mixed_precision.settings import Precision, Shard, Sharding
 from megamix.mixed_precision.weights import Fill
 from megamix.model.family import parameter_count
 from megamix.model.fp8 import use_fp8
 from megamix.model.language_model import LanguageModel
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
-from megamix.report.interval_report import gather_precision
 
 GPT_3M = ModelConfig(vocab_size=1024, seq_len=128, hidden_size=256, num_layers=4, num_heads=4)
 GPT_12M = ModelConfig(vocab_size=4096, seq_len=256, hidden_size=384, num_layers=6, num_heads=6)
@@ -207,26 +206,20 @@ def make_engine(
 
 
 class Ours(Engine):
-    """megamix.
-
-    `wide`: half products are computed in FP32 on a CPU without arithmetic in halves. `reduce_dtype` "fp32": with FP32
-    gradients. `fp8`: recipe of products in FP8.
-    """
+    """megamix. `fp8`: recipe of products in FP8."""
 
     def __init__(
         self, work: Work, dtype: torch.dtype | None = None, *,
-        wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None, shard: Shard = "states",
-        optimizer: Callable[..., AdamW] = AdamW, fp8: str = "none",
+        shard: Shard = "states", optimizer: Callable[..., AdamW] = AdamW, fp8: str = "none",
     ):  # fmt: skip
         self.micro_batches, dtype = work.micro_batches, dtype or half_of(work.device)
-        model = make_model(work, wide=wide)
+        model = make_model(work)
         if fp8 != "none":
             use_fp8(model, FP8Config.model_validate({"recipe": fp8}))
-        reduced = torch.float32 if reduce_dtype == "fp32" else None
         # 2**16 holds for these steps. Without it the search for the largest scale, from 2**24 down, would be timed.
         loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
-        precision = Precision(dtype, reduced, loss_scale, reduce_dtype)
-        sharding = Sharding(model.units, overlap=overlap, shard=shard)
+        precision = Precision(dtype, loss_scale=loss_scale)
+        sharding = Sharding(model.units, shard=shard)
         self.engine = make_engine(work, model, precision, sharding, optimizer=optimizer)
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
@@ -242,19 +235,6 @@ class Ours(Engine):
 
     def details_ms(self) -> dict[str, float]:
         return {name: 1e3 * seconds for name, seconds in self.engine.clock.read().items()}
-
-
-class Examined(Ours):
-    """megamix with every step examined, and the result gathered as a run does for its log."""
-
-    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        self.engine.examine_next_step()
-        return super().forward_backward(tokens, targets)
-
-    def optimize(self) -> None:
-        result = self.engine.step()
-        assert result.examination is not None
-        gather_precision(self.engine, result.examination, result.by_piece, float(result.loss_scale))
 
 
 class ForwardBackward(Engine):

@@ -1,7 +1,4 @@
-"""Whole training steps: ours and torch's own ways take turns, also with two ranks that divide the model.
-
-Further benches: FP16, overlap off, each way to sum gradients, examined steps.
-"""
+"""Whole training steps: ours and torch's own ways take turns, also with two ranks that divide the model."""
 
 from __future__ import annotations
 
@@ -11,11 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
-from megamix.config.sections import MetricsConfig
-from megamix.machine import native_halves
-from megamix.mixed_precision.settings import ReduceDtype
 from megamix.tools.bench.layout_sides import (
     OursContextParallel,
     OursOfOwnSequences,
@@ -26,7 +18,7 @@ from megamix.tools.bench.layout_sides import (
 )
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, Turn, ranks_of, take_turns
 from megamix.tools.bench.report import Goal, Result, Spread, paired_ratio, progress, show, spread
-from megamix.tools.bench.sides import GPT_12M, SIDES, Examined, Ours, Work, how_multiplied
+from megamix.tools.bench.sides import GPT_12M, SIDES, Work, how_multiplied
 
 MEMORY_STEPS = 2  # states exist from the first update on, so the second step has the peak
 
@@ -94,71 +86,24 @@ def train(settings: Settings, names: Sequence[str] = ()) -> Result:
         measured = measure([Side(name, SIDES[name], **steps) for name in names], settings)
         failed = [f"{name}: failed, see above" for name in names if name not in measured]
         peers = [name for name in ("plain", "ddp", "fsdp2") if {"ours", name} <= {*measured}]
-        goals = [Goal(f"tokens/s over {peer}", speed_up(measured["ours"], measured[peer]), 0.97) for peer in peers]
-        return result("train", settings, measured, goals, [*failed, *exposed(measured)])
+        goals = [Goal(f"tokens/s over {peer}", _speed_up(measured["ours"], measured[peer]), 0.97) for peer in peers]
+        return _result("train", settings, measured, goals, failed)
     measured = measure([Side(name, SIDES[name]) for name in ON_CPU], settings)
     ours = measured["ours"]
-    ratios = {peer: speed_up(ours, measured[peer]) for peer in ("ddp", "zero", "fsdp2")}
+    ratios = {peer: _speed_up(ours, measured[peer]) for peer in ("ddp", "zero", "fsdp2")}
     best = min(ratios, key=lambda name: ratios[name].median)
     parameters, resharded = measured["parameters"], measured["resharded"]
     goals = [
         Goal(f"tokens/s over the best of the three ({best})", ratios[best], 1.05),
-        Goal("tokens/s over forward and backward alone", speed_up(ours, measured["forward and backward"]), 0.85),
+        Goal("tokens/s over forward and backward alone", _speed_up(ours, measured["forward and backward"]), 0.85),
         _memory_goal("peak live bytes over ddp's", ours, measured["ddp"]),
         _memory_goal("peak live bytes over zero's", ours, measured["zero"]),
-        Goal("gradients: tokens/s over ours", speed_up(measured["gradients"], ours), 0.98),
-        Goal("parameters: tokens/s over ours", speed_up(parameters, ours), 0.95),
-        Goal("parameters: tokens/s over resharded", speed_up(parameters, resharded), 1.15),
+        Goal("gradients: tokens/s over ours", _speed_up(measured["gradients"], ours), 0.98),
+        Goal("parameters: tokens/s over ours", _speed_up(parameters, ours), 0.95),
+        Goal("parameters: tokens/s over resharded", _speed_up(parameters, resharded), 1.15),
         _memory_goal("parameters: peak live bytes over resharded's", parameters, resharded),
     ]
-    return result("train", settings, measured, goals, exposed(measured))
-
-
-def fp16(settings: Settings) -> Result:
-    """Compare FP16 stored narrow and computed wide with native half products and with FP32."""
-    if torch.float16 in native_halves():
-        note = "this CPU has FP16 units: half products are native here, so there is nothing to compare"
-        return Result("fp16", settings.described(), {}, ("side",), [], notes=[note])
-    sides = [
-        Side("fp16", partial(Ours, dtype=torch.float16)),
-        # Some twenty times slower, so it takes one step a turn and no warm-up.
-        Side("fp16 native", partial(Ours, dtype=torch.float16, wide=False), steps=1, warm_up_steps=0),
-        Side("fp32", partial(Ours, dtype=torch.float32)),
-    ]
-    measured = measure(sides, settings)
-    ours, native = measured["fp16"], measured["fp16 native"]
-    goals = [
-        Goal("tokens/s over native half products", speed_up(ours, native), 10.0),
-        Goal("tokens/s over FP32", speed_up(ours, measured["fp32"]), 0.9),
-        _memory_goal("peak live bytes over native's", ours, native, 1.05),
-    ]
-    return result("fp16", settings, measured, goals, [])
-
-
-def overlap(settings: Settings) -> Result:
-    """Compare ours with collectives hidden behind compute, and with each awaited at once."""
-    sides = [Side("overlap on", Ours), Side("overlap off", partial(Ours, overlap=False))]
-    measured = measure(sides, settings)
-    gain = speed_up(measured["overlap on"], measured["overlap off"])
-    goal = Goal("tokens/s with overlap over without", gain, 1.03)
-    return result("overlap", settings, measured, [goal], exposed(measured))
-
-
-def wire(settings: Settings) -> Result:
-    """Compare ours with each `reduce_dtype`, in BF16."""
-    modes: tuple[ReduceDtype, ...] = ("half", "half_fp32_sum", "fp32")
-    measured = measure([Side(mode, partial(Ours, reduce_dtype=mode)) for mode in modes], settings)
-    return result("wire", settings, measured, [], exposed(measured))
-
-
-def examine(settings: Settings) -> Result:
-    """Measure the cost of examining one step in `metrics.precision_interval`."""
-    measured = measure([Side("ordinary", Ours), Side("examined", Examined)], settings)
-    interval = MetricsConfig().precision_interval
-    slower = speed_up(measured["ordinary"], measured["examined"])  # an examined step's time over an ordinary one's
-    cost = Spread(*(100 * (ratio - 1) / interval for ratio in slower))
-    goal = Goal(f"% of the run's time for one examined step in {interval}", cost, 1.0, False)
-    return result("examine", settings, measured, [goal], [])
+    return _result("train", settings, measured, goals)
 
 
 def layout(name: str, settings: Settings) -> Result:
@@ -166,10 +111,10 @@ def layout(name: str, settings: Settings) -> Result:
     bench = LAYOUTS[name]
     settings = replace(settings, work=bench.work, ranks=2)
     measured = measure([bench.ours, *bench.peers, *bench.others], settings)
-    ratios = {peer.name: speed_up(measured[bench.ours.name], measured[peer.name]) for peer in bench.peers}
+    ratios = {peer.name: _speed_up(measured[bench.ours.name], measured[peer.name]) for peer in bench.peers}
     best = min(ratios, key=lambda peer: ratios[peer].median)
     goal = Goal(f"tokens/s over {bench.beside} ({best})", ratios[best], bench.least)
-    return result(f"train --layout {name}", settings, measured, [goal], exposed(measured))
+    return _result(f"train --layout {name}", settings, measured, [goal])
 
 
 def measure(sides: Sequence[Side], settings: Settings) -> dict[str, Measured]:
@@ -198,15 +143,15 @@ def _measured(rounds: list[list[Turn]], peak: int, settings: Settings) -> Measur
     )
 
 
-def speed_up(ours: Measured, other: Measured) -> Spread:
+def _speed_up(ours: Measured, other: Measured) -> Spread:
     return paired_ratio(ours.tokens_per_s, other.tokens_per_s)
 
 
-def _memory_goal(text: str, ours: Measured, other: Measured, bound: float = 1.0) -> Goal:
-    return Goal(text, ours.peak_live_bytes / other.peak_live_bytes, bound, at_least=False)
+def _memory_goal(text: str, ours: Measured, other: Measured) -> Goal:
+    return Goal(text, ours.peak_live_bytes / other.peak_live_bytes, 1.0, at_least=False)
 
 
-def exposed(measured: dict[str, Measured]) -> list[str]:
+def _exposed(measured: dict[str, Measured]) -> list[str]:
     """Return how each side's step divides its time beside forward and backward, as far as the side can tell."""
     lines = []
     for name, side in measured.items():
@@ -217,20 +162,19 @@ def exposed(measured: dict[str, Measured]) -> list[str]:
     return lines
 
 
-def result(
-    bench: str, settings: Settings, measured: dict[str, Measured], goals: list[Goal], notes: list[str]
+def _result(
+    bench: str, settings: Settings, measured: dict[str, Measured], goals: list[Goal], failed: Sequence[str] = ()
 ) -> Result:
     base = next(iter(measured))
     more = ("MFU %", "peak GiB") if settings.card else ("optimizer ms", "cores a rank", "peak live MB", "ru_maxrss MB")
     columns = ("side", "tokens/s", f"{base} / side", *more)
     rows = [
-        (name, show(spread(side.tokens_per_s)), show(speed_up(measured[base], side), 3), *_more(side, settings.card))
+        (name, show(spread(side.tokens_per_s)), show(_speed_up(measured[base], side), 3), *_more(side, settings.card))
         for name, side in measured.items()
     ]
     raw = {name: side._asdict() for name, side in measured.items()}
-    return Result(
-        bench, settings.described(), raw, columns, rows, goals, [*notes, *how_multiplied(settings.work.device)]
-    )
+    notes = [*failed, *_exposed(measured), *how_multiplied(settings.work.device)]
+    return Result(bench, settings.described(), raw, columns, rows, goals, notes)
 
 
 def _more(side: Measured, card: str) -> tuple[str, ...]:

@@ -16,13 +16,12 @@ import pytest
 import torch
 
 from megamix.cli import main
-from megamix.tools.bench import benches, muon_bench, startup_bench, train_bench, update_bench
-from megamix.tools.bench.muon_bench import muon
+from megamix.tools.bench import benches, startup_bench, train_bench, update_bench
 from megamix.tools.bench.ranks import Settings, Side, Turn
 from megamix.tools.bench.report import Goal, Result, machine_line
 from megamix.tools.bench.sides import Work
 from megamix.tools.bench.startup_bench import startup
-from megamix.tools.bench.train_bench import LAYOUTS, Measured, examine, fp16, layout, overlap, train, wire
+from megamix.tools.bench.train_bench import LAYOUTS, Measured, layout, train
 from megamix.tools.bench.update_bench import (
     AFTER,
     BY_HAND,
@@ -88,25 +87,6 @@ JUDGED: dict[str, tuple[Callable[[], Result], dict[str, Measured], list[tuple[st
             ("parameters: peak live bytes over resharded's", 1.2, False),
         ],
     ),
-    "fp16": (
-        lambda: fp16(TINY),
-        {"fp16": _measured([95.0], 105), "fp16 native": _measured([5.0], 100), "fp32": _measured([100.0], 150)},
-        [
-            ("tokens/s over native half products", 19.0, True),
-            ("tokens/s over FP32", 0.95, True),
-            ("peak live bytes over native's", 1.05, True),
-        ],
-    ),
-    "overlap": (
-        lambda: overlap(TINY),
-        {"overlap on": _measured([102.0]), "overlap off": _measured([100.0])},
-        [("tokens/s with overlap over without", 1.02, False)],
-    ),
-    "examine": (
-        lambda: examine(TINY),
-        {"ordinary": _measured([150.0, 140.0]), "examined": _measured([100.0, 100.0])},
-        [("% of the run's time for one examined step in 100", 0.45, True)],
-    ),
 } | {
     name: (
         lambda name=name: layout(name, Settings(rounds=3)),
@@ -138,53 +118,8 @@ def test_goals_are_over_the_peer_that_comes_nearest(monkeypatch: pytest.MonkeyPa
         return {side.name: rounds[side.name] for side in sides}
 
     monkeypatch.setattr(train_bench, "measure", measure)
-    monkeypatch.setattr(train_bench, "native_halves", frozenset)
     assert _figures(bench().goals) == goals
     assert seen == [Settings(work=LAYOUTS[name].work, rounds=3, ranks=2) if name in LAYOUTS else TINY]
-
-
-def test_muon_is_judged_at_two_batches_on_two_ranks_and_by_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(sides: list[Side], settings: Settings) -> dict[str, Measured]:
-        rates = {"adamw": 100.0, "muon": 80.0 if settings.work.micro_batch_size == TINY.work.micro_batch_size else 90.0}
-        of_all = {side.name: _measured([rates.get(side.name, 85.0)] * settings.rounds) for side in sides}
-        each = 60.0 if settings.ranks == 2 else 100.0
-        return {name: one._replace(optimizer_ms=[each] * settings.rounds) for name, one in of_all.items()}
-
-    monkeypatch.setattr(muon_bench, "measure", measure)
-    *judged, (name, share, _) = _figures(muon(replace(TINY, ranks=2)).goals)
-    assert judged == [
-        (f"tokens/s over AdamW's, {TINY.work.micro_batch_size} sequences", 0.8, True),
-        ("tokens/s over AdamW's, 16 sequences", 0.9, True),
-        ("optimizer's part on 2 ranks over one's", 0.6, True),
-    ]
-    assert name == "time of the iteration's products over its own"
-    assert 0 < share < 10
-
-
-def test_wire_shows_every_way_to_sum_beside_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = {"half": _measured([100.0]), "half_fp32_sum": _measured([80.0]), "fp32": _measured([50.0])}
-    built = {}
-
-    def measure(sides: list[Side], settings: Settings) -> dict[str, Measured]:
-        built.update({side.name: side.build(settings.work).engine for side in sides})
-        return rounds
-
-    monkeypatch.setattr(train_bench, "measure", measure)
-    rows = [row[:3] for row in wire(TINY).rows]
-    assert rows == [
-        ("half", "100 [100, 100]", "1.000 [1.000, 1.000]"),
-        ("half_fp32_sum", "80 [80, 80]", "1.250 [1.250, 1.250]"),
-        ("fp32", "50 [50, 50]", "2.000 [2.000, 2.000]"),
-    ]
-    grad_dtypes = {name: engine.buckets[0].grads.dtype for name, engine in built.items()}
-    assert grad_dtypes == {"half": torch.bfloat16, "half_fp32_sum": torch.bfloat16, "fp32": torch.float32}
-
-
-def test_fp16_does_not_apply_where_half_products_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_bench, "native_halves", lambda: {torch.float16})
-    result = fp16(TINY)
-    assert (result.raw, result.goals) == ({}, [])
-    assert "this CPU has FP16 units" in result.text()
 
 
 def test_benches_run_from_end_to_end_and_leave_lines_of_json(
@@ -195,26 +130,26 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
         fork_ranks(monkeypatch)
         monkeypatch.setattr(update_bench, "KINDS", {"fp16": update_bench.KINDS["fp16"]})  # one process a kind
     tiny = partial(update, threads=(1,), calls=1, sizes={"tiny": MODEL})
-    benches.report({"update": (tiny, TINY), "overlap": (overlap, TINY)}, output)
+    benches.report({"update": (tiny, TINY), "train": (partial(train, names=("ours", "plain")), TINY)}, output)
     every = [json.loads(line) for line in output.read_text().splitlines()]
     lines = [line for line in every if "goals" in line]
-    assert [line["bench"] for line in lines] == ["update", "overlap"]
-    assert [[*line] for line in every if line["bench"] == "overlap"][:3] == [
+    assert [line["bench"] for line in lines] == ["update", "train"]
+    assert [[*line] for line in every if line["bench"] == "train"][:3] == [
         ["bench", "machine", "settings"],
         *[["bench", "side", "round", "tokens_per_s"]] * 2,
     ]
-    assert {line["side"] for line in every if "round" in line} == {"fp16", "overlap on", "overlap off"}
+    assert {line["side"] for line in every if "round" in line} == {"fp16", "ours", "plain"}
     assert set(lines[0]["raw"]["fp16, 1 thread(s)"]) == {LIBRARY, "statistics, no compiler", CASTS, COPY}
     after = lines[0]["raw"]["tiny"]
     assert [len(after[way]) for way in (AFTER, BY_HAND)] == [1, 1]
     (goal,) = [goal for goal in lines[0]["goals"] if goal["text"] == f"{AFTER}: processor time over by hand's (tiny)"]
     assert (goal["value"], goal["bound"], goal["at_least"]) == (after[AFTER][0] / after[BY_HAND][0], 1.1, False)
-    turns = lines[1]["raw"]["overlap off"]
+    turns = lines[1]["raw"]["plain"]
     assert [len(turns[name]) for name in ("tokens_per_s", "optimizer_ms", "details_ms")] == [1, 1, 1]
     assert turns["peak_live_bytes"] > 0
     printed = capsys.readouterr().out
     assert "megamix bench update" in printed
-    assert re.search("overlap on, ms a step on rank 0: .*exposed_all_gather", printed)
+    assert re.search("ours, ms a step on rank 0: .*exposed_all_gather", printed)
     assert machine_line(lines[1]["machine"]) in printed
 
 
@@ -290,12 +225,12 @@ def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.Monk
         assert all(torch.equal(bucket.params, bucket.master.bfloat16()) for bucket in rank._buckets), name
 
 
-@pytest.mark.parametrize(("what", "flags"), [("fp16", ["--json"]), ("all", [])])
+@pytest.mark.parametrize(("what", "flags"), [("step", ["--json"]), ("all", [])])
 def test_the_verb_runs_what_it_names(
     what: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[str, int]] = []
-    names = ["update", "train", "step", "host", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"]
+    names = ["update", "train", "step", "host", "startup"]
     for name in names:
 
         def bench(settings: Any, name: str = name, **_: Any) -> Result:
@@ -306,7 +241,7 @@ def test_the_verb_runs_what_it_names(
     monkeypatch.setattr(benches, "layout", lambda name, settings: bench(settings, name))
     output = tmp_path / "lines.jsonl"
     assert main(["bench", what, "--rounds", "3", "--output", str(output), *flags]) == 0
-    want = [*names[:4], *LAYOUTS, *names[4:]] if what == "all" else ["fp16"]
+    want = [*names[:4], *LAYOUTS, *names[4:]] if what == "all" else ["step"]
     assert ran == [(name, 3) for name in want]
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["bench"] for line in lines if "goals" in line] == want

@@ -16,7 +16,7 @@ from megamix.machine import CPU_HALVES
 from megamix.mixed_precision.muon import Muon
 from megamix.tools.bench import train_bench
 from megamix.tools.bench.ranks import Side, TrainRank
-from megamix.tools.bench.sides import Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied, plain
+from megamix.tools.bench.sides import Ddp, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied, plain
 from tests.distributed.late_gather import late_gathers
 from tests.tools.bench.tiny import WORK
 
@@ -24,7 +24,6 @@ FP32 = {
     "ours": partial(Ours, dtype=torch.float32),
     "gradients": partial(Ours, dtype=torch.float32, shard="gradients"),
     "parameters": partial(Ours, dtype=torch.float32, shard="parameters"),
-    "ours, no overlap": partial(Ours, dtype=torch.float32, overlap=False),
     "ddp": partial(Ddp, dtype=torch.float32),
     "zero": partial(Zero, dtype=torch.float32),
     "fsdp2": partial(Fsdp, dtype=torch.float32, reduce_dtype=torch.float32),
@@ -32,12 +31,8 @@ FP32 = {
 }
 HALF = {
     "ours": Ours,
-    "half_fp32_sum": partial(Ours, reduce_dtype="half_fp32_sum"),
-    "fp32 gradients": partial(Ours, reduce_dtype="fp32"),
     "fp16": partial(Ours, dtype=torch.float16),
     "parameters": partial(Ours, shard="parameters"),
-    "examined": Examined,
-    "fp16 native": partial(Ours, dtype=torch.float16, wide=False),
     "ddp": Ddp,
     "zero": Zero,
     "fsdp2": Fsdp,
@@ -91,9 +86,9 @@ def test_a_turn_times_its_steps_after_the_warm_up(run_ranks) -> None:
     assert ours.max_rss_bytes > 50e6  # torch alone is larger
 
 
-def _under_way(overlap: bool) -> tuple[int, int]:
+def _under_way() -> tuple[int, int]:
     """Return the number of gathers that nobody has awaited yet: after a step, and after a turn."""
-    rank = TrainRank(Side("ours", partial(Ours, overlap=overlap)), WORK)
+    rank = TrainRank(Side("ours", Ours), WORK)
     with late_gathers() as begun:
         rank._train_step(rank._built())
         after_step = sum(not gather.done for gather in begun)
@@ -102,8 +97,7 @@ def _under_way(overlap: bool) -> tuple[int, int]:
 
 
 def test_a_side_takes_no_traffic_into_the_next_sides_turn(run_ranks) -> None:
-    assert run_ranks(_under_way, 2, True) == [(1, 0), (1, 0)]
-    assert run_ranks(_under_way, 2, False) == [(0, 0), (0, 0)]
+    assert run_ranks(_under_way, 2) == [(1, 0), (1, 0)]
 
 
 def _peaks() -> dict[str, int]:
@@ -162,7 +156,7 @@ def test_plain_torch_multiplies_in_half_alone_where_blocks_are_compiled(monkeypa
 
 def test_without_bf16_arithmetic_no_side_multiplies_in_bf16(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CPU_HALVES, "wide")
-    sides = {name: HALF[name] for name in ("ours", "parameters", "examined", "ddp", "zero", "fsdp2")}
+    sides = {name: HALF[name] for name in ("ours", "parameters", "ddp", "zero", "fsdp2")}
     sides |= {"forward and backward": ForwardBackward, "muon": partial(Ours, optimizer=Muon)}
     for layout, bench in train_bench.LAYOUTS.items():
         work = replace(bench.work, model=WORK.model.model_copy(update={"tie_embeddings": False}))
