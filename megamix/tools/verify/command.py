@@ -14,8 +14,6 @@ from megamix.progress import ProgressLine
 from megamix.tools.verify.core.layout import parse_layouts
 from megamix.tools.verify.core.own_size import at_own_size
 
-MOST_PARTS = 3  # parts of a job that is interrupted twice
-
 
 def verify_arguments(parser: Parser) -> None:
     parser.example = "megamix verify job.toml --layouts dp2,tp2"
@@ -23,9 +21,7 @@ def verify_arguments(parser: Parser) -> None:
     parser.add_argument("--layouts", metavar="NAMES", help="layouts to verify, as dp2,dp4,dp2tp2 (dp1,dp2)")
     parser.add_argument("--bisect", action="store_true", help="name the first module that is wrong (compiles none)")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--runs", action="store_true", help="a job that is interrupted twice, on one layout after the other"
-    )
+    kind.add_argument("--runs", action="store_true", help="a job that is interrupted and goes on on each layout")
     kind.add_argument("--twice", action="store_true", help="the same job in two programs, bit for bit")
     kind.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
     parser.add_argument("--ranks", metavar="N", type=_worlds, help="numbers of ranks for --trainer, as 1,2,4 (1,2)")
@@ -116,9 +112,6 @@ def _config_lines(arguments: argparse.Namespace) -> Iterator[str]:
     names = (arguments.layouts or "dp1,dp2").split(",")
     config = at_own_size(config, arguments.overrides, names)
     layouts = parse_layouts(config, names)
-    if arguments.runs and len(layouts) > MOST_PARTS:
-        problem = f"--layouts: got {len(layouts)} names, but a job with two resumes has {MOST_PARTS} parts"
-        arguments.parser.error(problem, f"write up to {MOST_PARTS}, as --layouts dp2,dp1,dp4")
     if arguments.share_card and (piped := [layout.name for layout in layouts if layout.size("pp") > 1]):
         problem = f"--share-card: got {', '.join(piped)}, but Gloo sends nothing between the stages of one GPU"
         arguments.parser.error(problem, "verify them by --device cpu, or with a GPU for each rank")

@@ -54,7 +54,11 @@ class ObservedStep:
 
 
 def observed(
-    engine: ShardedEngine, result: StepResult | None, used: UsedValues, kept: KeptChoices, tape: Tape | None = None
+    engine: ShardedEngine,
+    result: StepResult | None,
+    used: UsedValues,
+    kept: KeptChoices | None = None,
+    tape: Tape | None = None,
 ) -> ObservedStep:
     """Return the state of a rank after a step. `result`: the step's; None: there was no step, and no gradient."""
     with engine.whole_parameters():
@@ -66,8 +70,8 @@ def observed(
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     tallied = {} if result is None else {name: counts.to("cpu", copy=True) for name, counts in result.tallied.items()}
     return ObservedStep(
-        scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, choices=kept.take(),
-        tallied=tallied, tape=tape or {}, dp_rank=engine.topology.data.rank, span=span,
+        scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tallied=tallied,
+        choices=kept.take() if kept else {}, tape=tape or {}, dp_rank=engine.topology.data.rank, span=span,
     )  # fmt: skip
 
 

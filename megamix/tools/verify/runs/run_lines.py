@@ -1,51 +1,69 @@
-"""`verify --runs` and `verify --twice`: the ranks on which their jobs run, and the lines that are printed."""
+"""`verify --runs` and `verify --twice`: jobs on ranks that are started for them, and what differs between them."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 
 from megamix.arguments import Failed
 from megamix.config import Config
+from megamix.report.metrics import TAGS
+from megamix.run.run_folder import METRICS
 from megamix.supervise.console import say
-from megamix.tools.ranks import RankFailure, RankPool, pool_for
+from megamix.tools.ranks import RankFailure, pool_for
 from megamix.tools.verify.core.layout import Layout
+from megamix.tools.verify.core.observed_step import assemble
 from megamix.tools.verify.core.own_size import size_told
 from megamix.tools.verify.core.table import row
-from megamix.tools.verify.runs.judge_runs import run_results, twice_problems
-from megamix.tools.verify.runs.watched_run import BORDERS, STEPS
+from megamix.tools.verify.runs.watched_run import BORDER, STEPS, Seen, digest, run_config, watch_job, write_data
 
-DEADLINE_S = 1800.0  # seconds of a part of a job
-_SHOWN = 8  # differences of a run that are shown
+DEADLINE_S = 1800.0  # seconds of one start of a job
+_TIMELESS = ("step", "train/", "valid/", "optim/")  # tags of the log that depend on no clock
+# Numbers of an attempt, and tags of the log, that no layout changes; others depend on the order of sums.
+_SETTLED = ("lr", "found_inf", "loss_scale", "next_loss_scale", "applied_updates", "skipped_steps")
+_SETTLED_TAGS = ("step", "train/tokens", "optim/lr", "optim/skipped_steps", "optim/loss_scale")
+
+Ranks = tuple[Seen, ...]
+Facts = dict[str, Any]
+
+
+class WatchedRun(NamedTuple):
+    """A job as its ranks saw it."""
+
+    starts: list[list[Ranks]]  # by start: its ranks before the first attempt, and after each attempt
+    rows: list[dict[str, Any]]  # of the log
+
+    @property
+    def attempts(self) -> list[Ranks]:
+        return [ranks for start in self.starts for ranks in start[1:]]
 
 
 def runs_lines(config: Config, layouts: Sequence[Layout], where: str | None) -> Iterator[str]:
-    """Yield the lines on a job that is interrupted twice, as they become known. `where`: as for `pool_for`."""
+    """Yield the lines on a job that never stops, on the first layout, and on the same job that is interrupted there and
+    goes on on each of the layouts. `where`: as for `pool_for`.
+    """
     yield size_told(config)
-    yield f"{'run':<48}{'on':>10}{'attempts':>10}{'skipped':>10}"
-    sizes = sorted({layout.world_size for layout in layouts}, reverse=True)
-    with ExitStack() as stack:
-        most = _pool(stack, sizes[0], where)
-        pools = {size: most if size == sizes[0] else _pool(stack, size, most.where) for size in sizes}
-        borders = " and ".join(map(str, BORDERS))
-        say(f"megamix verify: {STEPS} updates without a stop, and with resumes after {borders}", sys.stderr)
-
-        device = torch.device("cuda" if most.on_gpus else "cpu")
-        try:
-            ranks = {size: pool.call for size, pool in pools.items()}
-            for run, problems, share in run_results(config, layouts, _folder(stack), ranks, device):
-                told = f"{run.name:<48}{most.where:>10}{len(run.attempts):>10}{run.skipped:>10}"
-                yield f"{told}  {'differs' if problems else 'passes'}"
-                yield from map(Failed, _first(problems))
-                if share:
-                    yield f"  each step by itself: at most {share:.3f} of its bound (docs/parallelism.md)"
-        except RankFailure as failure:
-            yield Failed(f"a run fails\n{failure}")
+    yield row("run", "on", "attempts", "skipped", "")
+    where = pool_for(max(layout.world_size for layout in layouts), where).where
+    say(f"megamix verify: {STEPS} updates without a stop, then with a resume after {BORDER}", sys.stderr)
+    try:
+        whole = watched(config, layouts, layouts[:1], where)
+        for layout in layouts:
+            run = watched(config, layouts, [layouts[0], layout], where)
+            problems = run_problems(whole, run, one_layout=layout == layouts[0])
+            attempts, ends = len(run.attempts), "differs" if problems else "passes"
+            yield row(f"{layouts[0].name} to {layout.name}", where, str(attempts), str(attempts - STEPS), ends)
+            yield from (Failed(f"  {problem}") for problem in problems)
+    except RankFailure as failure:
+        yield Failed(f"a run fails\n{failure}")
 
 
 def twice_lines(config: Config, layouts: Sequence[Layout], where: str | None) -> Iterator[str]:
@@ -53,25 +71,109 @@ def twice_lines(config: Config, layouts: Sequence[Layout], where: str | None) ->
     yield size_told(config)
     for layout in layouts:
         say(f"megamix verify: {layout.name} on {layout.world_size} rank(s), in two programs", sys.stderr)
-        with ExitStack() as stack:
-            programs = [_pool(stack, layout.world_size, where, {}) for _ in range(2)]
-            try:
-                problems = twice_problems(config, layout, _folder(stack), [program.call for program in programs])
-            except RankFailure as failure:
-                problems = [f"fails\n{failure}"]
-            yield row(layout.name, programs[0].where, "differs" if problems else "the same, bit for bit")
-        yield from map(Failed, _first(problems))
+        try:
+            problems = twice_problems(config, layout, where)
+        except RankFailure as failure:
+            problems = [f"fails\n{failure}"]
+        on = pool_for(layout.world_size, where).where
+        yield row(layout.name, on, "differs" if problems else "the same, bit for bit")
+        yield from (Failed(f"  {problem}") for problem in problems)
 
 
-def _folder(stack: ExitStack) -> Path:
-    return Path(stack.enter_context(TemporaryDirectory(prefix="megamix-verify-")))
+def watched(
+    config: Config, layouts: Sequence[Layout], on: Sequence[Layout], where: str | None, **settings: Any
+) -> WatchedRun:
+    """Train a job that starts on the first one of `on` and goes on on the next one. `settings`: of the ranks."""
+    with TemporaryDirectory(prefix="megamix-verify-") as folder:
+        jobs = [run_config(config, layouts, layout, Path(folder)) for layout in on]
+        write_data(jobs[0], Path(folder))
+        starts = []
+        for number, (job, layout) in enumerate(zip(jobs, on, strict=True), 1):
+            with pool_for(layout.world_size, where, deadline_s=DEADLINE_S, **settings) as ranks:
+                seen = ranks.call(watch_job, job, BORDER if number < len(on) else None)
+                starts.append([*zip(*seen, strict=True)])
+        log = (Path(jobs[0].checkpoint.folder) / METRICS).read_text(encoding="utf-8")
+    rows = map(json.loads, log.splitlines())
+    return WatchedRun(starts, [row for row in rows if TAGS["resumed"] not in row])
 
 
-def _pool(stack: ExitStack, size: int, where: str | None, environment: Mapping[str, str] | None = None) -> RankPool:
-    return stack.enter_context(pool_for(size, where, environment=environment, deadline_s=DEADLINE_S))
+def run_problems(whole: WatchedRun, resumed: WatchedRun, *, one_layout: bool) -> list[str]:
+    """Return the first difference of a job that was resumed: in its state after the resume, its attempts or its log.
+
+    `whole`: the job that never stopped. On `one_layout` everything has the same bits; on another one the state, the
+    samples, and the numbers that no layout changes.
+    """
+    before, after = _state(resumed.starts[0][-1]), _state(resumed.starts[1][0])
+    before = {name: before.get(name) for name in after}  # without gradients
+    pairs = [("after the resume", before, after), *_attempts(whole, resumed, one_layout)]
+    tags = _TIMELESS if one_layout else _SETTLED_TAGS
+    for rows in zip_longest(whole.rows, resumed.rows, fillvalue=dict[str, Any]()):
+        want, got = ({tag: value for tag, value in row.items() if tag.startswith(tags)} for row in rows)
+        pairs.append((f"in {METRICS}, step {(want or got)['step']}", want, got))
+    return first_difference(pairs)
 
 
-def _first(problems: Sequence[str]) -> Iterator[str]:
-    yield from (f"  {problem}" for problem in problems[:_SHOWN])
-    if len(problems) > _SHOWN:
-        yield f"  and {len(problems) - _SHOWN} more"
+def twice_problems(config: Config, layout: Layout, where: str | None) -> list[str]:
+    """Train one job in two new programs. Return the first difference, and torch's indeterministic operations; nothing
+    if they are equal.
+    """
+    one, other = (watched(config, [layout], [layout], where, environment={}) for _ in range(2))
+    if not (problems := first_difference(_attempts(one, other, True))):
+        return []
+    with TemporaryDirectory(prefix="megamix-verify-") as folder, pool_for(layout.world_size, where) as ranks:
+        job = run_config(config, [layout], layout, Path(folder)).with_keys(training={"deterministic": False})
+        write_data(job, Path(folder))
+        found = {name for names in ranks.call(undetermined, job, deadline_s=DEADLINE_S) for name in names}
+    known = ", ".join(sorted(found)) or "none of the operations"
+    return [*problems, f"not deterministic, by what torch knows: {known}"]
+
+
+def first_difference(pairs: Iterable[tuple[str, Facts, Facts]]) -> list[str]:
+    """Return the first difference in words; nothing if there is none. `pairs`: when, what must be, and what is."""
+    for when, want, got in pairs:
+        if names := [name for name in {**want, **got} if want.get(name) != got.get(name)]:
+            more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+            return [f"{when}: {names[0]} is {got.get(names[0])}, not {want.get(names[0])}{more}"]
+    return []
+
+
+def _attempts(one: WatchedRun, other: WatchedRun, one_layout: bool) -> Iterator[tuple[str, Facts, Facts]]:
+    """Yield the start and each attempt of two runs."""
+    starts = one.starts[0][:1] + one.attempts, other.starts[0][:1] + other.attempts
+    for want, got in zip_longest(*starts, fillvalue=()):
+        yield f"after {(want or got)[0].when}", _facts(want, one_layout), _facts(got, one_layout)
+
+
+def _facts(ranks: Ranks, one_layout: bool) -> Facts:
+    """Return what must be equal after an attempt. Samples go by their places in the global batch."""
+    readers = {seen.dp_rank: seen.samples for seen in ranks}
+    samples = chain(*(readers[rank] for rank in sorted(readers)))
+    facts = {f"sample {place} of its batch": sample for place, sample in enumerate(samples)}
+    for rank, seen in enumerate(ranks if one_layout else ranks[:1]):
+        settled = [name for name in seen.facts if name.startswith(_SETTLED)]  # causes, so they are told first
+        others = [name for name in seen.facts if one_layout and name not in settled]
+        facts |= {f"{name} of rank {rank}": seen.facts[name] for name in settled + others}
+    return facts
+
+
+def _state(ranks: Ranks) -> Facts:
+    """Return counters, masters, moments, half copies and tallies by name, whichever ranks hold which part."""
+    observed = [seen.observed for seen in ranks if seen.observed]
+    whole = assemble([[*one.owned, *one.copies] for one in observed]).tensors
+    tensors = {f"{state} of {name}": tensor for (state, name), tensor in whole.items()}
+    tensors |= {name: one.buffers[name] for one in observed for name in one.buffers if name.endswith(".value")}
+    counters = {name: fact for name, fact in ranks[0].facts.items() if name.startswith(_SETTLED)}
+    return counters | {name: digest(tensor.double().numpy()) for name, tensor in tensors.items()}
+
+
+def undetermined(config: Config) -> list[str]:
+    """Return the operations of a job that torch says may differ from call to call. Every rank must call it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            watch_job(config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    told = [str(warning.message).partition(" does not have a deterministic") for warning in caught]
+    return sorted({name for name, known, _ in told if known})

@@ -17,6 +17,7 @@ from megamix.data import source
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run.batch_plan import BatchPlan
+from megamix.tools.verify.runs import watched_run
 from megamix.train import batches, job
 from megamix.train.trainer import Trainer
 
@@ -51,17 +52,6 @@ def cursor_lost() -> Any:
 
 def waiting_batch_lost() -> Any:
     return _plan_with(waiting=())
-
-
-def ramp_drops_what_waits() -> Any:
-    """Batches of the new size begin behind those that wait for another try."""
-    right = BatchPlan.with_batches_of
-
-    def wrong(self, size):
-        self._waiting.clear()
-        return right(self, size)
-
-    return mock.patch.object(BatchPlan, "with_batches_of", wrong)
 
 
 def every_rank_reads_the_first_ones() -> Any:
@@ -151,6 +141,13 @@ def dropout_counts_from_the_start() -> Any:
     return mock.patch.object(Trainer, "_seed_of_dropout", lambda *_: next(count))
 
 
+def another_seed() -> Any:
+    right = watched_run.run_job
+    return mock.patch.object(
+        watched_run, "run_job", lambda job, **kept: right(job.with_keys(training={"seed": 5}), **kept)
+    )
+
+
 def summed_in_another_order() -> Any:
     """The rows of a micro-batch come from the last one on."""
     right = source.TokenFileSource.read
@@ -181,54 +178,33 @@ class RunBug:
 
     plant: Callable[[], Any]
     met_in: str
-    words: tuple[str, ...]
-    at_resume: int = 1  # number of the resume
-    run: str = "changed"  # interrupted run: "changed" or "same"
+    words: str  # that the answer begins with
+    on_one_layout: bool = False  # True: found only where the layout stays
 
 
 RUN_BUGS = [
     RunBug(
-        epochs_counted_from_the_start, "accelerate #4195, KempnerForge #57",
-        ("update 7 (attempt 9), rank 0: instead of samples 40..43", "epoch 0's order after the second resume"), 2,
+        epochs_counted_from_the_start,
+        "accelerate #4195, KempnerForge #57",
+        "after attempt 4 (update 4): sample 1 of its batch is #",
     ),
+    RunBug(cursor_lost, "Bridge #5637", "after attempt 4 (update 4): sample 0 of its batch is #"),
+    RunBug(waiting_batch_lost, "megamix", "after attempt 4 (update 4): sample 0 of its batch is #"),
+    RunBug(every_rank_reads_the_first_ones, "several", "after attempt 4 (update 4): sample 4 of its batch is #"),
+    RunBug(samples_twice_an_epoch, "several", "after attempt 4 (update 4): sample 0 of its batch is #"),
+    RunBug(masters_from_half_copies, "OpenTau #182, Megatron #1359", "after the resume: master of "),
+    RunBug(moments_in_half, "Automodel #1896", "after the resume: exp_avg of "),
+    RunBug(moments_not_loaded, "several", "after the resume: exp_avg_sq of "),
+    RunBug(one_file_for_two_ranks, "Bridge #2307", "after the resume: exp_avg of "),
+    RunBug(loss_scale_begins_anew, "several", "after the resume: loss_scale.clean_steps is 0, not 1"),
+    RunBug(schedule_begins_anew, "several", "after attempt 4 (update 4): lr of rank 0 is "),
     RunBug(
-        cursor_lost, "Bridge #5637",
-        ("update 4 (attempt 4), rank 0", "instead of samples 16..19", "the data beginning anew after the first resume",
-         "twice in epoch 0, at update 1 by rank 0 and at update 4 by rank 0"),
+        dropout_counts_from_the_start,
+        "torchtitan #1593",
+        "after attempt 4 (update 4): gradient of ",
+        on_one_layout=True,
     ),
-    RunBug(
-        waiting_batch_lost, "megamix",
-        ("update 4 (attempt 4), rank 0", "a batch that overflowed and is not tried again after the first resume"),
-    ),
-    RunBug(
-        every_rank_reads_the_first_ones, "several",
-        ("update 4 (attempt 4), rank 1: instead of samples 20..23", "ranks 0 and 1 reading the same samples",
-         "twice in epoch 0, at update 4 by rank 0 and at update 4 by rank 1"),
-    ),
-    RunBug(
-        samples_twice_an_epoch, "several",
-        ("update 4 (attempt 4)", "an order in which some samples come twice in an epoch"),
-    ),
-    RunBug(
-        masters_from_half_copies, "OpenTau #182, Megatron #1359",
-        ("master of ", "after the first resume; it looks like its copy in float16"),
-    ),
-    RunBug(moments_in_half, "Automodel #1896", ("exp_avg of ", "it looks like its copy in float16")),
-    RunBug(moments_not_loaded, "several", ("exp_avg_sq of ", "it looks like it was not loaded, and is zero")),
-    RunBug(
-        one_file_for_two_ranks, "Bridge #2307",
-        ("exp_avg of ", "on rank 1 is off by", "a part of what rank 0 has saved"), 1, "same",
-    ),
-    RunBug(
-        loss_scale_begins_anew, "several",
-        ("loss_scale.clean_steps is 0 after the first resume", "it looks like a run's first one"),
-    ),
-    RunBug(schedule_begins_anew, "several", ("update 4 has lr ", "it looks like update 1's")),
-    RunBug(
-        dropout_counts_from_the_start, "torchtitan #1593",
-        ("after attempt 4 (update 4), gradient of ", "differs from never stopped on dp2"), 1, "same",
-    ),
-]  # fmt: skip
+]
 
 
 @contextmanager

@@ -1,51 +1,69 @@
-"""`verify --runs` and `--twice` accuse no right job, and name what a resume, the data order or an operation gets wrong:
-fault, update, rank, samples.
+"""`verify --runs` and `--twice` accuse no right job, and name the first thing that a resume, the data order or an
+operation gets wrong: the attempt, and a sample, number or tensor.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-import shutil
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import pytest
-import torch
 
 from megamix.builders.objects import build_optimizer
 from megamix.cli import main
 from megamix.config import Config
 from megamix.config.checks import check_config
 from megamix.tools.ranks import RankFailure
-from megamix.tools.verify.core.layout import parse_layout
+from megamix.tools.verify.core.layout import Layout, parse_layout
 from megamix.tools.verify.runs import run_lines
-from megamix.tools.verify.runs.data_order import DataOrder, ranges, write_data
-from megamix.tools.verify.runs.judge_runs import (
-    WatchedRun,
-    first_difference,
-    log_problems,
-    problems_alone,
-    run_results,
-    twice_problems,
-    watched_part,
-)
-from megamix.tools.verify.runs.watched_run import BORDERS, JobPart, run_config
+from megamix.tools.verify.runs.run_lines import WatchedRun, run_problems, runs_lines, twice_problems, watched
+from megamix.tools.verify.runs.watched_run import run_config
 from tests.conftest import FULL
 from tests.tools.verify.jobs import EXPERTS, make_config
 from tests.tools.verify.runs.run_bugs import RUN_BUGS, RunBug, planted
 from tests.tools.verify.test_command import SMALL
 
-CPU = torch.device("cpu")
 SEEDS = range(50 if FULL else 1)
-ENDS = (*BORDERS, None)
+ONE, TWO = parse_layout("dp1"), parse_layout("dp2")
 
 
-def _work(bug: str, work: Callable[[JobPart], Any], part: JobPart) -> Any:
+class Pool:
+    """The session's ranks in place of the command's pool."""
+
+    run: Callable[..., list[Any]]
+    on_gpus, where = False, "cpu"
+
+    def __init__(self, size: int, where: str | None, **settings: object):
+        self.size = size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def call(self, work: Callable[..., Any], *arguments: Any, deadline_s: float | None = None) -> list[Any]:
+        return self.run(work, self.size, *arguments)
+
+
+def _work(bug: str, work: Callable[..., Any], *arguments: Any) -> Any:
     with planted(bug):
-        return work(part)
+        return work(*arguments)
+
+
+def _pools(run_ranks: Callable[..., list[Any]], bug: str = "", since: int = 0) -> Any:
+    """Take the session's ranks, which have a bug since the start with this number."""
+    starts = itertools.count()
+
+    def run(work: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        return run_ranks(_work, size, bug if next(starts) >= since else "", work, *arguments)
+
+    return mock.patch.multiple(run_lines, pool_for=type("Planted", (Pool,), {"run": staticmethod(run)}))
 
 
 def _dynamic(config: Config, dropout: float = 0.0) -> Config:
@@ -80,14 +98,13 @@ def _drawn(seed: int) -> tuple[Config, str]:
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_job_that_is_right_passes(run_ranks, tmp_path: Path, seed: int) -> None:
+def test_a_job_that_is_right_passes(run_ranks, seed: int) -> None:
     config, layouts = _drawn(seed)
-    parsed = [*map(parse_layout, layouts.split(","))]
-    ranks = {one.world_size: partial(run_ranks, _work, one.world_size, "") for one in parsed}
-    found = [*run_results(config, parsed, tmp_path, ranks, CPU)]
-    assert [problems for _, problems, _ in found] == [[], [], []]
-    assert all(run.skipped >= 4 for run, *_ in found)  # those that are planted
-    assert 0 < found[2][2] < 1
+    with _pools(run_ranks):
+        _, header, *rows = runs_lines(config, [*map(parse_layout, layouts.split(","))], None)
+    assert header.split() == ["run", "on", "attempts", "skipped"]
+    assert [row.split()[-1] for row in rows] == ["passes"] * len(rows)
+    assert all(int(row.split()[-2]) >= 2 for row in rows)  # those that are planted
 
 
 def test_a_schedule_in_tokens_has_the_same_shares_of_the_updates(tmp_path: Path) -> None:
@@ -97,33 +114,57 @@ def test_a_schedule_in_tokens_has_the_same_shares_of_the_updates(tmp_path: Path)
     config, layout = Config.model_validate(tree), parse_layout("dp1")
     steps, by_updates = config.training.steps, layout.apply(config).lr_schedule
     assert (by_updates.warmup_steps, by_updates.decay_steps) == (steps // 10, steps // 2)
-    assert check_config(run_config(config, [layout], layout, tmp_path, "one")) == []
+    assert check_config(run_config(config, [layout], layout, tmp_path)) == []
 
 
-def test_a_border_of_a_ramp_that_drops_a_waiting_batch_is_named(run_ranks, tmp_path: Path) -> None:
-    config = make_config("dp1", dtype="fp16").with_keys(training={"batch_ramp": ((0, 4), (2, 8))})
-    ranks = {1: partial(run_ranks, _work, 1, "ramp_drops_what_waits")}
-    _, problems, _ = next(run_results(config, [parse_layout("dp1")], tmp_path, ranks, CPU))
-    assert problems == ["never stopped on dp1: samples 8..11 are used 0 times"]
+def _job() -> Config:
+    return _dynamic(make_config("dp2"), dropout=0.1)
 
 
-def test_a_job_with_experts_passes_and_biases_that_a_resume_loses_are_named(run_ranks, tmp_path: Path) -> None:
-    config, names = make_config("dp1", dtype="bf16", model={"experts": EXPERTS}), ("dp2", "dp2ep2")
-    layouts = [*map(parse_layout, names)]
-    ranks = {2: partial(run_ranks, _work, 2, "")}
-    found = [*run_results(config, layouts, tmp_path, ranks, CPU)]
-    assert [problems for _, problems, _ in found] == [[], [], []]
-    (straight, *_), _, (run, _, share) = found
-    assert 0 < share < 1
-    order = write_data(run.configs[0], tmp_path)
-    for seen in run.parts[1][0]:
+@pytest.fixture(scope="module")
+def whole(run_ranks) -> dict[str, WatchedRun]:
+    """Return a job that never stopped, by its layout."""
+    with _pools(run_ranks):
+        return {one.name: watched(_job(), [ONE, TWO], [one], None) for one in (ONE, TWO)}
+
+
+def _resumed(run_ranks, on: list[Layout], bug: str = "") -> WatchedRun:
+    """Return a job whose second start has a bug."""
+    with _pools(run_ranks, bug, since=1):
+        return watched(_job(), [ONE, TWO], on, None)
+
+
+@pytest.mark.uncounted
+@pytest.mark.parametrize("bug", RUN_BUGS, ids=lambda bug: bug.plant.__name__)
+def test_a_planted_bug_is_named(run_ranks, whole: dict[str, WatchedRun], bug: RunBug) -> None:
+    for first in (TWO,) if bug.on_one_layout else (TWO, ONE):
+        run = _resumed(run_ranks, [first, TWO], bug.plant.__name__)
+        (problem,) = run_problems(whole[first.name], run, one_layout=first == TWO)
+        assert problem.startswith(bug.words)
+
+
+def test_a_log_that_is_not_the_other_ones_is_named(run_ranks, whole: dict[str, WatchedRun]) -> None:
+    run = _resumed(run_ranks, [TWO, TWO])
+
+    def problems(rows: list[dict[str, Any]]) -> list[str]:
+        return run_problems(whole["dp2"], run._replace(rows=rows), one_layout=True)
+
+    assert problems(run.rows) == []
+    (missing,) = problems(run.rows[:2] + run.rows[3:])
+    assert missing.startswith("in metrics.jsonl, step 2: ")
+    (short,) = problems(run.rows[:-1])
+    assert re.search(r"^in metrics.jsonl, step 6: step is None, not 6, and \d+ more$", short)
+
+
+def test_a_job_with_experts_passes_and_biases_that_a_resume_loses_are_named(run_ranks) -> None:
+    config, layouts = make_config("dp1", dtype="bf16", model={"experts": EXPERTS}), [TWO, parse_layout("dp2ep2")]
+    with _pools(run_ranks):
+        straight, run = (watched(config, layouts, on, None) for on in (layouts[:1], layouts))
+    assert run_problems(straight, run, one_layout=False) == []
+    for seen in run.starts[1][0]:
         seen.observed.buffers["blocks.1.feed_forward.router.balance.value"].zero_()
-    lost = [*problems_alone(run, order, [read.planned for read in straight.reads(order)])]
-    assert len(lost) == 2
-    assert lost[1].startswith(
-        "resumed twice on dp2, dp2ep2: blocks.1.feed_forward.router.balance.value on rank 1 is off by 0.00"
-    )
-    assert lost[1].endswith(" after the first resume; it looks like it was not loaded, and is zero")
+    (lost,) = run_problems(straight, run, one_layout=False)
+    assert lost.startswith("after the resume: blocks.1.feed_forward.router.balance.value is #")
 
 
 def test_schedules_of_long_runs_fit_into_the_few_updates(tmp_path: Path) -> None:
@@ -131,127 +172,33 @@ def test_schedules_of_long_runs_fit_into_the_few_updates(tmp_path: Path) -> None
     momentum, decay = {"start": 0.85, "warmup_steps": 300}, {"end": 0.0, "warmup_steps": 0, "decay_steps": 400}
     tree["optimizer"]["schedules"] = {"momentum": momentum, "weight_decay": decay}
     layout = parse_layout("dp1")
-    optimizer = build_optimizer(run_config(Config.model_validate(tree), [layout], layout, tmp_path, "run"))
-    assert optimizer.momentum == (0.85, 0.875, *[0.9] * 7)
-    assert optimizer.weight_decay[-1] == pytest.approx(optimizer.weight_decay[0] / 9)
+    optimizer = build_optimizer(run_config(Config.model_validate(tree), [layout], layout, tmp_path))
+    assert optimizer.momentum == (0.85, 0.875, *[0.9] * 4)
+    assert optimizer.weight_decay[-1] == pytest.approx(optimizer.weight_decay[0] / 6)
 
 
 def test_a_job_has_the_same_global_batch_on_every_layout(tmp_path: Path) -> None:
     layouts = [parse_layout(name) for name in ("cp2", "replicas2", "dp2replicas2", "dp2tp2", "pp2")]
-    jobs = [run_config(make_config("dp1"), layouts, one, tmp_path, one.name) for one in layouts]
+    jobs = [run_config(make_config("dp1"), layouts, one, tmp_path) for one in layouts]
     assert {job.training.global_batch_size for job in jobs} == {16}
 
 
-@dataclass
-class Straight:
-    """A job that never stopped, and two in three parts, without bugs; and their folders after each part."""
-
-    folder: Path
-    order: DataOrder
-    straight: WatchedRun
-    configs: dict[str, list[Config]]
-    parts: dict[str, list[list[Any]]]
-
-    @property
-    def planned(self) -> list[Any]:
-        return [read.planned for read in self.straight.reads(self.order)]
-
-
-@pytest.fixture(scope="module")
-def right(run_ranks, tmp_path_factory: pytest.TempPathFactory) -> Straight:
-    folder, config = tmp_path_factory.mktemp("runs"), _dynamic(make_config("dp2"), dropout=0.1)
-    layouts = [parse_layout("dp2"), parse_layout("dp1")]
-    places = {"straight": layouts[:1], "same": layouts[:1] * 3, "changed": [layouts[1], layouts[0], layouts[0]]}
-    configs = {
-        name: [run_config(config, layouts, one, folder, name) for one in these] for name, these in places.items()
-    }
-    order = write_data(configs["same"][0], folder)
-    parts: dict[str, list[Any]] = {}
-    for name, these in places.items():
-        ends = ENDS if len(these) > 1 else (None,)
-        for number, (layout, until) in enumerate(zip(these, ends, strict=True)):
-            if name != "straight" and until is None:
-                break
-            ranks = partial(run_ranks, _work, layout.world_size, "")
-            seen = watched_part(ranks, JobPart(configs[name][number], until))
-            parts.setdefault(name, []).append(seen)
-            shutil.copytree(folder / name, folder / f"{name}{number}")
-    straight = WatchedRun("never stopped on dp2", configs["straight"], parts["straight"])
-    return Straight(folder, order, straight, configs, parts)
-
-
-@pytest.mark.uncounted
-@pytest.mark.parametrize("bug", RUN_BUGS, ids=lambda bug: bug.plant.__name__)
-def test_a_planted_bug_is_named(run_ranks, right: Straight, tmp_path: Path, bug: RunBug) -> None:
-    at, own = bug.at_resume, tmp_path / "run"
-    shutil.copytree(right.folder / f"{bug.run}{at - 1}", own)
-    config = right.configs[bug.run][at]
-    config = config.with_keys(checkpoint={"folder": str(own)})
-    seen = watched_part(partial(run_ranks, _work, 2, bug.plant.__name__), JobPart(config, ENDS[at]))
-    run = WatchedRun(bug.run, [*[config] * at, config], [*right.parts[bug.run][:at], seen])
-    problems = [*problems_alone(run, right.order, right.planned)]
-    if bug.run == "same":
-        problems += [*first_difference(right.straight, run)]
-    assert any(all(words in problem for words in bug.words) for problem in problems), problems[:5]
-
-
-def test_a_log_that_is_not_the_other_ones_is_named(right: Straight, tmp_path: Path) -> None:
-    config = right.configs["straight"][0]
-    shutil.copytree(right.folder / "straight0", tmp_path / "run")
-    config, log = config.with_keys(checkpoint={"folder": str(tmp_path / "run")}), tmp_path / "run/metrics.jsonl"
-
-    def problems(rows: list[str]) -> list[str]:
-        log.write_text("".join(rows))
-        return [*log_problems(right.straight, WatchedRun("resumed", [config], right.straight.parts), None)]
-
-    rows = log.read_text().splitlines(keepends=True)
-    assert problems(rows) == []
-    (missing,) = problems(rows[:3] + rows[4:])
-    assert missing == "resumed: metrics.jsonl, step 3: step is 4, of the run that never stopped 3"
-    (short,) = problems(rows[:-1])
-    assert short == f"resumed: metrics.jsonl has {len(rows) - 1} rows, of the run that never stopped {len(rows)}"
-
-
-def _seed(seed: int, part: JobPart) -> JobPart:
-    return replace(part, config=part.config.with_keys(training={"seed": seed}))
-
-
 @pytest.mark.parametrize(
-    ("bug", "seed", "words"),
+    ("bug", "words"),
     [
-        ("", 5, ["after the start, master of ", "not deterministic, by what torch knows: none of the operations"]),
-        ("summed_in_another_order", 1234, ["after attempt 0 (update 1), gradient of ", "none of the operations"]),
-        ("put_in_any_order", 1234, ["after attempt 0 (update 1), gradient of ", "by what torch knows: put_"]),
+        (
+            "another_seed",
+            ["after the start: master of ", "not deterministic, by what torch knows: none of the operations"],
+        ),
+        ("summed_in_another_order", ["after attempt 0 (update 1): sample 0 of its batch is ", "none of"]),
+        ("put_in_any_order", ["after attempt 0 (update 1): gradient of ", "by what torch knows: put_"]),
     ],
 )
-def test_the_same_job_twice(run_ranks, tmp_path: Path, bug: str, seed: int, words: list[str]) -> None:
-    def program(bug: str, seed: int, work: Callable[[JobPart], Any], part: JobPart) -> list[Any]:
-        return run_ranks(_work, 1, bug, work, _seed(seed, part))
-
-    config = _dynamic(make_config("dp1"))
-    programs = [partial(program, "", 1234), partial(program, bug, seed)]
-    problems = twice_problems(config, parse_layout("dp1"), tmp_path, programs)
+def test_the_same_job_twice(run_ranks, bug: str, words: list[str]) -> None:
+    with _pools(run_ranks, bug, since=1):
+        problems = twice_problems(_dynamic(make_config("dp1")), ONE, None)
     assert len(problems) == len(words)
     assert all(some in problem for some, problem in zip(words, problems, strict=True)), problems
-
-
-class Pool:
-    """The session's ranks in place of the command's pool."""
-
-    run: Callable[..., list[Any]]
-    on_gpus, where = False, "cpu"
-
-    def __init__(self, size: int, where: str | None, **settings: object):
-        self.size = size
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def call(self, work: Callable[[JobPart], Any], part: JobPart, deadline_s: float | None = None) -> list[Any]:
-        return self.run(work, self.size, part)
 
 
 CONFIG = str(Path(__file__).parents[4] / "configs/quickstart.toml")
@@ -260,30 +207,19 @@ CONFIG = str(Path(__file__).parents[4] / "configs/quickstart.toml")
 def test_the_command_names_what_differs_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    problems = [f"problem {number}" for number in range(10)]
+    problems = ["the first difference", "operations"]
     monkeypatch.setattr(run_lines, "pool_for", Pool)
     monkeypatch.setattr(run_lines, "twice_problems", lambda *_: problems)
     assert main(["verify", CONFIG, *SMALL, "--twice", "--layouts", "dp1"]) == 1
     told = capsys.readouterr().out.splitlines()
     assert told[1].split() == ["dp1", "cpu", "differs"]
-    assert told[2:] == [*(f"  {problem}" for problem in problems[:8]), "  and 2 more"]
+    assert told[2:] == [f"  {problem}" for problem in problems]
 
     def fails(*_: object) -> None:
         raise RankFailure("rank 1: no such thing")
 
     monkeypatch.setattr(run_lines, "twice_problems", fails)
-    monkeypatch.setattr(run_lines, "run_results", fails)
+    monkeypatch.setattr(run_lines, "watched", fails)
     assert main(["verify", CONFIG, *SMALL, "--twice", "--layouts", "dp1"]) == 1
     assert main(["verify", CONFIG, *SMALL, "--runs"]) == 1
     assert capsys.readouterr().out.count("fails\nrank 1: no such thing") == 2
-
-
-def test_more_layouts_than_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["verify", CONFIG, *SMALL, "--runs", "--layouts", "dp1,dp2,dp4,dp1"])
-    assert "--layouts: got 4 names, but a job with two resumes has 3 parts; write up to 3" in capsys.readouterr().err
-
-
-def test_samples_are_told_by_their_ranges() -> None:
-    assert ranges([3, 1, 2, 7, 9, 10]) == "1..3, 7, 9..10"
-    assert ranges(range(0, 20, 2)) == "0, 2, 4, 6, 8, 10, and others"
