@@ -1,25 +1,20 @@
-"""Progress of long work, on stderr: a line that is rewritten on a terminal, a line now and then in a log.
-
-A verb that uses it is not silent for longer than SILENT_S. stdout may be data, so nothing of this is printed there.
-"""
+"""Progress of long work, on stderr: a line now and then. stdout may be data, so nothing of this is printed there."""
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 SILENT_S = 4.0  # seconds without a word before the first line about a piece of work
-_LOG_S = 10.0  # seconds between further lines in a log
-_FRAME_S = 0.5  # seconds between rewrites on a terminal
-_CLEAR = "\r\x1b[K"  # to the start of the terminal's line, and erase it
+_AGAIN_S = 10.0  # least seconds between further lines
+_TICK_S = 0.5
 
 
 @dataclass(slots=True)
@@ -58,19 +53,16 @@ class ProgressLine:
 
     def __init__(self, who: str = ""):
         self._who = who
-        self.work = LongWork("at work", time.monotonic())
-        self._spoke_s = time.monotonic()
-        self._patience_s = SILENT_S
         self.speaks = os.environ.get("RANK", "0") == "0"
-        self._shown = False  # whether the terminal's line holds our text
-        self._writing = threading.Lock()
+        self._next_s = math.inf  # time of the next line
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._tell, daemon=True, name="megamix progress")
+        self.begin("at work")
 
     def begin(self, what: str, total: float = 0.0, done: float = 0.0) -> None:
         """Say what the verb does from now on. `done`: part of `total` that is there before it begins."""
-        self.work = LongWork(what, time.monotonic(), total, done, done)
-        self._patience_s = SILENT_S
+        now_s = time.monotonic()
+        self.work = LongWork(what, now_s, total, done, done)
+        self._next_s = min(self._next_s, now_s + SILENT_S)
 
     def advance(self, amount: float) -> None:
         """Count a part of the work as done."""
@@ -78,43 +70,24 @@ class ProgressLine:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Keep the terminal's line clear in the block, which prints."""
-        with self._writing:
-            self._write("")
-            yield
-            self._spoke_s = time.monotonic()
-            self._patience_s = SILENT_S
+        """Print nothing in the block, which speaks itself."""
+        self._next_s = math.inf
+        yield
+        self._next_s = time.monotonic() + SILENT_S
 
     def __enter__(self) -> Self:
         if self.speaks:
-            self._thread.start()
+            threading.Thread(target=self._tell, daemon=True, name="megamix progress").start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
-        with self._writing:
-            self._write("")
 
     def _tell(self) -> None:
-        on_terminal = sys.stderr.isatty()
-        while not self._ended.wait(_FRAME_S):
+        while not self._ended.wait(_TICK_S):
             now_s = time.monotonic()
-            with self._writing:
-                if self._ended.is_set() or now_s - self._spoke_s < self._patience_s:
-                    continue
-                if on_terminal:
-                    self._write(f"{self._who}: {self.work.told(now_s)}")
-                    continue
-                with suppress(OSError, ValueError):  # nobody reads any more
-                    print(f"{self._who}: {self.work.told(now_s)}", file=sys.stderr, flush=True)
-                self._spoke_s, self._patience_s = now_s, _LOG_S
-
-    def _write(self, text: str) -> None:
-        """Put a text into the terminal's line, in place of the one before."""
-        if not text and not self._shown:
-            return
-        self._shown = bool(text)
-        width = shutil.get_terminal_size().columns - 1
-        with suppress(OSError, ValueError):
-            sys.stderr.write(f"{_CLEAR}{text[:width]}")
-            sys.stderr.flush()
+            if now_s < self._next_s:
+                continue
+            with suppress(OSError):  # nobody reads any more
+                print(f"{self._who}: {self.work.told(now_s)}\n", end="", file=sys.stderr, flush=True)
+            self._next_s = now_s + max(_AGAIN_S, (now_s - self.work.begun_s) / 20)

@@ -1,6 +1,4 @@
-"""No verb is silent while it works: a terminal's line shows share and time left, a log gets lines; stdout has only the
-results.
-"""
+"""No verb is silent while it works: lines on stderr show share and time left; stdout has only the results."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import io
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,13 +25,9 @@ DEADLINE_S = 60.0
 class Watched(io.StringIO):
     """A stream that tells when something was written."""
 
-    def __init__(self, *, is_terminal: bool = False):
+    def __init__(self) -> None:
         super().__init__()
         self._written = threading.Condition()
-        self._is_terminal = is_terminal
-
-    def isatty(self) -> bool:
-        return self._is_terminal
 
     def write(self, text: str) -> int:
         with self._written:
@@ -46,14 +41,14 @@ class Watched(io.StringIO):
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Watched]:
-    """Return a function that makes stderr a log or a terminal, where the first line comes at once."""
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Watched]:
+    """Return a function that takes stderr's place, where the first line comes at once."""
 
-    def make(*, is_terminal: bool = False) -> Watched:
-        stream = Watched(is_terminal=is_terminal)
+    def make() -> Watched:
+        stream = Watched()
         monkeypatch.setattr("sys.stderr", stream)
         monkeypatch.setattr(progress, "SILENT_S", 0.0)
-        monkeypatch.setattr(progress, "_FRAME_S", 0.001)
+        monkeypatch.setattr(progress, "_TICK_S", 0.001)
         return stream
 
     return make
@@ -76,28 +71,25 @@ def test_times_are_said_as_people_say_them() -> None:
     assert told == ["0 s", "0.2 s", "42 s", "99 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"]
 
 
-def test_a_log_gets_lines_of_the_present_work(impatient: Callable[..., Watched]) -> None:
+def test_stderr_gets_a_line_of_the_present_work(impatient: Callable[[], Watched]) -> None:
     log = impatient()
     with ProgressLine("megamix evaluate") as told:
         told.begin("tokens", total=4)
         log.wait("megamix evaluate: tokens, 0 s\n")
-    assert "\r" not in log.getvalue()
 
 
-def test_a_terminal_has_one_line_which_makes_room(impatient: Callable[..., Watched]) -> None:
-    terminal = impatient(is_terminal=True)
-    with ProgressLine("megamix evaluate") as told:
-        terminal.wait()
-        with told.aside():
-            terminal.write("RESULT\n")
-    written = terminal.getvalue()
-    assert written.startswith("\r\x1b[Kmegamix evaluate: at work, 0 s")
-    assert "\r\x1b[KRESULT\n" in written
-    assert written.count("\n") == 1
-    assert not written.rpartition("\x1b[K")[2].startswith("megamix")  # the line is gone at the end
+def test_nothing_is_said_while_the_verb_prints(
+    impatient: Callable[[], Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = impatient()
+    told, looks = ProgressLine("megamix evaluate"), iter([False, False, True])
+    monkeypatch.setattr(told, "_ended", SimpleNamespace(wait=lambda seconds: next(looks)))
+    with told.aside():
+        told._tell()
+    assert log.getvalue() == ""
 
 
-def test_the_first_rank_alone_speaks(impatient: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_alone_speaks(impatient: Callable[[], Watched], monkeypatch: pytest.MonkeyPatch) -> None:
     log = impatient()
     monkeypatch.setenv("RANK", "1")
     with ProgressLine("megamix doctor") as told:
@@ -106,7 +98,7 @@ def test_the_first_rank_alone_speaks(impatient: Callable[..., Watched], monkeypa
 
 
 def test_a_verb_of_lines_speaks_while_it_works(
-    impatient: Callable[..., Watched], capsys: pytest.CaptureFixture[str]
+    impatient: Callable[[], Watched], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = impatient()
 
@@ -129,7 +121,7 @@ def test_a_verb_of_lines_speaks_while_it_works(
     ids=str,
 )
 def test_verify_and_doctor_speak_while_they_work(
-    verb: list[str], function: str, impatient: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+    verb: list[str], function: str, impatient: Callable[[], Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = impatient()
 

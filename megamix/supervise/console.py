@@ -20,17 +20,11 @@ _STILL_S = 5.0  # seconds without a line after which a phase says that it goes o
 
 
 def open_streams() -> None:
-    """Make the standard streams take any line; call it when a process starts. A closed stream, as a daemon may have,
-    becomes /dev/null. Otherwise the next file that is opened would get the stream's descriptor, and libraries would
-    print into this file. A character that a stream's encoding lacks is written as its number.
+    """Make the standard streams take any line; call it when a process starts. A character that a stream's encoding
+    lacks is written as its number.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
-        stream = getattr(sys, name)
-        if stream is None:
-            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
-        elif mode == "w" and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
 
-from megamix.supervise.processes import Siblings, process, process_start
+from megamix.supervise.processes import process, process_start
 from megamix.supervise.status import NoAnswerError
 
 _SHOWN_RUNS = 8  # most runs of consecutive ranks that a message lists
@@ -56,6 +57,12 @@ class Sign(NamedTuple):
         found = process(self.pid)
         return found is not None and found.start == self.start and not found.is_stopped
 
+    def end(self) -> None:
+        """Kill the rank's process, stopped or not, if it is on this host; leave a later one with its pid alone."""
+        if self.is_here and process_start(self.pid) == self.start:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
 
 class EndReason(NamedTuple):
     """The reason why all ranks must end."""
@@ -75,7 +82,6 @@ class RollCall:
     def __init__(self, store: Store, rank: int, size: int):
         self.rank, self.size = rank, size
         self._store = store
-        self.siblings = Siblings()
         self._beat = 0
         self._me = (socket.gethostname(), os.getpid(), process_start(os.getpid()))
 

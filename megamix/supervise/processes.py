@@ -3,8 +3,6 @@ as the launcher needs.
 """
 
 import contextlib
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -62,31 +60,3 @@ def children_of(pid: int) -> list[int]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(pid).children()]
     return []
-
-
-class Siblings:
-    """The other processes that this process's parent has started, as the system lists them: the ranks of one launcher.
-    A rank may end only these: a pid in the ranks' store may be another process's by now.
-
-    Create this object when all ranks run.
-    """
-
-    def __init__(self) -> None:
-        parent = os.getppid()
-        found = {pid: process_start(pid) for pid in children_of(parent) if pid != os.getpid()}
-        # If the launcher is dead, the parent is init or a subreaper, whose other children are no ranks.
-        self._starts = found if parent == os.getppid() != 1 else {}
-
-    def stopped(self) -> list[int]:
-        """Return the pids of siblings that are stopped, by SIGSTOP or at a terminal."""
-        return [pid for pid in self._starts if self._is_ours(pid) and (found := process(pid)) and found.is_stopped]
-
-    def end(self, pid: int) -> None:
-        """Kill a sibling, stopped or not; leave any other process alone."""
-        if self._is_ours(pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def _is_ours(self, pid: int) -> bool:
-        """Return whether the pid is still the same sibling process."""
-        return process_start(pid) == self._starts.get(pid, "") != ""

@@ -31,7 +31,6 @@ from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
 from megamix.supervise.console import drop_unwritten, say
 from megamix.supervise.liveness import EndReason, Position, RollCall, Sign, names
-from megamix.supervise.processes import Siblings
 from megamix.supervise.status import (
     NO_MEMORY,
     PARENT_DIED,
@@ -91,8 +90,6 @@ class Watchdog:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._talker = threading.Thread(target=self._talk, name="roll call", daemon=True)
-        self._stopped_s: float | None = None  # time since which a rank of a dead launcher is stopped
-        self._ended = ""  # line about the stopped ranks that this rank has ended
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> Watchdog:
@@ -101,10 +98,8 @@ class Watchdog:
         if self._roll is not None:
             try:
                 self._status.folder.mkdir(parents=True, exist_ok=True)  # this host may have no such folder yet
-                # The file is new, because a stopped rank of an earlier job may still write to the old one.
                 stacks = self._status.folder / f"stacks_rank{self._rank}.txt"
-                stacks.unlink(missing_ok=True)
-                self._stacks = stacks.open("x", encoding="utf-8")
+                self._stacks = stacks.open("w", encoding="utf-8")
             except OSError as error:
                 say(f"megamix train: stacks of rank {self._rank} would go to stderr: {error}", sys.stderr)
             with contextlib.suppress(RuntimeError):
@@ -137,8 +132,6 @@ class Watchdog:
                 with contextlib.suppress(OSError):
                     traceback.print_exception(error, file=self._stacks or sys.stderr)
                 tell_collectives(self._collectives)
-                if self._ended:
-                    error.add_note(self._ended)
                 if not self._store_is_gone():
                     self._explain(error, self._roll)
         finally:
@@ -154,8 +147,6 @@ class Watchdog:
         while not self._closing.wait(self._tick_s):
             if self._is_orphan():
                 self._leave.ask(PARENT_DIED)
-                if self._roll is not None:
-                    self._end_stopped(self._roll.siblings)
             last, position = position, self._position()
             if position != last:
                 self._moved_s = self._since_s = time.monotonic()
@@ -183,21 +174,6 @@ class Watchdog:
         store.
         """
         return self._is_orphan() and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-
-    def _end_stopped(self, siblings: Siblings) -> None:
-        """End the ranks of a dead launcher that stay stopped. Nobody else would end them, and the other ranks wait for
-        them.
-        """
-        stopped = siblings.stopped()
-        if not stopped:
-            self._stopped_s = None
-            return
-        self._stopped_s = self._stopped_s or time.monotonic()
-        if time.monotonic() - self._stopped_s > self._grace_s:
-            self._ended = f"a launcher died, and its rank with pid {', '.join(map(str, stopped))} is stopped: ended"
-            say(f"megamix train: {self._ended}", sys.stderr)
-            for pid in stopped:
-                siblings.end(pid)
 
     def _look(self, roll: RollCall, suspicion: _Suspicion | None) -> _Suspicion | None:
         """Give a sign of life. End this process if there is an end reason, or if one is due. Return the search for
@@ -352,12 +328,12 @@ class _Suspicion:
 
 
 def _end_missing(reason: EndReason, roll: RollCall) -> None:
-    """Kill the missing ranks of this launcher. A stopped process would not notice the end, and would keep its memory
+    """Kill the missing ranks of this host. A stopped process would not notice the end, and would keep its memory
     and its GPU.
     """
     for rank, sign in roll.signs().items():
-        if rank in reason.missing and sign.is_here:
-            roll.siblings.end(sign.pid)
+        if rank in reason.missing:
+            sign.end()
 
 
 def _speaker(reason: EndReason, roll: RollCall) -> int:

@@ -1,4 +1,4 @@
-"""A rank reads what another one has written, and ends no process but its launcher's; a stopped launcher ends no run."""
+"""A rank reads what another one has written, and ends no process but a missing rank; a stopped launcher ends no run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -47,37 +46,19 @@ def test_a_rank_that_runs_is_not_dead_when_the_clock_has_been_set(monkeypatch: p
     assert sign.runs
 
 
-# A launcher with two ranks and something else of the same user, and what the first rank may end of it.
-_FAMILY = """
-import os, signal, subprocess, sys
-kill = "import sys; from megamix.supervise.processes import Siblings; siblings = Siblings(); print(flush=True)\\n"
-kill += "for line in sys.stdin: print(siblings.stopped(), flush=True); siblings.end(int(line))"
-sibling = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
-rank = subprocess.Popen([sys.executable, "-c", kill], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-rank.stdout.readline()
-later = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
-sibling.send_signal(signal.SIGSTOP)
-os.waitpid(sibling.pid, os.WUNTRACED)
-print(sibling.pid)
-for pid in (int(sys.argv[1]), 1, 0, -1, rank.pid, later.pid, sibling.pid):
-    print(pid, file=rank.stdin, flush=True)
-    print(rank.stdout.readline(), end="", flush=True)
-rank.stdin.close()
-print(sibling.wait(60), rank.wait(60), later.poll(), flush=True)
-later.kill()
-"""
-
-
-def test_a_rank_may_end_what_its_launcher_has_started_and_nothing_else() -> None:
-    with subprocess.Popen(["sleep", "60"]) as stranger:
-        family = [sys.executable, "-c", _FAMILY, str(stranger.pid)]
-        said = subprocess.run(family, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=True).stdout
-        alive = stranger.poll() is None
-        stranger.kill()
-    assert alive
-    sibling, *stopped, ends = said.splitlines()
-    assert stopped == [f"[{sibling}]"] * 7
-    assert ends == f"{-signal.SIGKILL} 0 None"
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_missing_rank_is_killed_also_if_it_is_stopped_and_a_later_process_with_its_pid_is_not(
+    is_stopped: bool,
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        if is_stopped:
+            rank.send_signal(signal.SIGSTOP)
+        host, start = socket.gethostname(), process_start(rank.pid)
+        for other_host, other_start in (("elsewhere", start), (host, "1.00"), (host, "")):
+            Sign(1, 0.0, 0, "", 0, 0, other_host, rank.pid, other_start).end()
+        assert process_start(rank.pid) == start
+        Sign(1, 0.0, 0, "", 0, 0, host, rank.pid, start).end()
+        assert rank.wait(DEADLINE_S) == -signal.SIGKILL
 
 
 class _StoppedStore:
