@@ -34,19 +34,16 @@ _ASKED += [key for key, _ in _CHECKS.values()]
 _FACTS = """
 import json, torch
 cuda, has_cuda = torch.cuda, torch.version.cuda is not None
-facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": "", "cudnn": 0, "problem": ""}
-facts |= dict.fromkeys(["cards", "capabilities", "code", "apart"], [])
+facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": "", "problem": "", "cards": [], "apart": []}
 try:
     if has_cuda:
         cuda.init()
-        facts["nccl"], facts["cudnn"] = ".".join(map(str, cuda.nccl.version())), torch.backends.cudnn.version()
+        facts["nccl"] = ".".join(map(str, cuda.nccl.version()))
     facts["cards"] = [cuda.get_device_name(card) for card in range(cuda.device_count())]
-    facts["capabilities"] = [cuda.get_device_capability(card) for card in range(cuda.device_count())]
-    facts["code"] = cuda.get_arch_list()
     pairs = [(a, b) for b in range(len(facts["cards"]) if has_cuda else 0) for a in range(b)]
     facts["apart"] = [f"{a}-{b}" for a, b in pairs if not cuda.can_device_access_peer(a, b)]
 except Exception as error:
-    facts |= {"problem": str(error).splitlines()[0], "cards": [], "capabilities": []}
+    facts |= {"problem": str(error).splitlines()[0], "cards": []}
 print(json.dumps(facts))
 """
 
@@ -138,7 +135,7 @@ def probe_torch() -> dict[str, Any]:
 
 
 def judge_torch(facts: Mapping[str, Any], on_driver: int, visible: str | None) -> list[Finding]:
-    """Find a torch that does not load, is too old, or does not use the cards or has no code for them.
+    """Find a torch that does not load, is too old, or does not use the cards.
 
     `on_driver`: number of cards that the driver has. `visible`: CUDA_VISIBLE_DEVICES.
     """
@@ -147,22 +144,8 @@ def judge_torch(facts: Mapping[str, Any], on_driver: int, visible: str | None) -
     version, count = facts["torch"], len(facts["cards"])
     nccl = f", NCCL {facts['nccl']}" if facts["nccl"] else ""
     findings = [found("torch", f"{version}{nccl}", [*map(int, re.findall(r"\d+", version)[:2])] < [2, 11])]
-    if on_driver and (not facts["cuda"] or (not count and visible is None)):
-        findings.append(found("torch's CUDA", facts["problem"] or facts["cuda"] or "a build for CPUs", True))
-    elif on_driver:
-        listed = on_driver if visible is None else len([name for name in visible.split(",") if name.strip()])
-        told = f"{count} of {on_driver}, CUDA_VISIBLE_DEVICES {'not set' if visible is None else repr(visible)}"
-        findings.append(found("visible cards", told, count < max(1, listed)))
-    if foreign := [
-        f"SM {major}.{minor}" for major, minor in facts["capabilities"] if not _has_code(facts, major, minor)
-    ]:
-        findings.append(found("torch's CUDA", f"CUDA {facts['cuda']} without code for {foreign[0]}", True))
-    if facts["cudnn"]:
-        findings.append(found("cuDNN", str(facts["cudnn"]), facts["cudnn"] < 91501))
+    if on_driver:
+        chosen = "" if visible is None else f", CUDA_VISIBLE_DEVICES {visible!r}"
+        told = facts["problem"] or (facts["cuda"] or "a build for CPUs") + f", {count} of {on_driver} card(s){chosen}"
+        findings.append(found("torch's CUDA", told, not count))
     return findings
-
-
-def _has_code(facts: Mapping[str, Any], major: int, minor: int) -> bool:
-    """Return whether torch has code for a card: of its generation, or any that the driver compiles for it."""
-    code = [(kind, *divmod(int(number), 10)) for kind, number in re.findall(r"(sm|compute)_(\d+)", str(facts["code"]))]
-    return any((own == major or kind == "compute") and (own, least) <= (major, minor) for kind, own, least in code)

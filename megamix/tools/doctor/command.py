@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import threading
 import time
@@ -112,23 +111,16 @@ def _machine(folder: Path, seen: list[cards.Card], facts: dict[str, Any]) -> dic
         return host.judge_ports(*host.probe_ports(port), port)
 
     return {
-        "cores": lambda: [host.judge_cores(host.probe_quota(), os.getloadavg()[0])],
+        "cores": lambda: [host.judge_cores(os.getloadavg()[0])],
         "driver": about_cards,
         "torch": about_torch,
         "links": lambda: [cards.judge_links(cards.ask_driver("topo", "-m")[0], facts.get("apart", []))],
-        "memory": lambda: [host.judge_memory(host.probe_memory(), len(seen) or 1)],
-        "open files": lambda: [host.judge_limit("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
-        "processes": lambda: [
-            host.judge_limit("processes", host.probe_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0]))
-        ],
         "hostname": lambda: [host.judge_hostname(*host.probe_hostname())],
         "ports": about_ports,
         "/dev/shm": lambda: [  # Linux has it
             host.judge_shm(shutil.disk_usage(shm).free, gpus=bool(seen)) for shm in Path("/dev").glob("shm")
         ],
         "file system": lambda: host.judge_disk(*host.probe_disk(folder)),
-        "compiler": lambda: [host.judge_compiler(host.probe_compiler(os.environ.get("CXX", "g++")))],
-        "environment": lambda: [host.judge_environment(os.environ)],
     }
 
 

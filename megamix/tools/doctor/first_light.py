@@ -35,8 +35,7 @@ _NO_TIME, _ASKED = "no time was left, name it by --only", "interrupted"
 _ENDS = {"status 0": "ok", _NO_TIME: "not judged", _ASKED: "not judged"}  # of parts; any other one is broken
 _LEAST_S = 15.0  # seconds that a part begins with at least
 _OWN = "-m", "megamix.tools.doctor.first_parts"
-_CHECKS = "cores,driver,torch,memory,/dev/shm,compiler,environment,collectives,wire,device,host waits,CUDA graph"
-_NUMBERS = "verify,compiled blocks,update,deterministic"
+_CHECKS = "cores,driver,torch,/dev/shm,collectives,wire,device,host waits,compiled blocks"
 # The page has these titles of verdicts, in this order.
 _TITLES = {
     "broken": "What is wrong", "slow": "What is slow", "not judged": "What is not judged", "ok": "What is right",
@@ -60,8 +59,7 @@ def parts(*, on_gpu: bool) -> list[LightPart]:
     in_fp8 = "ours,fp8_rowwise,fp8_tensorwise,muon"
     doctor = ["-m", "megamix", "doctor", "--json", "--only"]
     chosen = [
-        LightPart("machine", [*doctor, _CHECKS, "--limit", "90"], 120),
-        LightPart("numbers", [*doctor, _NUMBERS, "--limit", "170"], 180),
+        LightPart("machine", [*doctor, _CHECKS, "--limit", "180"], 200),
         LightPart("smoke", [*_OWN, "smoke"], 120),
         LightPart("verify", [*_OWN, "verify"], 200),
         LightPart("job", [*_OWN, "job"], 160),

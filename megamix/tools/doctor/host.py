@@ -7,42 +7,18 @@ import mmap
 import os
 import shutil
 import socket
-import subprocess
-import sysconfig
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import psutil
-
 from megamix.durable import unwritable
-from megamix.machine import num_cores, numbers_of, of_groups
-from megamix.tools.doctor.finding import Finding, expected, found, not_here
+from megamix.machine import num_cores
+from megamix.tools.doctor.finding import Finding, found, not_here
 
 _MIB, _GIB = 2**20, 2**30
-# By file of a control group's limit, version 2 and version 1: the file of its use, and the key in memory.stat for the
-# part of that use that is files.
-_GROUP_MEMORY = {
-    "memory.max": ("memory.current", "inactive_file"),
-    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
-}
 _WRITTEN = 64 * _MIB  # bytes written to judge a disk
-
-
-def judge_limit(name: str, soft: int) -> Finding:
-    """Judge a limit on open files (token files, sockets, a compiler's) or on processes (each thread of a rank is one).
-
-    `soft`: the limit; -1: no limit.
-    """
-    return found(name, "no limit" if soft == -1 else f"{soft:,}", -1 < soft < 1024)
-
-
-def judge_environment(environment: Mapping[str, str]) -> Finding:
-    """Find settings that somebody left behind after a search for a mistake."""
-    told = [f"{name}={value}" for name, value in expected()["harmful"].items() if environment.get(name) == value]
-    return found("environment", ", ".join(told) or "none", bool(told))
 
 
 def refusal(operation: Callable[[], object]) -> str:
@@ -153,59 +129,8 @@ def judge_shm(free: int, *, gpus: bool) -> Finding:
     return found("/dev/shm", f"{free / _GIB:.2f} GiB free", gpus and free < _GIB)
 
 
-def probe_compiler(compiler: str) -> str:
-    """Return why a compiler cannot build the code that torch.compile makes; "" if it can."""
-    if shutil.which(compiler) is None:
-        return f"{compiler} is not on PATH"
-    with TemporaryDirectory(prefix="megamix-doctor-") as place:
-        source = Path(place) / "tried.cpp"
-        source.write_text("#include <Python.h>\n#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n")
-        flags = ["-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_paths()['include']}", "-o", f"{source}.so"]
-        run = subprocess.run([compiler, *flags, str(source)], capture_output=True, text=True)
-    errors = [line.partition("error:")[2].strip() for line in run.stderr.splitlines() if "error:" in line]
-    return f"{compiler}: {(errors or ['fails'])[0]}" if run.returncode else ""
-
-
-def judge_compiler(problem: str) -> Finding:
-    """Judge the compiler. Without one torch's own kernels update, in more passes. On a GPU Triton needs one, too."""
-    return found("compiler", problem or "works", bool(problem))
-
-
-def probe_quota(root: Path = Path("/")) -> float:
-    """Return the number of cores whose time this process may use; inf without a limit."""
-    quotas = [float("inf")]
-    for file in of_groups(root, "cpu.max", "cpu.cfs_quota_us"):
-        limit, *period = file.read_text().split()
-        if limit not in ("max", "-1"):
-            quotas.append(int(limit) / int(*period or file.with_name("cpu.cfs_period_us").read_text().split()))
-    return min(quotas)
-
-
-def probe_processes(soft: int, root: Path = Path("/")) -> int:
-    """Return how many processes a user's limit `soft` and the control groups allow; -1: no limit."""
-    limits = [str(soft), *(file.read_text().strip() for file in of_groups(root, "pids.max"))]
-    return min((int(limit) for limit in limits if limit not in ("max", "-1")), default=-1)
-
-
-def probe_memory(root: Path = Path("/")) -> float:
-    """Return the bytes that programs may still take, of this machine and of every control group around this process.
-
-    Pages of files that nobody uses at present are given back on demand, so they count as free.
-    """
-    left = [float(psutil.virtual_memory().available)]
-    for limit in of_groups(root, *_GROUP_MEMORY):
-        used, cached = _GROUP_MEMORY[limit.name]
-        most, now = (float(file.read_text().replace("max", "inf")) for file in (limit, limit.with_name(used)))
-        left.append(most - now + numbers_of(limit.with_name("memory.stat")).get(cached, 0))
-    return min(left)
-
-
-def judge_memory(left: float, ranks: int) -> Finding:
-    return found("memory", f"{left / _GIB:.1f} GiB", left < 2 * ranks * _GIB)
-
-
-def judge_cores(quota: float, load: float) -> Finding:
-    """Judge the cores. Load by other processes makes every figure worse, and so does a quota that throttles threads."""
-    cores, machine = num_cores(), os.cpu_count() or 1  # the load is the whole machine's
-    of, less = f" of {machine}" if cores < machine else "", f", a quota of {quota:g}" if quota < cores else ""
-    return found("cores", f"{cores}{of}{less}, load {load:.1f}", quota < cores or load > machine / 2)
+def judge_cores(load: float) -> Finding:
+    """Judge the load by other processes, which makes every figure worse. It is the whole machine's."""
+    cores, machine = num_cores(), os.cpu_count() or 1
+    of = f" of {machine}" if cores < machine else ""
+    return found("cores", f"{cores}{of}, load {load:.1f}", load > machine / 2)

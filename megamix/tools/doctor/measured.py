@@ -12,21 +12,13 @@ from typing import Any
 
 import torch
 
-from megamix.config import config_from_dict
-from megamix.machine import DETERMINISTIC
 from megamix.model.family import flops_per_token
 from megamix.model.sizes import dense_peak
 from megamix.tools.bench.sides import SIZES, Work, how_multiplied
 from megamix.tools.doctor import ranks
 from megamix.tools.doctor.cards import Card, judge_cards
 from megamix.tools.doctor.finding import Finding, expected, found, not_here
-from megamix.tools.ranks import LateRanks, RankFailure, RankPool
-from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.layouts.layout_lines import verify_layout
-
-_OF_PEAK, _OF_MEMORY = 0.65, 0.85  # shares of the peak that products and copies reach on a healthy card
-_PINNED, _BETWEEN_CARDS, _LOOPBACK = 20.0, 20.0, 0.1  # GB/s
-_OF_TORCH = 0.97  # tokens/s over the better of torch's own ways; chance alone does not make it less
+from megamix.tools.ranks import RankPool
 
 Case = Mapping[str, Any]  # a model to train beside torch's own ways, as expected.toml has it
 Check = Callable[[float], list[Finding]]  # takes a limit in seconds
@@ -38,40 +30,16 @@ def checks(facts: Mapping[str, Any], stack: ExitStack) -> dict[str, tuple[Check 
     They run on one rank for each card, or on two ranks without cards. The ranks live until the end of `stack`. `facts`:
     what torch tells of itself and its cards.
     """
-    cards, capabilities = facts["cards"], facts["capabilities"]
+    cards = facts["cards"]
     on_gpus, size = bool(cards), len(cards) or 2
-    half = "fp16" if any(major < 8 for major, _ in capabilities) else "bf16"
     card, device = (cards[0], "cuda") if on_gpus else ("", "cpu")
     alone, every = (stack.enter_context(RankPool(number, on_gpus=on_gpus)) for number in (1, size))
     devices = every if on_gpus else alone  # two ranks on one CPU would share its rate
     tokens, width, numel, *sizes = expected()["sizes"][device]
     cases = {name: case for name, case in expected()["trained"].items() if case["device"] == device}
-    usual = next(iter(cases.values()))
 
     def shares(check: str, pool: RankPool, function: Callable[..., dict[str, float]], *args: object) -> Check:
         return lambda limit_s: [judge_shares(check, pool.call(function, *args, deadline_s=limit_s))]
-
-    def spared(check: str, measure: Check, limit_s: float) -> list[Finding]:
-        try:
-            return measure(limit_s)
-        except LateRanks:
-            raise
-        except RankFailure as failure:  # jobs can do without, so a failure does not make the machine unfit
-            return [found(check, str(failure).strip().splitlines()[-1], True)]
-
-    graph = partial(spared, "CUDA graph", shares("CUDA graph", alone, ranks.captured_off))
-
-    def verified(limit_s: float) -> list[Finding]:
-        names, section = layouts_of(size), {"optimizer": {"compile": on_gpus}, "precision": {"dtype": half}}
-        job = config_from_dict(expected()["job"], section)
-        verdicts = {
-            name: verify_layout(job, parse_layout(name), every, deadline_s=limit_s / len(names)) for name in names
-        }
-        return [judge_shares("verify", [verdict.worst], name) for name, verdict in verdicts.items()]
-
-    def updated(limit_s: float) -> list[Finding]:
-        share = alone.call(ranks.update_share, _work(usual).model, deadline_s=limit_s)[0]
-        return [found("update", f"{share:.2f}", share < 0.9)]
 
     def trained(name: str, limit_s: float) -> list[Finding]:
         alone.close()  # its process holds memory
@@ -82,25 +50,12 @@ def checks(facts: Mapping[str, Any], stack: ExitStack) -> dict[str, tuple[Check 
             rates[side], work = min(answers, key=lambda answer: answer[0])
         return [judge_training(name, work, rates, card)]
 
-    def deterministic(limit_s: float) -> list[Finding]:
-        alone.close()
-        every.close()
-        asked, half_s = (_work(usual), "ours", usual["steps"]), limit_s / 2
-        plain = alone.call(ranks.train_rate, *asked, deadline_s=half_s)[0][0]
-        with RankPool(1, on_gpus=True, environment=DETERMINISTIC) as pool:
-            fixed = pool.call(ranks.train_rate, *asked, True, deadline_s=half_s)[0][0]
-        return [found("deterministic", f"{1 - fixed / plain:.1%} of {plain:,.0f} tokens/s lost", False)]
-
     measures: dict[str, Check | None] = {
         "collectives": shares("collectives", every, ranks.sums_off),
         "wire": lambda s: [judge_wire(every.call(ranks.wire_rates, numel, deadline_s=s), on_gpus=on_gpus)],
         "device": lambda s: judge_rates(devices.call(ranks.device_rates, *sizes, deadline_s=s), card),
         "host waits": shares("host waits", alone, ranks.waits) if on_gpus else None,
-        "CUDA graph": graph if on_gpus else None,
-        "verify": verified,
         "compiled blocks": shares("compiled blocks", alone, ranks.blocks_off, tokens, width),
-        "update": updated,
-        "deterministic": partial(spared, "deterministic", deterministic) if on_gpus else None,
     }
     measures |= {name: partial(trained, name) for name in cases}
     return {name: (measures.get(name), seconds) for name, seconds in expected()["seconds"].items()}
@@ -108,12 +63,6 @@ def checks(facts: Mapping[str, Any], stack: ExitStack) -> dict[str, tuple[Check 
 
 def _work(case: Case) -> Work:
     return replace(SIZES[case["size"]], device=case["device"])
-
-
-def layouts_of(size: int) -> list[str]:
-    """Return the layouts that `size` ranks verify."""
-    names = [f"dp{size}", *([f"dp{size // 2}tp2"] if size % 2 == 0 else [])]
-    return [*names, *([f"dp{size // 4}tp2pp2"] if size % 4 == 0 else [])]
 
 
 def judge_shares(check: str, by_rank: Sequence[Mapping[str, float]], of: str = "") -> Finding:
@@ -129,7 +78,7 @@ def judge_wire(by_rank: Sequence[Mapping[str, float]], *, on_gpus: bool) -> Find
     if len(by_rank) == 1:
         return not_here("wire", "there is one rank")
     slowest = {name: min(rates[name] for rates in by_rank) / 1e9 for name in by_rank[0]}
-    least = _BETWEEN_CARDS if on_gpus else _LOOPBACK
+    least = expected()["least"]["wire" if on_gpus else "loopback"]
     seen = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in slowest.items())
     return found("wire", seen, min(slowest.values()) < least, least=least)
 
@@ -138,17 +87,14 @@ def judge_rates(by_rank: Sequence[tuple[Mapping[str, float], Sequence[Card]]], c
     """Judge the slowest device by its name's promise, and its clocks under load. `by_rank`: results of device_rates."""
     memory = next((1e12 * most for pattern, most in expected()["memory"].items() if re.fullmatch(pattern, card)), 0.0)
     peak, flops = dense_peak(card, torch.bfloat16) or 0.0, ("TFLOP/s", 1e12) if card else ("GFLOP/s", 1e9)
-    least = {"products": _OF_PEAK * peak, "copy": _OF_MEMORY * memory, "pinned memory": 1e9 * _PINNED}
     findings = []
-    for check in by_rank[0][0]:
+    for check, promise in (("products", peak), ("copy", memory)):
         unit, scale = flops if check == "products" else ("GB/s", 1e9)
-        rates, wanted = [rates[check] / scale for rates, _ in by_rank], least[check] / scale
+        rates, wanted = [rates[check] / scale for rates, _ in by_rank], expected()["least"][check] * promise / scale
         slowest = min(range(len(rates)), key=rates.__getitem__)
         where = f", card {slowest} of {len(rates)}" if len(rates) > 1 else ""
         told = f"{wanted:,.0f} {unit} or more" if wanted else "no figure is known here"
         findings.append(found(check, f"{rates[slowest]:,.1f} {unit}{where}", rates[slowest] < wanted, expected=told))
-    if not card:
-        return [*findings, not_here("pinned memory", "there is no card to copy to")]
     return [*findings, *judge_cards(by_rank[0][1], ["power limit", "throttled"], of="under load")]
 
 
@@ -162,7 +108,8 @@ def judge_training(name: str, work: Work, rates: Mapping[str, float], card: str)
     ours, peak = rates["ours"], dense_peak(card, torch.bfloat16)
     shares = ", ".join(f"{ours / rate:.2f} of {side}" for side, rate in others.items())
     seen = "; ".join([f"{ours:,.0f} tokens/s a rank", shares, *how_multiplied(case["device"])])
-    wanted, wrong = f"{_OF_TORCH} of the best", ours < _OF_TORCH * max(others.values())
+    least = expected()["least"]["train"]
+    wanted, wrong = f"{least} of the best", ours < least * max(others.values())
     if work != _work(case):
         seen = f"{seen}; all that fits: {work.micro_batch_size} sequence(s), {work.model.num_layers} layers"
     if peak is not None:

@@ -15,20 +15,15 @@ import torch.distributed as dist
 from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]  # not in its __all__
 
 from megamix.comm.topology import local_device, meet_ranks
-from megamix.run.own_code import own_code
-from megamix.run.ranks_agree import RankGroup, differences
 from megamix.supervise.liveness import Board, names
 from megamix.tools.doctor import ranks
-from megamix.tools.doctor.cards import probe_cards
 from megamix.tools.doctor.finding import Finding, found, not_here
 from megamix.tools.doctor.host import judge_hostname, probe_hostname
 from megamix.tools.doctor.measured import judge_shares
 
 _LIMIT_S = 60.0  # seconds until the ranks have met, and again until they have measured
-_SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_")
 _SENT = 1 << 24  # bytes sent over each link
-# Settings that must be alike; the machine's name; and whether each of its addresses is its own.
-Record = tuple[dict[str, str], str, dict[str, bool]]
+Record = tuple[str, dict[str, bool]]  # the machine's name, and whether each of its addresses is its own
 
 
 def examine_nodes() -> list[Finding]:
@@ -36,7 +31,7 @@ def examine_nodes() -> list[Finding]:
     findings = []
     try:
         store, rank, size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=_LIMIT_S)))
-        findings += compare_ranks(store, rank, size, own_record(), _LIMIT_S)
+        findings += compare_ranks(store, rank, size, probe_hostname(), _LIMIT_S)
         # Otherwise NCCL would end this process at a collective that hangs, and with it all findings.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         meet_ranks(local_device(), _LIMIT_S)
@@ -48,17 +43,9 @@ def examine_nodes() -> list[Finding]:
     return findings
 
 
-def own_record() -> Record:
-    """Return the record that this rank tells the others."""
-    cards = sorted(f"{card['name']}, driver {card['driver_version']}" for card in probe_cards()[0])
-    settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
-    return {"cards": "; ".join(cards), **own_code([]), **settings}, *probe_hostname()
-
-
 def compare_ranks(store: Store, rank: int, size: int, own: Record, limit_s: float) -> list[Finding]:
-    """Return what differs between the ranks: code, settings, cards, time; and machine names without a usable address.
+    """Return the machines whose clocks differ, or whose names have no usable address. Every rank must call it.
 
-    Every rank must call it.
     Raises: RuntimeError naming ranks that do not answer within `limit_s`.
     """
     board, told = Board(store, limit_s), [f"record {number}" for number in range(size)]
@@ -84,18 +71,11 @@ def judge_records(records: Sequence[Record], apart: Sequence[float]) -> list[Fin
 
     `apart`: the least seconds by which each rank's clock differs from the first rank's.
     """
-    nothing = {key: "not set" for alike, _, _ in records for key in alike}
-    unlike = differences([RankGroup([rank], nothing | alike) for rank, (alike, _, _) in enumerate(records)])
-    addresses = {host: own for _, host, own in records}
-    hosts = [host for _, host, _ in records]
-    late = {hosts[rank]: f"{hosts[rank]} by {seconds:.1f} s" for rank, seconds in enumerate(apart) if seconds > 1}
+    addresses = dict(records)
+    late = {host: f"{host} by {off_s:.1f} s" for (host, _), off_s in zip(records, apart, strict=True) if off_s > 1}
     named = [judge_hostname(host, own, several=len(addresses) > 1) for host, own in addresses.items()]
     wrong = [one for one in named if one.verdict != "ok"]
-    return [
-        found("ranks alike", "; ".join(unlike) or "all alike", bool(unlike)),
-        found("clocks", ", ".join(late.values()) or "together", bool(late)),
-        *(wrong or named[:1]),
-    ]
+    return [found("clocks", ", ".join(late.values()) or "together", bool(late)), *(wrong or named[:1])]
 
 
 def measure_links(store: Store, rank: int, size: int, limit_s: float) -> list[Finding]:

@@ -17,7 +17,6 @@ from megamix.config import ModelConfig
 from megamix.model.transformer import Transformer
 from megamix.tools.bench.ranks import Side, TrainRank, seconds_of
 from megamix.tools.bench.sides import SIDES, Ours, Work, fitted, half_of
-from megamix.tools.bench.update_bench import COMPILED, COPY, LIBRARY, UpdateRank
 from megamix.tools.doctor.cards import Card, probe_cards
 from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.core.verdict import NOISE, UNIT
@@ -124,7 +123,6 @@ def _make_step() -> Callable[[], Tensor]:
     """Return a function that makes a step of a new engine and returns its loss. A step never leaves the device."""
     work = Work(model=_TINY, device=rank_device().type)
     ours = Ours(work)
-    ours.engine.clock.enabled = False  # the clock's events cannot be captured
     tokens = torch.randint(_TINY.vocab_size, (4, _TINY.seq_len + 1), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(work.device)
 
@@ -149,29 +147,11 @@ def waits() -> dict[str, float]:
     return {"waits in two steps": 0.0}
 
 
-def captured_off() -> dict[str, float]:
-    """Return for each step 0 if a CUDA graph's replay has the loss of a plain step, else inf."""
-    plain, step, stream = _make_step(), _make_step(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # warm-up and capture on one stream, which autograd remembers
-        for _ in range(3):
-            plain(), step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            loss = step()
-    torch.cuda.current_stream().wait_stream(stream)
-    off = {}
-    for number in range(5):
-        graph.replay()
-        off[f"loss {number}"] = 0.0 if torch.equal(plain(), loss) else math.inf
-    return off
-
-
 def device_rates(side: int, numel: int) -> tuple[dict[str, float], list[Card]]:
     """Return this rank's rates by check, and the driver's answers on the cards while products run.
 
-    Rates: operations/s of half matrix products (FP32 on a CPU), bytes/s read and written by a copy, and bytes/s from
-    pinned memory. `side`: rows of the square matrices. `numel`: FP32 elements to copy.
+    Rates: operations/s of half matrix products (FP32 on a CPU), and bytes/s read and written by a copy. `side`: rows of
+    the square matrices. `numel`: FP32 elements to copy.
     """
     device = rank_device()
     a = torch.randn(side, side, device=device).to(torch.float32 if device.type == "cpu" else half_of("cuda"))
@@ -182,28 +162,13 @@ def device_rates(side: int, numel: int) -> tuple[dict[str, float], list[Card]]:
     }
     if device.type == "cpu":
         return rates, []
-    host = torch.ones(numel // 8, pin_memory=True)
-    seconds = seconds_of(lambda: target[: len(host)].copy_(host, non_blocking=True), 5)
     for _ in range(1000):  # keeps the card busy for a second or more, while the driver is asked
         torch.mm(a, a, out=out)
-    return rates | {"pinned memory": 4 * len(host) / seconds}, probe_cards()[0]
+    return rates, probe_cards()[0]
 
 
-def update_share(model: ModelConfig) -> float:
-    """Return the update's rate as a share of a plain copy's, both counted by the bytes they read and write."""
-    with torch.device(device := rank_device().type):
-        seconds = UpdateRank(model, half_of(device), calls=3).seconds(0)
-    return seconds[COPY] / seconds[COMPILED if COMPILED in seconds else LIBRARY]
-
-
-def train_rate(work: Work, side: str, steps: int, deterministic: bool = False) -> tuple[float, Work]:
-    """Return this rank's tokens/s in whole steps of one of COMPARED, and the work: as much of it as its card holds.
-
-    `deterministic`: as training.deterministic sets torch, which stays so in this process.
-    """
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+def train_rate(work: Work, side: str, steps: int) -> tuple[float, Work]:
+    """Return this rank's tokens/s in whole steps of one of COMPARED, and the work: as much of it as its card holds."""
     if work.device == "cuda":
         work = fitted(work, torch.cuda.get_device_properties(rank_device()).total_memory)
     rank = TrainRank(Side(side, SIDES[side], steps=steps, warm_up_steps=3), work)

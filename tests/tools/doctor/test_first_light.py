@@ -131,7 +131,7 @@ def test_a_folder_that_cannot_be_written_is_refused(capsys: pytest.CaptureFixtur
 
 def test_the_page_has_what_is_wrong_first_and_a_bench_as_a_table() -> None:
     rows = [
-        {"part": "machine", **_as_row(found("cuDNN", "91501", False))},
+        {"part": "machine", **_as_row(found("disk", "900 MB/s", False))},
         {"part": "machine", **_as_row(found("torch", "2.10", True))},
         {"part": "machine", **_as_row(not_here("links", "there is one card, or none"))},
         {"part": "update", "bench": "update", "round": 1, "seconds": {}},
