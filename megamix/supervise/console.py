@@ -20,11 +20,17 @@ _STILL_S = 5.0  # seconds without a line after which a phase says that it goes o
 
 
 def open_streams() -> None:
-    """Make the standard streams take any line; call it when a process starts. A character that a stream's encoding
-    lacks is written as its number.
+    """Make the standard streams take any line; call it when a process starts. A closed stream, as `>&-` leaves it,
+    becomes /dev/null: otherwise libraries would print into the next file that is opened. A character that a stream's
+    encoding lacks is written as its number.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+    for name in ("stdin", "stdout", "stderr"):  # in the order of their descriptors
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w")
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict" and name != "stdin":
             stream.reconfigure(errors="backslashreplace")
 
 

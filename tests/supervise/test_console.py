@@ -1,4 +1,6 @@
-"""A letter that the console lacks ends no verb; a process ends behind its threads; a long phase says its seconds."""
+"""Standard streams that are closed, or cannot encode a letter, change no exit status, and no file gets their file
+descriptor.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,47 @@ from pathlib import Path
 import pytest
 
 from megamix.supervise import console
+from tests.conftest import FULL
 
 ROOT = Path(__file__).parents[2]
+
+
+def _run(arguments: list[str], closed: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a command by a shell that closes streams, as cron jobs and daemons do."""
+    return subprocess.run(
+        ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, *arguments],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, check=False,
+    )  # fmt: skip
+
+
+RANK = ["-m", "megamix", "train", "/nowhere.toml"], 2
+LAUNCHER = ["-m", "megamix.supervise.launch", "--standalone", "--no-python", "true"], 0
+CLOSED = [">&-", "2>&-", "<&- >&- 2>&-"]
+# A launcher imports torch: seconds each.
+STREAMS = [(*RANK, closed) for closed in CLOSED] + [(*LAUNCHER, closed) for closed in (CLOSED if FULL else CLOSED[2:])]
+
+
+@pytest.mark.parametrize(("arguments", "status", "closed"), STREAMS)
+def test_the_exit_status_needs_no_streams(arguments: list[str], status: int, closed: str) -> None:
+    ended = _run(arguments, closed)
+    assert ended.returncode == status, ended.stderr.decode()
+    assert b"Traceback" not in ended.stderr
+
+
+_OPENED = """
+import os, sys
+from megamix.supervise.console import open_streams
+open_streams()
+with open("/dev/zero", "rb") as file:
+    number = file.fileno()
+os.write(1, b"lost")
+print("lost", file=sys.stderr)
+os._exit(number)
+"""
+
+
+def test_no_file_gets_the_number_of_a_closed_stream() -> None:
+    assert _run(["-c", _OPENED], "<&- >&- 2>&-").returncode > 2
 
 
 ENDS = """
@@ -40,8 +81,7 @@ def test_a_process_ends_behind_its_threads_and_exit_functions() -> None:
 
 def test_a_letter_that_the_console_lacks_is_written_by_its_number() -> None:
     config = str(ROOT / "configs/quickstart.toml")
-    command = [sys.executable, "-m", "megamix", "config", config, "checkpoint.folder=rün", "--show"]
-    ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True)
+    ended = _run(["-m", "megamix", "config", config, "checkpoint.folder=rün", "--show"], "", PYTHONIOENCODING="ascii")
     assert ended.returncode == 0, ended.stderr.decode()
     assert b'folder = "r\\xfcn"' in ended.stdout
 
