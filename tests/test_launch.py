@@ -103,7 +103,7 @@ def test_pretrains_check_takes_what_a_rank_may_hold(sandbox: Sandbox, asked: lis
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     done = sandbox.run("pretrain.sh", "--check", *asked, config, MEGAMIX_PYTHON=str(sandbox.program("p")))
     assert done.returncode == 0, done.stderr
-    assert sandbox.lines("asked") == [f"{config} True 3GiB"]
+    assert sandbox.lines("asked") == [f"{config} True {3 * 2**30}"]
 
 
 def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox: Sandbox) -> None:

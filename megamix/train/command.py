@@ -13,7 +13,7 @@ from megamix.machine import has_gpu, keep_freed_memory, many_imports, set_torch_
 from megamix.run.least_memory import memory_problem
 from megamix.starter import take_place
 from megamix.supervise.console import say_on_first_rank, say_phase
-from megamix.tools.plan.limits import memory_of_check
+from megamix.tools.plan.limits import bytes_of
 
 if TYPE_CHECKING:
     from megamix.mixed_precision.engine import ShardedEngine
@@ -23,7 +23,8 @@ def train_arguments(parser: Parser) -> None:
     parser.example = "megamix train configs/quickstart.toml checkpoint.folder=runs/mine"
     add_config(parser)
     parser.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
-    parser.add_argument("--memory", metavar="SIZE", help="with --check: most memory of a rank, such as 3GiB")
+    most = "with --check: most memory of a rank, such as 3GiB"
+    parser.add_argument("--memory", metavar="SIZE", type=bytes_of, help=most)
 
 
 def run_train(arguments: argparse.Namespace) -> None:
@@ -60,8 +61,8 @@ def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config
     `tell` gets a line for each key that is not read.
     Raises: ConfigError with everything that is wrong with the configuration, its files and the flags.
     """
-    if arguments.memory is not None:
-        memory_of_check(arguments.memory, checks=arguments.check)
+    if arguments.memory is not None and not arguments.check:
+        raise ConfigError(["--memory: got it without --check; write --check beside it"], "flags")
     try:
         config = load_config(
             arguments.config, arguments.overrides, say=lambda line: tell(f"megamix train: {line}"), starts=True
@@ -97,9 +98,8 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
     if arguments.memory is not None:
         from megamix.tools.plan.report import require_fit  # imports torch
 
-        limit = memory_of_check(arguments.memory, checks=True)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        told = f"{told}\n  {require_fit(config, data_parallel_size(config, world_size), limit)}"
+        told = f"{told}\n  {require_fit(config, data_parallel_size(config, world_size), arguments.memory)}"
     return told
 
 

@@ -1,4 +1,4 @@
-"""Changes for a job that does not fit, each with the peak that it leads to."""
+"""Changes that make a job fit, each with the peak that it leads to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from megamix.config import Config, FirstLayers, axis_sizes, check_world_size
 from megamix.config.checks import check_config
@@ -16,6 +16,9 @@ from megamix.tools.plan.limits import MOST_RANKS
 from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
 
 MOST_TP = 8  # ranks; more would cross machines of 8 GPUs in every layer
+SAVES = 0.1  # share of the peak that a change saves at least, if the job does not fit with it
+SHARDS: tuple[Shard, ...] = get_args(Shard)
+Keys = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,130 +31,80 @@ class Advice:
 
 def by_shard(config: Config, plan: MemoryPlan) -> Iterator[tuple[Shard, int | str]]:
     """Yield the peak with each `parallelism.shard`, in bytes, or why the job cannot have it."""
-    for shard in get_args(Shard):
+    for shard in SHARDS:
         changed = config.with_keys(parallelism={"dp_size": plan.axes["dp"], "shard": shard})
         problems = check_config(changed)
-        yield shard, problems[0] if problems else _peak(changed, plan)
+        yield shard, problems[0] if problems else _peak(plan, changed)
 
 
 def advise(config: Config, plan: MemoryPlan, memory: int) -> list[Advice]:
-    """Return the smallest change of each kind that fits, or the largest if none fits.
+    """Return changes, the cheapest first and each on top of those before it, until the job fits.
 
-    `shard` comes first, because it changes no bit. The others follow, the smallest peak last.
+    Of each kind it is the smallest change that fits, or the largest.
     """
-    config = config.with_keys(parallelism={"dp_size": plan.axes["dp"]})
-    shards = _least(_shards(config), plan, memory)
-    others = [one for changes in _kinds(config, plan, memory) for one in _least(changes, plan, memory)]
-    return [*shards, *sorted(others, key=lambda one: -one.peak)]
-
-
-Changes = Iterator[tuple[str, Config]]
-
-
-def _least(changes: Changes, plan: MemoryPlan, memory: int) -> list[Advice]:
-    """Return the first change that fits, or the one with the smallest peak, if that is smaller than the plan's."""
-    best: list[Advice] = []
-    for words, changed in changes:
-        if not _can_be(changed):
-            continue
-        peak = _peak(changed, plan)
-        if peak < min((one.peak for one in best), default=plan.peak):
-            best = [Advice(words, peak)]
+    job, peak, found = config.with_keys(parallelism={"dp_size": plan.axes["dp"]}), plan.peak, list[Advice]()
+    for section, choices in _kinds(job):
+        changes = [(changed, keys) for keys in choices if (changed := _changed(job, section, keys))]
+        place = bisect_left(changes, True, key=lambda change: _peak(plan, change[0]) <= memory)
+        for changed, keys in changes[min(place, len(changes) - 1) :][:1]:
+            least = _peak(plan, changed)
+            if least <= memory or least < (1 - SAVES) * peak:
+                found.append(Advice(_words(job, section, keys), least))
+                job, peak = changed, least
         if peak <= memory:
             break
-    return best
+    return found
 
 
-def _peak(config: Config, plan: MemoryPlan) -> int:
-    return plan_memory(config, config.parallelism.dp_size or 1, plan.machine).peak
+def _kinds(job: Config) -> list[tuple[str, Sequence[Keys]]]:
+    """Return a section and its keys for each change of each kind, the smallest change of a kind first."""
+    ranks, model, micro_batch = job.parallelism, job.model, job.training.micro_batch_size
+    first = [FirstLayers(full=count) for count in range(num_repeated(model) + 1, model.num_layers)]
+    halves = [micro_batch // 2**power for power in range(1, micro_batch.bit_length())]
+    tp, pp, cp, ep = (_doubled(size) for size in (ranks.tp_size, ranks.pp_size, ranks.cp_size, ranks.ep_size))
+    shared = {"shard": SHARDS[-1], "accumulate": "owner"}
+    return [
+        ("parallelism", [{"shard": shard} for shard in SHARDS[SHARDS.index(ranks.shard) + 1 :]]),
+        ("parallelism", [{"accumulate": "owner"}]),
+        ("model", [{"recompute": "selective"}] if model.recompute == "none" else []),
+        ("model", [{"recompute": layers} for layers in (*first, "full")]),
+        ("training", [{"micro_batch_size": size} for size in halves]),
+        ("parallelism", [{"cp_method": "heads"}]),
+        ("parallelism", [{"ep_size": size} for size in ep]),
+        ("parallelism", [{"tp_size": size} for size in tp if size <= MOST_TP]),
+        ("parallelism", [{"cp_size": size} for size in cp]),
+        ("parallelism", [{"pp_size": size} for size in pp]),
+        ("parallelism", [{**shared, "dp_size": size} for size in _doubled(ranks.dp_size or 1)]),
+    ]
 
 
-def _kinds(config: Config, plan: MemoryPlan, memory: int) -> Iterator[Changes]:
-    if plan.grad_accum_steps > 1 and config.parallelism.accumulate == "local":
-        yield _shards(config.with_keys(parallelism={"accumulate": "owner"}), ' and accumulate = "owner"')
-    yield _recompute(config, plan, memory)
-    yield _micro_batches(config)
-    yield _ranks(config)
-    yield _expert_ranks(config)
-    if config.parallelism.shard != "parameters":
-        adds_up = plan.grad_accum_steps > 1
-        shared = config.with_keys(parallelism={"shard": "parameters"} | ({"accumulate": "owner"} if adds_up else {}))
-        words = 'parallelism.shard = "parameters"' + ', accumulate = "owner"' * adds_up
-        yield ((f"{words} and {ranks}", changed) for ranks, changed in _ranks(shared))
-    full = config.with_keys(model={"recompute": "full"})
-    yield ((f'model.recompute = "full" and {words}', changed) for words, changed in _micro_batches(full))
-    section = config.parallelism
-    if section.cp_size > 1 and section.cp_method == "gather":
-        yield iter([('parallelism.cp_method = "heads"', config.with_keys(parallelism={"cp_method": "heads"}))])
-    larger_tp = [size for size in _doubled(section.tp_size, 3) if size <= MOST_TP]
-    larger_pp, larger_cp = _doubled(section.pp_size, 4), _doubled(section.cp_size, 6)
-    yield _meshes(config, [{"tp_size": size} for size in larger_tp])
-    yield _meshes(config, [{"pp_size": size} for size in larger_pp])
-    yield _meshes(config, [{"cp_size": size} for size in larger_cp])
-    yield _meshes(config, [{"tp_size": larger_tp[-1], "pp_size": size} for size in larger_pp if larger_tp])
-    smaller_cp = [(tp, section.cp_size * section.tp_size // tp) for tp in larger_tp]
-    yield _meshes(config, [{"tp_size": tp, "cp_size": cp} for tp, cp in smaller_cp if cp])
+def _changed(job: Config, section: str, keys: Keys) -> Config | None:
+    """Return the job with these keys, on as many ranks if `dp_size` is not one of them; None if it could not start."""
+    changed = job.with_keys(**{section: keys})
+    others = math.prod(axis_sizes(changed.parallelism).values())
+    ranks = others * (changed.parallelism.dp_size or 1)
+    if "dp_size" not in keys:
+        ranks = math.prod(axis_sizes(job.parallelism).values()) * (job.parallelism.dp_size or 1)
+        changed = changed.with_keys(parallelism={"dp_size": max(1, ranks // others)})
+    starts = ranks <= MOST_RANKS and not check_config(changed) and not check_world_size(changed, ranks)
+    return changed if starts else None
 
 
-def _doubled(size: int, times: int) -> list[int]:
-    return [size * 2**doublings for doublings in range(1, times + 1)]
+def _words(job: Config, section: str, keys: Keys) -> str:
+    """Return the keys that differ from the job's, as settings are written."""
+    before = getattr(job, section)
+    return ", ".join(f"{section}.{key} = {_value(it)}" for key, it in keys.items() if it != getattr(before, key))
 
 
-def _shards(config: Config, beside: str = "") -> Changes:
-    shards = get_args(Shard)
-    for shard in shards[shards.index(config.parallelism.shard) + (not beside) :]:
-        if shard != "states":
-            yield f'parallelism.shard = "{shard}"{beside}', config.with_keys(parallelism={"shard": shard})
+def _value(value: object) -> str:
+    if isinstance(value, FirstLayers):
+        return f"{{ full = {value.full} }}"
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _recompute(config: Config, plan: MemoryPlan, memory: int) -> Changes:
-    """Yield what costs little, then the fewest first layers that fit, then all."""
-    repeated = num_repeated(config.model)
-    if config.model.recompute == "none":
-        yield 'model.recompute = "selective"', config.with_keys(model={"recompute": "selective"})
-
-    def first(full: int) -> Config:
-        return config.with_keys(model={"recompute": FirstLayers(full=full)})
-
-    more = range(repeated + 1, config.model.num_layers)
-    if fewest := more[bisect_left(more, True, key=lambda full: _peak(first(full), plan) <= memory) :]:
-        yield f"model.recompute = {{ full = {fewest[0]} }}", first(fewest[0])
-    if repeated < config.model.num_layers:
-        yield 'model.recompute = "full"', config.with_keys(model={"recompute": "full"})
+def _peak(plan: MemoryPlan, job: Config) -> int:
+    return plan_memory(job, job.parallelism.dp_size or 1, plan.machine).peak
 
 
-def _micro_batches(config: Config) -> Changes:
-    size = config.training.micro_batch_size
-    for smaller in (size // 2**halvings for halvings in range(1, size.bit_length())):
-        yield f"training.micro_batch_size = {smaller}", config.with_keys(training={"micro_batch_size": smaller})
-
-
-def _ranks(config: Config) -> Changes:
-    section = config.parallelism
-    more = 2 * (section.dp_size or 1)
-    while more * math.prod(axis_sizes(section).values()) <= MOST_RANKS:
-        yield f"{more} data-parallel ranks", config.with_keys(parallelism={"dp_size": more})
-        more *= 2
-
-
-def _expert_ranks(config: Config) -> Changes:
-    for size in _doubled(config.parallelism.ep_size, 6):
-        yield f"parallelism.ep_size = {size}", config.with_keys(parallelism={"ep_size": size})
-
-
-def _meshes(config: Config, meshes: Sequence[Mapping[str, int]]) -> Changes:
-    """Yield the same ranks with these sizes. The other axes stay, but for dp, which gets the ranks that are left."""
-    before = config.parallelism
-    ranks = (before.dp_size or 1) * before.tp_size * before.cp_size * before.pp_size
-    for changed in meshes:
-        sizes = {key: getattr(before, key) for key in ("tp_size", "cp_size", "pp_size")} | dict(changed)
-        if ranks % (product := math.prod(sizes.values())) == 0:
-            words = " and ".join(f"{key} = {size}" for key, size in sizes.items() if size != getattr(before, key))
-            sizes["dp_size"] = ranks // product
-            yield f"parallelism.{words} on the same ranks", config.with_keys(parallelism=sizes)
-
-
-def _can_be(config: Config) -> bool:
-    section = config.parallelism
-    world = (section.dp_size or 1) * math.prod(axis_sizes(section).values())
-    return not check_config(config) and not check_world_size(config, world)
+def _doubled(size: int) -> list[int]:
+    return [size * 2**doublings for doublings in range(1, MOST_RANKS.bit_length())]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Timer
 from typing import TYPE_CHECKING
 
 from megamix.arguments import Parser, add_config, lines_told
 from megamix.config import Config, ConfigError, axis_sizes, check_world_size, data_parallel_size, load_config
 from megamix.data import import_extra
-from megamix.supervise.console import say
 from megamix.tools.plan.limits import MOST_RANKS, RESERVED, bytes_of, gpus_of
 
 if TYPE_CHECKING:
@@ -24,17 +21,18 @@ if TYPE_CHECKING:
     from megamix.tools.plan.time_hardware import Hardware
 
 WITH_GPUS = ("hardware", "rates", "calibrate", "plot")
-PATIENCE_S = 2.0  # seconds for which a user sees nothing
 
 
 def plan_arguments(parser: Parser) -> None:
     parser.example = "megamix plan job.toml --world 64 --memory 80GiB"
     add_config(parser)
     parser.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
-    parser.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GiB (this machine's GPU, if any)")
+    may = "what a rank may hold, as 80GiB (this machine's GPU, if any)"
+    parser.add_argument("--memory", metavar="SIZE", type=bytes_of, help=may)
     parser.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (gpu)")
     parser.add_argument("--json", action="store_true", help="every number, in bytes and seconds")
-    parser.add_argument("--gpus", metavar="N..M", help="the fastest layouts on N GPUs, or on each power of two up to M")
+    layouts = "the fastest layouts on N GPUs, or on each power of two up to M"
+    parser.add_argument("--gpus", metavar="N..M", type=gpus_of, help=layouts)
     parser.add_argument("--hardware", metavar="NAME", help="with --gpus: h100-sxm (default), h200, and others")
     parser.add_argument("--rates", metavar="FILE", type=Path, help="with --gpus: output of megamix doctor --json there")
     parser.add_argument(
@@ -56,6 +54,7 @@ def run_plan(arguments: argparse.Namespace) -> Iterator[str]:
         import_extra("matplotlib", "plot", what="--plot: ")
     if arguments.gpus:
         return _layout_lines(config, arguments)
+    arguments.progress.begin("counting the bytes of a rank")
     return plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json)
 
 
@@ -66,17 +65,12 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
     from megamix.tools.plan.time_constants import fitted_constants
     from megamix.tools.plan.time_hardware import load_hardware
 
-    problems = list[str]()
-    gpus = gpus_of(arguments.gpus, problems)
     name = arguments.hardware or "h100-sxm"
     hardware = load_hardware(name)
-    limit = int(hardware.memory_bytes) - RESERVED
-    if arguments.memory is not None:
-        limit = bytes_of(arguments.memory, problems) or limit
+    limit = int(hardware.memory_bytes) - RESERVED if arguments.memory is None else arguments.memory
     if (recipe := config.precision.fp8.recipe) != "none" and hardware.fp8_flops is None:
-        problems.append(f'precision.fp8.recipe: got "{recipe}", but {name} has no products in FP8; write "none"')
-    if problems:
-        raise ConfigError(problems, "plan")
+        problem = f'precision.fp8.recipe: got "{recipe}", but {name} has no products in FP8; write "none"'
+        raise ConfigError([problem], "plan")
     if arguments.rates is not None:
         hardware = _with_rates(arguments.rates, hardware)
     before = constants = fitted_constants()
@@ -84,7 +78,7 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
         constants = calibrate([_measured(path, hardware) for path in arguments.calibrate], before)
     search = LayoutSearch(config, hardware, constants, limit)
     more = {"as_json": arguments.json, "plot": arguments.plot, "title": f"{arguments.config.stem} on {name}"}
-    yield from layout_lines(search, gpus, before, arguments.progress, **more)
+    yield from layout_lines(search, arguments.gpus, before, arguments.progress, **more)
 
 
 def _with_rates(path: Path, base: Hardware) -> Hardware:
@@ -120,16 +114,11 @@ def _measured(metrics: Path, hardware: Hardware) -> MeasuredStep:
     from megamix.tools.plan.time_job import timed_job
 
     ranks = [row["ranks"] for row in read_rows(metrics.parent) if "ranks" in row]
-    if not ranks:
+    if len({*ranks}) != 1:  # rows do not say of which start they are
         raise ValueError(
-            f"--calibrate: got {metrics}, beside which no events.jsonl names a run's ranks; name a run's own"
+            f"--calibrate: got {metrics}; by events.jsonl beside it the starts had {ranks or 'no'} ranks, but one "
+            "number is needed; name a run's own"
         )
-    if len({*ranks}) > 1:  # rows do not say of which start they are
-        raise ValueError(
-            f"--calibrate: got {metrics}, whose starts had {ranks} ranks; name a run of one number of ranks"
-        )
-    if not (metrics.parent / CONFIG).is_file():
-        raise ValueError(f"--calibrate: got {metrics}, beside which there is no {CONFIG}; name a run's own")
     config = load_config(metrics.parent / CONFIG, imports=False)
     if config.training.batch_ramp:
         raise ValueError(f"--calibrate: got {metrics}, whose steps grew by a batch_ramp; name a run of equal steps")
@@ -140,11 +129,12 @@ def _measured(metrics: Path, hardware: Hardware) -> MeasuredStep:
 
 
 def plan_lines(
-    config: Config, world: int | None, memory: str | None, device: Machine | None, as_json: bool
+    config: Config, world: int | None, limit: int | None, device: Machine | None, as_json: bool
 ) -> Iterator[str]:
     """Yield the lines to print, as they become known.
 
-    `world`: None for parallelism.dp_size, or 1. `device`: None for a GPU, and a line that says so.
+    `world`: None for parallelism.dp_size, or 1. `limit`: bytes that a rank may hold; None: as `report_lines` says.
+    `device`: None for a GPU, and a line that says so.
     Raises: ConfigError for a job that cannot be planned.
     """
     section, problems = config.parallelism, list[str]()
@@ -155,16 +145,10 @@ def plan_lines(
         problems += check_world_size(config, world)
     else:
         problems.append(f"--world: got {world}, must be from 1 to {MOST_RANKS}; write --world {8 * parts}")
-    limit = None if memory is None else bytes_of(memory, problems)
     if problems:
         raise ConfigError(problems, "plan")
     if device is None and not as_json:
         yield "GPUs are assumed: --device cpu plans for CPUs"
-    late = Timer(PATIENCE_S, say, [f"megamix plan: counting {world} rank(s); large models take seconds", sys.stderr])
-    late.start()
-    try:
-        from megamix.tools.plan.report import report_lines  # imports torch, which takes seconds
+    from megamix.tools.plan.report import report_lines  # imports torch, which takes seconds
 
-        yield from report_lines(config, world // parts, device or "gpu", limit, as_json)
-    finally:
-        late.cancel()
+    yield from report_lines(config, world // parts, device or "gpu", limit, as_json)

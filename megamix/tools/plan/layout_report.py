@@ -124,14 +124,13 @@ def why_none(search: LayoutSearch, gpus: int) -> str:
     """Return why no layout of so many GPUs can be: the configuration's checks, the batch, or the memory."""
     layouts = search.layouts(gpus)
     if layouts and all(_problems(layout) for layout in layouts):
-        return f"no layout is a job that would start; of the fastest: {_problems(layouts[0])[0]}"
+        return f"no layout is a job that would start; take fewer GPUs; of the fastest: {_problems(layouts[0])[0]}"
     if any(True for _ in search.meshes(gpus)):
         return f"no layout fits {search.limit / 2**30:,.1f} GiB; take more GPUs"
-    sizes = [size for size in (2**power for power in range(15)) if any(True for _ in search.meshes(size))]
     batch = search.config.training.global_batch_size
     return (
-        f"training.global_batch_size: got {batch}, which no layout of {gpus} GPUs divides; take one of "
-        f"{', '.join(map(str, sizes))} GPUs, or a multiple of {gpus} sequences"
+        f"training.global_batch_size: got {batch}, which no layout of {gpus} GPUs divides; take fewer GPUs, or a "
+        f"multiple of {gpus} sequences"
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, get_args
 
 from megamix.config import Config, FirstLayers, ParallelismConfig, axis_sizes
 from megamix.config.batch_ramp import sizes_by_key
-from megamix.config.checks import check_config
 from megamix.tools.plan.least_memory import LeastMemory
 from megamix.tools.plan.time_constants import FittedConstants
 from megamix.tools.plan.time_hardware import Hardware
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 # Positions of a sequence on each context-parallel rank, at least: the model hides none of their traffic.
 LEAST_POSITIONS = 4096
 STAGES = {"1f1b": (1,), "interleaved_1f1b": (2, 4), "interleaved_zero_bubble": (2,), "zbv_zero_bubble": (2,)}
+SCHEDULES = [{"pp_schedule": name, "pp_stages_per_rank": count} for name, counts in STAGES.items() for count in counts]
 SHARDS = get_args(ParallelismConfig.model_fields["shard"].annotation)
 
 
@@ -44,7 +44,6 @@ class LayoutSearch:
     hardware: Hardware
     constants: FittedConstants
     limit: int  # bytes that a GPU may hold
-    _known: dict[str, list[dict[str, Any]]] = field(default_factory=dict, init=False)  # schedules by a mesh's sizes
 
     def layouts(self, gpus: int) -> list[TimedLayout]:
         """Return those whose least memory fits, the fastest first."""
@@ -67,7 +66,7 @@ class LayoutSearch:
                         dp = readers // replicas
                         for ep in _divisors(math.gcd(experts, dp * cp), experts):
                             sizes = {"tp_size": tp, "pp_size": pp, "cp_size": cp, "ep_size": ep}
-                            for schedule in self._schedules(sizes):
+                            for schedule in SCHEDULES if pp > 1 else [{}]:
                                 yield sizes | schedule | {"dp_size": dp, "replicas": replicas}
 
     @cached_property
@@ -82,33 +81,13 @@ class LayoutSearch:
 
         return build_optimizer(self.config)
 
-    def _schedules(self, sizes: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Return the schedules and settings of `shard` that the configuration's checks take with these sizes."""
-        key = str(sizes)
-        if key not in self._known:
-            schedules = [
-                {"pp_schedule": name, "pp_stages_per_rank": count} for name in STAGES for count in STAGES[name]
-            ]
-            several = schedules if sizes["pp_size"] > 1 else [{}]
-            self._known[key] = [
-                schedule | {"shards": shards}
-                for schedule in several
-                if (shards := [shard for shard in SHARDS if self._can_be({**sizes, **schedule, "shard": shard})])
-            ]
-        return self._known[key]
-
-    def _can_be(self, keys: Mapping[str, Any]) -> bool:
-        whole: dict[str, Any] = {"dp_size": None, "replicas": 1, **keys}
-        return not check_config(self.config.with_keys(parallelism=whole, training={"micro_batch_size": 1}))
-
     def _fitting(self, mesh: dict[str, Any]) -> Iterator[TimedLayout]:
         """Yield the layouts of a mesh. Larger micro-batches are tried until they cost time or memory."""
-        shards = mesh.pop("shards")
         share = self._batch // (mesh["dp_size"] * mesh["replicas"])
         best = math.inf
         for size in _powers(share):
             config = self.config.with_keys(parallelism=mesh, training={"micro_batch_size": size})
-            layouts = [*self._with_shards(config, shards)]
+            layouts = [*self._with_shards(config, SHARDS)]
             yield from layouts
             before, best = best, min((layout.time.seconds for layout in layouts), default=math.inf)
             if best >= before:

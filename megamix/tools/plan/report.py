@@ -49,18 +49,15 @@ def require_fit(config: Config, dp_size: int, limit: int) -> str:
     """Return a line with the memory that a rank will need on this kind of machine, and the `limit` bytes that it may
     hold.
 
-    Raises: ConfigError with the first setting of `parallelism.shard` that fits, or another change, if the need is more.
+    Raises: ConfigError with the changes that fit, if the need is more.
     """
     plan = plan_memory(config, dp_size, "gpu" if has_gpu() else "cpu")
     peak = f"a rank needs {amount(plan.peak)} at its peak ({plan.peak_phase})"
     if plan.peak <= limit:
         return f"{peak}, which fits {amount(limit)}"
-    changes = [Advice(f'parallelism.shard = "{shard}"', at) for shard, at in by_shard(config, plan) if type(at) is int]
-    fitting = [one for one in changes if one.peak <= limit] or [
-        one for one in advise(config, plan, limit) if one.peak <= limit
-    ]
-    if fitting:
-        fix = f"write {fitting[0].change}, which needs {amount(fitting[0].peak)}"
+    advice = advise(config, plan, limit)
+    if advice and advice[-1].peak <= limit:
+        fix = f"write {', '.join(one.change for one in advice)}, which needs {amount(advice[-1].peak)}"
     else:
         fix = f"no change here is enough: {_what_else(plan, limit)}"
     raise ConfigError([f"--memory: got {amount(limit)}, but {peak}; {fix}"], "job")
@@ -140,12 +137,12 @@ def _verdict(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> Itera
         yield f"fits: {amount(limit - plan.peak)} of {amount(limit)} are left at the peak"
         return
     yield Failed(f"does NOT fit: the peak ({plan.peak_phase}) is {amount(plan.peak - limit)} more than {amount(limit)}")
-    for one in advice:
+    for number, one in enumerate(advice):
         left = limit - one.peak
         verdict = f"fits, {amount(left)} left" if left >= 0 else f"{amount(-left)} too much"
-        yield f"  {one.change}: {amount(one.peak)}, {verdict}"
+        yield f"  {'and ' * (number > 0)}{one.change}: {amount(one.peak)}, {verdict}"
     if all(one.peak > limit for one in advice):
-        yield f"  none of these is enough: {_what_else(plan, limit)}"
+        yield f"  that is not enough: {_what_else(plan, limit)}"
 
 
 def _what_else(plan: MemoryPlan, limit: int) -> str:

@@ -163,6 +163,8 @@ def test_rows_are_planned_that_do_not_divide_by_the_ranks() -> None:
 
 
 def test_more_ranks_for_the_experts_are_proposed_with_the_peak_that_they_lead_to() -> None:
-    config = _config("dp4-parameters", **BF16, **FULL_RECOMPUTE).with_keys(model={"seq_len": 63})  # no other ways
+    config = _config("dp4-parameters", **BF16, **FULL_RECOMPUTE).with_keys(
+        model={"seq_len": 63}, training={"micro_batch_size": 1}
+    )  # no other ways
     plan, smaller = plan_memory(config, 4, "gpu"), plan_memory(config.with_keys(parallelism={"ep_size": 4}), 4, "gpu")
     assert Advice("parallelism.ep_size = 4", smaller.peak) in advise(config, plan, smaller.peak)

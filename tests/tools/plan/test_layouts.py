@@ -166,11 +166,9 @@ def test_numbers_of_gpus_without_a_layout_say_why() -> None:
     config = load_config(SMALL[0], SMALL[1:])
     assert why_none(search(config, 2**20), 8) == "no layout fits 0.0 GiB; take more GPUs"
     said = why_none(search(config.with_keys(training={"global_batch_size": 12})), 1024)
-    assert said.startswith(
-        "training.global_batch_size: got 12, which no layout of 1024 GPUs divides; take one of 1, 2,"
-    )
+    assert said.startswith("training.global_batch_size: got 12, which no layout of 1024 GPUs divides; take fewer GPUs")
     said = why_none(search(load_config("configs/quickstart_moe.toml")), 64)  # its checks refuse all that would fit
-    assert said.startswith("no layout is a job that would start; of the fastest: training.global_batch_size: got 16")
+    assert said.startswith("no layout is a job that would start; take fewer GPUs; of the fastest: parallelism.")
 
 
 def test_a_run_of_ones_own_narrows_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +184,7 @@ def test_a_run_of_ones_own_narrows_the_band(tmp_path: Path, capsys: pytest.Captu
     assert float(said[2]) < float(said[1])
     (tmp_path / "events.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(start | {'ranks': 4})}\n")
     assert main(["plan", *SMALL, "--gpus", "8", "--calibrate", str(tmp_path / "metrics.jsonl")]) == 2
-    assert "whose starts had [8, 4] ranks; name a run of one number of ranks" in capsys.readouterr().err
+    assert "the starts had [8, 4] ranks, but one number is needed; name a run's own" in capsys.readouterr().err
     (tmp_path / "events.jsonl").write_text(f"{json.dumps(start)}\n")
     config = tmp_path / "config.toml"
     plain = config.read_text()
@@ -196,8 +194,8 @@ def test_a_run_of_ones_own_narrows_the_band(tmp_path: Path, capsys: pytest.Captu
     config.write_text(plain)
     for wrong, said in (
         ("metrics.jsonl", "metrics.jsonl, which has a line that is no row of a run's metrics; name the metrics.jsonl"),
-        ("config.toml", "beside which there is no config.toml; name a run's own"),
-        ("events.jsonl", "no events.jsonl names a run's ranks; name a run's own"),
+        ("config.toml", "config.toml, there is no such file"),
+        ("events.jsonl", "the starts had no ranks, but one number is needed; name a run's own"),
     ):
         (tmp_path / wrong).unlink()
         (tmp_path / "metrics.jsonl").write_text(f"{json.dumps({'throughput/tokens_per_s': 1})}\n" * 3)  # no shares
@@ -216,17 +214,30 @@ def test_rates_are_what_doctor_prints(text: str, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gpus", "0"], "--gpus: got '0', must be a number from 1 to 16384"),
-        (["--gpus", "9..15"], "two of them with a power of two between them; write --gpus 8..1024"),
         (["--gpus", "8", "--world", "8"], "--world: got it with --gpus; leave it out"),
         (["--hardware", "h200"], "--hardware: got it without --gpus; write --gpus 8..1024 beside it"),
         (["--gpus", "8", "--hardware", "h101"], 'hardware: got "h101", known are a100, b200, '),
-        (["--gpus", "8", "--memory", "many"], "--memory: got 'many'"),
         (["precision.fp8.recipe=tensorwise", "--gpus", "8", "--hardware", "a100"], "a100 has no products in FP8"),
     ],
 )
 def test_wrong_flags_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gpus", "0"], "--gpus: got '0', must be a number from 1 to 16384"),
+        (["--gpus", "9..15"], "two of them with a power of two between them; write --gpus 8..1024"),
+        (["--gpus", "8", "--memory", "many"], "--memory: got 'many'"),
+    ],
+)
+def test_what_is_no_size_and_no_number_is_named(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *SMALL, *flags])
     assert said in capsys.readouterr().err
 
 
