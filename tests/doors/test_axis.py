@@ -29,7 +29,7 @@ from megamix.plugins import MORE_AXES, Section, register_axis
 from megamix.run.run_folder import job_problems
 from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
 from tests.checkpoint.state import all_or_none_of
 from tests.distributed.models import loss_of, make_batch, make_model

@@ -37,9 +37,9 @@ from megamix.mixed_precision.update_slice import GroupValues, States, UpdateScal
 from megamix.parallel.build import build_model, drawn
 from megamix.plugins import OPTIMIZERS
 from megamix.tools.plan import memory_plan
-from megamix.tools.verify.core import judge_steps
 from megamix.tools.verify.core.observed_step import ObservedStep
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts import judge_steps
+from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
 from megamix.train.job import run_job
 from tests.checkpoint.state import all_or_none_of

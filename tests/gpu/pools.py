@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.tools import ranks
-from megamix.tools.verify.layouts import judge, layout_lines
+from megamix.tools.verify.layouts import layout_lines
+from megamix.tools.verify.layouts.judge_steps import judge
 from tests import devices
 from tests.programs import lines_counted
 
@@ -30,7 +31,7 @@ def processes_with_gpus() -> Iterator[None]:
     _server.set_forkserver_preload(["tests.gpu.simulated", *ranks.PRELOADED])
     with (
         mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process),
-        mock.patch.object(layout_lines, "judge", lambda one, by_rank, _, *more: judge.judge(one, by_rank, CPU, *more)),
+        mock.patch.object(layout_lines, "judge", lambda one, by_rank, _, *more: judge(one, by_rank, CPU, *more)),
     ):
         yield
 

@@ -29,7 +29,7 @@ from megamix.tools.ranks import RankFailure, pool_for
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import ObservedStep, rank_device
 from megamix.tools.verify.foreign import watch
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.judge_steps import judge
 from tests.conftest import FULL, also_wide
 from tests.gpu.pools import processes_with_gpus
 from tests.model.flash import stand_in

@@ -35,7 +35,7 @@ from megamix.parallel.context_parallel import divide_positions
 from megamix.parallel.tensor_parallel import divide_layers
 from megamix.tools.plan.stand_ins import GpuShapes, with_kernels
 from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
 from tests.config.test_errors import changed
 from tests.conftest import FULL

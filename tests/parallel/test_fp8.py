@@ -14,7 +14,7 @@ from megamix.model.fp8 import use_fp8
 from megamix.model.transformer import Transformer
 from megamix.parallel.stages import Stage
 from megamix.tools.verify.core.verdict import Verdict
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.judge_steps import judge
 from tests.conftest import FULL
 from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_case
 

@@ -15,7 +15,7 @@ from megamix.config import ConfigError, ModelConfig, model_problems
 from megamix.model.transformer import Transformer
 from megamix.tools.ranks import RankPool
 from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.layout_lines import verify_layout
 from tests.conftest import FULL
 from tests.tools.verify.jobs import UPDATES, make_config, observe_bug

@@ -20,7 +20,7 @@ from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import load_trainer
 from megamix.tools.verify.foreign.watch import watch_trainer
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
 from tests.tools.verify.catalogue.foreign import ByHand
 from tests.tools.verify.jobs import UPDATES, make_config

@@ -9,7 +9,7 @@ import torch
 
 from megamix.config import Config
 from megamix.tools.verify.core.own_size import at_own_size, size_told
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.judge_steps import judge
 from tests.model.their_models import SEQ_LEN, write_config
 from tests.tools.verify.jobs import UPDATES, make_config, observe_bug
 from tests.train.jobs import tiny_job

@@ -13,7 +13,4 @@ bisect          the first module that is wrong
 observed_step   on every rank of our engine: all of a step that can be compared; the ranks' parts become whole
                 parameters, gradients and states by name
 choices         the experts that routers choose: kept on every rank, and replayed by the reference
-judge_steps     every comparison of steps of our engine, each within its bound
-judge_matrices  comparisons of Muon's directions
-judge_routing   comparisons of what routers do outside of gradients
 """

@@ -17,7 +17,7 @@ from megamix.tools.verify.core.layout import Layout, without_dropout
 from megamix.tools.verify.core.own_size import size_told
 from megamix.tools.verify.core.table import COLUMNS, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
 
 UPDATES = 3  # the first has no moments yet, the second both, the third a clip coefficient and scale of its own

@@ -145,7 +145,7 @@ _enter(
     "dp2-parameters",
     "average",
     "",
-    "of the half weights",
+    missing="found, not named",
     job={"average": 0.9},
 )
 MUON = {"name": "muon"}
@@ -155,7 +155,7 @@ _enter(
     "dp2",
     "direction",
     "",
-    "each rank's part orthogonalised by itself",
+    missing="found, not named",
     job=MUON,
 )
 _enter(
@@ -164,7 +164,7 @@ _enter(
     "tp2",
     "direction",
     "",
-    "each tensor-parallel rank's block orthogonalised by itself",
+    missing="found, not named",
     job=MUON,
 )
 _enter(
@@ -173,7 +173,7 @@ _enter(
     "dp2",
     "direction",
     "",
-    "times the momentum itself: not orthogonalised",
+    missing="found, not named",
     job=MUON,
 )
 _enter(
@@ -212,7 +212,7 @@ _enter(
     "dp2",
     "direction",
     "query.weight, rows ",
-    "orthogonalised with its neighbours as one matrix: not split",
+    missing="found, not named",
     job=MUON | {"family": "per_head"},
 )
 _enter("matrices_decay_twice", "Neuron_SP #13", "dp2", "weight", "blocks.", "weight decay twice", job=MUON)
@@ -222,7 +222,7 @@ _enter(
     "dp2",
     "exp_avg",
     "embedding.weight",
-    "another group's betas, eps or momentum",
+    missing="found, not named",
     job={"groups": [{"pattern": "embedding.*", "betas": [0.5, 0.6], "eps": 1e-6}]},
 )
 _enter(
@@ -231,7 +231,7 @@ _enter(
     "dp2",
     "weight",
     "",
-    "the momentum of update 2, where this is update 1",
+    missing="found, not named",
     job={"name": "nag", "schedules": {"momentum": {"start": 0.5, "warmup_steps": 2}}},
 )
 MIXTURE = {"model": {"experts": EXPERTS}}
@@ -250,7 +250,7 @@ _enter(
     "dp2",
     "scores",
     "router on rank 0",
-    "computed in half, not in FP32",
+    missing="found, not named",
     job=MIXTURE,
 )
 _enter(
@@ -268,7 +268,7 @@ _enter(
     "dp2",
     "counts",
     "router.balance on rank 0",
-    "counted twice",
+    missing="found, not named",
     job={"model": {"experts": EXPERTS, "recompute": "full"}},
 )
 _enter(
@@ -277,6 +277,6 @@ _enter(
     "dp2",
     "tally",
     "router.balance.value on rank",
-    "counts alone",
+    missing="found, not named",
     job=MIXTURE,
 )

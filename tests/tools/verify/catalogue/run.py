@@ -11,7 +11,7 @@ from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import load_trainer
 from megamix.tools.verify.foreign.watch import watch_trainer
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.judge_steps import judge
 from tests.tools.verify.catalogue import engine, gradients, scaling, updates
 from tests.tools.verify.catalogue.bugs import BUGS, Bug
 from tests.tools.verify.jobs import UPDATES, make_config, observe_bug

@@ -16,7 +16,7 @@ from megamix.config import Config
 from megamix.mixed_precision.settings import Shard
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import ObservedStep
-from megamix.tools.verify.layouts.judge import judge
+from megamix.tools.verify.layouts.judge_steps import judge
 from tests.conftest import FULL, also_wide
 from tests.distributed.pipelines import SCHEDULES
 from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_case

@@ -1,4 +1,4 @@
-"""Every comparison of our engine's steps with one rank, each within a bound that is derived beside it.
+"""Judge of a layout: every comparison of our engine's steps with one rank, each within a bound derived beside it.
 
 Each step is judged by itself, from the weights and states that the layout itself had before it. So an error of one step
 is not carried into the next one, and no bound has to grow with the steps. A run whose every step is right is right.
@@ -7,7 +7,7 @@ is not carried into the next one, and no bound has to grow with the steps. A run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -18,31 +18,13 @@ from torch import Tensor
 
 from megamix.builders.objects import DTYPES, build_optimizer, lr_table
 from megamix.config import Config, reading_ranks
-from megamix.data.loader import Batch
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.update_slice import (
-    AVERAGE,
-    MASTER,
-    GroupValues,
-    UpdateGroup,
-    UpdateScalars,
-    number_at,
-    table_of,
-)
+from megamix.mixed_precision.update_slice import AVERAGE, MASTER, GroupValues, UpdateGroup, UpdateScalars, number_at
 from megamix.tools.verify.core.bisect import RankTape, culprit
 from megamix.tools.verify.core.choices import Choices
 from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, nearest
-from megamix.tools.verify.core.judge_matrices import judge_matrices
-from megamix.tools.verify.core.judge_routing import (
-    judge_choices,
-    judge_counts,
-    judge_scores,
-    judge_tallies,
-    loads,
-    tallies,
-)
 from megamix.tools.verify.core.norm_kinds import explain_norm
 from megamix.tools.verify.core.observed_step import ObservedStep, Whole, assemble, assemble_choices
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite
@@ -60,6 +42,9 @@ from megamix.tools.verify.core.verdict import (
     norm_of,
     note_noise,
 )
+from megamix.tools.verify.layouts.judge_matrices import judge_matrices
+from megamix.tools.verify.layouts.judge_routing import judge_choices, judge_scores, judge_tallies, loads, tallies
+from megamix.tools.verify.layouts.observe import batches, set_biases
 
 # How much further from FP64 the gradient of a loss may be than that of logits; right families come to 1.4 times.
 LOSS_PATH = 4.0
@@ -69,49 +54,48 @@ LOSS_PATH = 4.0
 # cascade of 4 levels of 16 (ATen/native/cpu/SumKernel.cpp), 64 additions, and 8 over lanes and micro-batches.
 LOSS_ROUNDINGS = 3 + 64 + 8
 
-BatchesOf = Callable[[int, int], Iterable[Batch]]  # (attempt, data-parallel rank) -> its micro-batches
 
+def judge(
+    config: Config, ranks: Sequence[list[ObservedStep]], device: torch.device, updates: int, overflow_at: int | None
+) -> Verdict:
+    """Compare a layout's run with one rank's, step by step.
 
-def judge_attempts(
-    config: Config, reference: Reference, ranks: Sequence[list[ObservedStep]], initial: Tensors,
-    planted: Container[int | None], batches_of: BatchesOf,
-) -> Verdict:  # fmt: skip
-    """Compare attempts, and the state before them, with one rank's.
-
-    `initial`: the masters and the tallies' values to begin with. `planted`: the attempts in which a gradient was made
-    infinite.
+    `config`: the layout's. `ranks`: steps that each rank observed, in rank order. `updates`: number of steps that had
+    to be applied. `overflow_at`: the attempt in which one rank's gradient was made infinite.
     """
+    reference = Reference.of_config(config, device)
+    initial = {name: param.detach().cpu() for name, param in reference.native.named_parameters()}
+    set_biases(config, reference.native)
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
     verdict = Verdict(attempts=len(attempts))
     optimizer = build_optimizer(config)
     before = assemble([rank.owned for rank in start])
     earlier: RightStep | None = None
     _ownership(verdict, -1, before)
-    moving = tallies(reference.native)
     for name, weight in initial.items():
-        if name not in moving:
-            verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], weight.cpu())
+        verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], weight)
     _copies(verdict, -1, start, before, dtype)
+    moving = tallies(reference.native)
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in reference.native.named_buffers()}
+    _tables(verdict, -1, start, buffers)
     tables = {name: buffer for name, buffer in buffers.items() if name not in moving}
-    _tables(verdict, -1, start, tables | {name: initial[name].cpu() for name in moving if name in initial})
     biases = _values(start, moving)
     for number, seen in enumerate(attempts):
         after = assemble([attempt.owned for attempt in seen])
         _ownership(verdict, number, after)
         scalars = [attempt.scalars for attempt in seen]
-        by_rank = [[*batches_of(number, rank)] for rank in range(reading_ranks(config.parallelism))]
+        by_rank = [[*batches(config, number, rank)] for rank in range(reading_ranks(config.parallelism))]
         choices = assemble_choices(seen, by_rank)
         step = _Judged(
             config, reference, optimizer, number, by_rank, before, after, scalars, earlier, biases, choices
         )  # fmt: skip
         step.scalars(verdict)
-        if number in planted:
+        if number == overflow_at:
             verdict.note(number, "overflow flag", "the planted overflow", float(not step.found_inf), 0.0)
         if step.found_inf:
             verdict.skipped += 1
             step.nothing_changed(verdict)
-            if number not in planted:
+            if number != overflow_at:
                 step.overflow(verdict)
         else:
             judge_scores(verdict, number, step.right, seen)
@@ -121,13 +105,16 @@ def judge_attempts(
             step.average(verdict)
         _copies(verdict, number, seen, after, dtype)
         _tables(verdict, number, seen, tables)
-        judge_counts(verdict, number, step.loads, seen)
         judge_tallies(verdict, number, reference.native, biases, seen, step.loads, skipped=step.found_inf)
         biases = _values(seen, moving)
         if verdict.differences and not verdict.culprit and seen[0].tape:
             tapes = [RankTape(one.dp_rank, one.tape, one.span) for one in seen]
             verdict.culprit = culprit(step.right, tapes)
         before, earlier = after, replace(step.right, earlier=None)
+    # A step that overflows has nothing to compare: if all of them do, every check above has passed.
+    applied = verdict.attempts - verdict.skipped
+    missing = float(max(0, updates - applied))
+    verdict.note(verdict.attempts, "applied updates", f"the run, {applied} of {updates},", missing, 0.0)
     return verdict
 
 
@@ -326,14 +313,7 @@ class _Judged:
             before, master = self.before.tensors[AVERAGE, name].double(), self.after.tensors[MASTER, name]
             want = torch.lerp(before, master.double(), share)
             bound = U32 * float((2 * share * (master - before).abs() + want.abs()).max())
-            others = {
-                "half weights": master.to(self.dtype),
-                "masters before the step": self.before.tensors[MASTER, name],
-            }
-            kinds = [(f"of the {of}", torch.lerp(before, other.double(), share)) for of, other in others.items()]
-            kinds += [("not moved", before), ("moved by the decay", torch.lerp(before, master.double(), 1 - share))]
-            explain = partial(nearest, after.double(), want, bound, iter(kinds))
-            verdict.note(self.number, AVERAGE, name, float((after - want).abs().max()), bound, explain)
+            verdict.note(self.number, AVERAGE, name, float((after - want).abs().max()), bound)
 
     def update(self, verdict: Verdict) -> None:
         """Check masters and states by the optimizer's equation, from the gathered gradient and the values before."""
@@ -344,7 +324,6 @@ class _Judged:
         lr = number_at(table, count)
         told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
         verdict.note(self.number, "lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
-        groups = {self.optimizer.group_of(name, tuple(grad.shape)) for name, grad in self.grads.items()}
         for name, unclipped in self.grads.items():
             grad = unclipped * coefficient
             group = self.optimizer.group_of(name, tuple(grad.shape))
@@ -358,30 +337,16 @@ class _Judged:
                 continue
             before = {state: self.before.tensors[state, name] for state in dtypes}
             rule: Rule = partial(exact_update, self.optimizer, group, count)
-            rules: dict[str, Rule] = {}
-            for text, other, at_update in other_settings(group, groups, count):
-                rules[text] = partial(exact_update, self.optimizer, other, at_update)
             if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):
                 want = rule(name, grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
                 device = next(self.reference.native.parameters()).device
-                at = (self.number, self.optimizer, name, want, self.before, self.after, device, self.right.tp_size)
-                direction = judge_matrices(verdict, *at)
-                rule = partial(matrix_rule, rule, direction)
-                rules = {text: partial(matrix_rule, wrong, direction) for text, wrong in rules.items()}
-            decay = number_at(group.weight_decay, count)
-            decays = {
-                f"the weight decay of update {at}": number_at(group.weight_decay, at)
-                for at in (count - 1, count + 1)
-                if at
-            }
-            decays |= {"another group's weight decay": number_at(table_of(self.optimizer.weight_decay), count)}
-            others = {f"the lr of update {at + 1}": other for at, other in enumerate(table) if abs(at + 1 - count) == 1}
+                at = self.number, self.optimizer, name, want, self.before, self.after, device
+                rule = partial(matrix_rule, rule, judge_matrices(verdict, *at))
             after = {state: self.after.tensors[state, name] for state in dtypes}
             right = RightUpdate(
-                rule=rule, name=name, grad=grad, before=before,
-                lr=lr * group.lr_factor, lrs=others | {"the lr without its factor": lr},
-                weight_decay=decay, decays=decays, rules=rules,
-                update=count, attempts=self.number + 1, coefficient=coefficient, loss_scale=self.of["loss_scale"],
+                rule=rule, name=name, grad=grad, before=before, lr=lr * group.lr_factor, update=count,
+                weight_decay=number_at(group.weight_decay, count), attempts=self.number + 1, coefficient=coefficient,
+                loss_scale=self.of["loss_scale"],
             )  # fmt: skip
             right.note(verdict, self.number, after, dtypes)
 
@@ -407,22 +372,6 @@ def exact_update(
     states = {state: tensor.double() for state, tensor in before.items()}
     new_master, new_states = optimizer.equation(grad, states.pop(MASTER), states, at)
     return {MASTER: new_master, **new_states}
-
-
-def other_settings(
-    group: UpdateGroup, groups: Iterable[UpdateGroup], update: int
-) -> Iterator[tuple[str, UpdateGroup, int]]:
-    """Yield betas, eps and momentum that an update is easily made with instead: a text, their group, and their
-    update.
-    """
-    for at_update in (max(1, update - 1), update + 1):
-        for text, tables in (("betas", group.betas), ("momentum", (group.momentum,))):
-            if any(number_at(it, update) != number_at(it, at_update) for it in tables):
-                yield f"the {text} of update {at_update}, where this is update {update}", group, at_update
-    own = group.betas, group.eps, group.momentum
-    for other in groups:
-        if other.states == group.states and (other.betas, other.eps, other.momentum) != own:
-            yield "another group's betas, eps or momentum", other, update
 
 
 def _wide(number: float) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -18,14 +17,13 @@ from torch import Tensor
 
 from megamix.mixed_precision.muon import DIRECTION_SQ, Muon, with_equal_moments
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
-from megamix.tools.verify.core.hypotheses import factor_of, nearest
 from megamix.tools.verify.core.observed_step import Whole
 from megamix.tools.verify.core.verdict import U32, UNIT, Tensors, Verdict
 
 
 def judge_matrices(
     verdict: Verdict, attempt: int, optimizer: Muon, name: str, want: Tensor, before: Whole, after: Whole,
-    device: torch.device, tp_size: int,
+    device: torch.device,
 ) -> Tensor:  # fmt: skip
     """Check the matrices of a parameter that ranks have made orthogonal, their directions, and the states of matrices.
 
@@ -38,18 +36,17 @@ def judge_matrices(
         verdict.note(attempt, DIRECTION, name, math.inf, 0.0, "there is none: no rank has made it orthogonal")
         return torch.zeros_like(want)
     rows = optimizer.matrices(name, tuple(want.shape))
-    source, moves, owners = after.tensors[SOURCE, name], after.tensors[DIRECTION, name], after.owners[SOURCE, name]
+    source, moves = after.tensors[SOURCE, name], after.tensors[DIRECTION, name]
     error = (source - want).abs() - UNIT[optimizer.ns_dtype] * want.abs()
     verdict.note(attempt, SOURCE, name, float(error.clamp(min=0.0).max()), 64 * U32 * float(want.abs().max()))
-    all_rows = (source.to(optimizer.ns_dtype), moves, owners)
-    source, found, owners = (one.view(-1, want.shape[-1]) for one in all_rows)
+    source, found = (one.view(-1, want.shape[-1]) for one in (source.to(optimizer.ns_dtype), moves))
     done = Counter[str]()
     for first, last in pairwise(accumulate(rows, initial=0)):
         own, lengths = slice(first, last), optimizer.matrix_states(last - first, want.shape[-1])
         ends = {state: (done[state], done[state] + length) for state, length in lengths.items()}
         done.update(lengths)
         was, now = ({of: whole.tensors[of, name][slice(*ends[of])] for of in ends} for whole in (before, after))
-        judged = _JudgedMatrix(optimizer, source[own], source, own, found[own], owners[own], was, now, device, tp_size)
+        judged = _JudgedMatrix(optimizer, source[own], found[own], was, now, device)
         if judged.matrix.isfinite().all():  # otherwise the input has been reported
             judged.note(verdict, attempt, name if len(rows) == 1 else f"{name}, rows {first} to {last - 1}")
     return moves.double()
@@ -59,22 +56,18 @@ def judge_matrices(
 class _JudgedMatrix:
     optimizer: Muon
     matrix: Tensor  # the matrix that was made orthogonal
-    parameter: Tensor  # all matrices of the parameter, one below the other
-    rows: slice  # rows of this matrix among them
     found: Tensor  # direction as it moved the masters, FP32
-    owners: Tensor  # for each element, the rank that has it in its shard
     before: Tensors  # states of the matrix
     after: Tensors
     device: torch.device
-    tp_size: int
 
     @property
     def scale(self) -> float:
         return self.optimizer.lr_scale(*self.found.shape)
 
     def note(self, verdict: Verdict, attempt: int, where: str) -> None:
-        direction, states = self._made(self.matrix, self.before)
-        verdict.equal(attempt, DIRECTION, where, self.found, direction * self.scale, self._explain)
+        direction, states = self._made()
+        verdict.equal(attempt, DIRECTION, where, self.found, direction * self.scale)
         for state, want in states.items():
             verdict.equal(attempt, state, where, self.after[state], want)
         if type(self.optimizer).direction is not Muon.direction:
@@ -83,7 +76,7 @@ class _JudgedMatrix:
         if self.optimizer.row_beta2 is not None:
             exact, bound = self._with_moments(verdict, attempt, where, exact, bound, self.optimizer.row_beta2)
         error = float((self.found.double() / self.scale - exact).norm())
-        verdict.note(attempt, f"{DIRECTION} in FP64", where, error, bound, self._explain)
+        verdict.note(attempt, f"{DIRECTION} in FP64", where, error, bound)
 
     def _with_moments(
         self, verdict: Verdict, attempt: int, where: str, direction: Tensor, bound: float, beta2: float
@@ -103,56 +96,18 @@ class _JudgedMatrix:
         growth = float((divided.norm(dim=dim) / norms.clamp(min=1e-30)).max())
         return divided, 4 * max(1.0, growth) * bound + UNIT[self.optimizer.ns_dtype] * float(divided.norm())
 
-    def _made(self, matrix: Tensor, states: Tensors) -> tuple[Tensor, Tensors]:
-        """Return the engine's direction of a matrix, FP32, and its states. They are computed with one thread, as ranks
-        do, for the order of sums.
+    def _made(self) -> tuple[Tensor, Tensors]:
+        """Return the engine's direction of the matrix, FP32, and its states. They are computed with one thread, as
+        ranks do, for the order of sums.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            there = {name: state.to(self.device) for name, state in states.items()}
-            direction, new = self.optimizer.direction(matrix.to(self.device).contiguous(), there)
+            there = {name: state.to(self.device) for name, state in self.before.items()}
+            direction, new = self.optimizer.direction(self.matrix.to(self.device).contiguous(), there)
             return direction.float().cpu(), {name: state.cpu() for name, state in new.items()}
         finally:
             torch.set_num_threads(threads)
-
-    def _direction(self, matrix: Tensor) -> Tensor:
-        """Return the engine's direction of a matrix of any shape: of this one, or of another as in its first update."""
-        lengths = self.optimizer.matrix_states(*matrix.shape)
-        states = self.before if matrix is self.matrix else {name: torch.zeros(own) for name, own in lengths.items()}
-        return self._made(matrix, states)[0]
-
-    def _explain(self) -> str:
-        """Return which kind of mistake the wrong elements look like, up to a factor; "" for no known one."""
-        want, found = self._direction(self.matrix) * self.scale, self.found
-        wrong, bound = found != want, 4 * UNIT[self.optimizer.ns_dtype] * float(want.abs().max())
-        kinds = ((text, other, factor_of(found[wrong], other[wrong])) for text, other in self._kinds(want))
-        told = ((text.format(factor), torch.where(wrong, factor * other, found)) for text, other, factor in kinds)
-        return nearest(found, want, bound, told)
-
-    def _kinds(self, want: Tensor) -> Iterator[tuple[str, Tensor]]:
-        yield "{:.4g} times the right one: scaled for another shape, or by another rule", want
-        yield "{:.4g} times the momentum itself: not orthogonalised", self.matrix.float()
-        if len(self.matrix) < len(self.parameter):
-            together = self._direction(self.parameter)[self.rows]
-            yield "orthogonalised with its neighbours as one matrix: not split", together
-        for text, parts in self._divisions():
-            alone = torch.zeros_like(want)
-            for part in parts:
-                alone[part] = self._direction(self.matrix[part])
-            yield text, alone
-
-    def _divisions(self) -> Iterator[tuple[str, list[tuple[Tensor, Tensor]]]]:
-        """Yield parts of the matrix, as indices of rows and columns, that may be taken for matrices."""
-        rows, columns = (torch.arange(size) for size in self.found.shape)
-        if self.tp_size > 1:
-            text = "each tensor-parallel rank's block orthogonalised by itself"
-            yield text, [(part[:, None], columns) for part in rows.chunk(self.tp_size)]
-            yield text, [(rows[:, None], part) for part in columns.chunk(self.tp_size)]
-        own = [self.owners == rank for rank in sorted({*self.owners.flatten().tolist()})]
-        parts = [(rows[mask.any(1)][:, None], columns[mask.any(0)]) for mask in own]
-        if len(parts) > 1 and all(bool(mask[part].all()) for mask, part in zip(own, parts, strict=True)):
-            yield "each rank's part orthogonalised by itself", parts
 
 
 def exact_direction(source: Tensor, optimizer: Muon) -> tuple[Tensor, float]:
