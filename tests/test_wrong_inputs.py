@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "train job.toml optimizer.eps=1": (
         "optimizer.eps", "unknown key, got 1", "write it under [optimizer.adamw]",
     ),
-    "plan job.toml --world 3": ("global_batch_size: got 8", "write global_batch_size = 6 or 12, or take 2 ranks"),
+    "plan job.toml --world 3": ("global_batch_size: got 8", "3 data-parallel ranks = 6", "_batch_size = 12"),
     "train job.toml optimizer.lr=fast": ("optimizer.lr", 'got "fast"', "write for example lr = 0.0003"),
     "train job.toml optimizer.learning_rate=1": ("optimizer.learning_rate", "got 1", "it is optimizer.lr here"),
     "train job.toml training.steps=1e4": ("training.steps", "got 10000.0", "must be a whole number"),

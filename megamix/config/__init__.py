@@ -8,7 +8,7 @@ optimizers      the sections of the update: keys of every optimizer, and of each
 loss_scales     the section [precision.loss_scale]: keys of each rule
 choices         tables whose keys depend on what is chosen or registered
 batch_ramp      sizes of global batches, and the tokens of updates
-checks          checks over more than one field
+checks          checks over more than one field, by topic
 mesh_checks     checks of the mesh of ranks and of a pipeline's schedule
 unread          keys that are read only where another key says so
 problems        problems in words: field, value and fix

@@ -1,13 +1,16 @@
 """Checks of the mesh of ranks: what its sizes must divide and multiply to, and what a pipeline's schedule takes."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megamix.axes import AXES, OWN_AXES
 from megamix.config.model_and_data import default_ffn_hidden_size
 from megamix.config.sections import Config, ParallelismConfig
 from megamix.machine import torch_version
 from megamix.tuned import DEALT_CHUNKS
+
+Found = Iterator[tuple[str, str]]  # the key of each contradiction, and what to write instead
 
 # Each schedule's fewest and most stages per rank, and what it takes where the key is not set.
 _STAGES = {
@@ -48,40 +51,36 @@ def reading_ranks(section: ParallelismConfig, dp_size: int | None = None) -> int
     )
 
 
-def mesh_problems(config: Config, world_size: int) -> Iterator[str]:
+def mesh_problems(config: Config, world_size: int) -> Found:
     """Yield why this number of ranks is no mesh of the configured sizes."""
     sizes, dp_size = axis_sizes(config.parallelism), config.parallelism.dp_size
     others = math.prod(sizes.values())
+    product = " * ".join(f"{_key(name)} {size}" for name, size in sizes.items() if size > 1)
     if world_size % others:
-        smaller = _sizes_that_fit(config, sizes, world_size)
-        first = next(iter(smaller))
-        factors = [f"{AXIS_KEYS.get(name, name)} {size}" for name, size in sizes.items() if size > 1]
-        product = f"{' * '.join(factors)} = {others} " if len(factors) > 1 else ""
-        fix = " and ".join(f"{_key(name)} = {size}" for name, size in smaller.items())
+        largest = max(sizes, key=lambda name: sizes[name])
         yield (
-            f"parallelism.{_key(first)}: got {sizes[first]}, {product}must divide the number of ranks, which is "
-            f"{world_size}; start a multiple of {others}, or write {fix}"
+            f"parallelism.{_key(largest)}",
+            f"{product} must divide the number of ranks, which is {world_size}; start a multiple of {others}, or write "
+            "smaller sizes",
         )
     elif dp_size is not None and dp_size * others != world_size:
-        whole = {name: sizes.get(name, dp_size) for name in AXES}
-        product = " * ".join(f"{name} {size}" for name, size in whole.items() if size > 1)
         yield (
-            f"parallelism.dp_size: got {dp_size}, parallel sizes must multiply to the number of ranks: {product} = "
-            f"{dp_size * others}, but {world_size} were started; write dp_size = {world_size // others} or start "
-            f"{dp_size * others}"
+            "parallelism.dp_size",
+            f"all sizes multiply to {dp_size * others} ranks, but {world_size} were started; write dp_size = "
+            f"{world_size // others} or start {dp_size * others}",
         )
     else:
         yield from _owners_divide_experts(config, sizes | {"dp": world_size // others})
 
 
-def _owners_divide_experts(config: Config, sizes: Mapping[str, int]) -> Iterator[str]:
-    ep_size = config.parallelism.ep_size
+def _owners_divide_experts(config: Config, sizes: Mapping[str, int]) -> Found:
     owners = {_key(name): sizes[name] for name in AXES if AXES[name].weights == "sharded"}
-    if (number := math.prod(owners.values())) % ep_size:
+    if (number := math.prod(owners.values())) % config.parallelism.ep_size:
         product = " * ".join(f"{key} {size}" for key, size in owners.items())
+        fix = math.gcd(number, config.parallelism.ep_size)
         yield (
-            f"parallelism.ep_size: got {ep_size}, must divide {product} = {number}, whose ranks divide the experts; "
-            f"write ep_size = {math.gcd(number, ep_size)}"
+            "parallelism.ep_size",
+            f"must divide {product} = {number}, whose ranks divide the experts; write ep_size = {fix}",
         )
 
 
@@ -89,151 +88,83 @@ def _key(axis: str) -> str:
     return AXIS_KEYS.get(axis, f"{axis}.size")
 
 
-def _sizes_that_fit(config: Config, sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Return the axes that must be smaller to divide the ranks, with their sizes. Those that communicate most, which
-    are the last ones, are kept first.
-    """
-    smaller, left = {}, world_size
-    for name, size in reversed([*sizes.items()]):
-        fits = _largest_fit(config, size, left) if name == "tp" else math.gcd(left, size)
-        left //= fits
-        if fits < size:
-            smaller[name] = fits
-    return smaller
-
-
-def _modules_are_not_divided(config: Config) -> Iterator[str]:
+def _modules(config: Any) -> Found:
     """Yield why no axis may divide the modules or the loss of a model, for a family whose modules are not ours."""
     for axis, size in axis_sizes(config.parallelism).items() if config.model.family == "transformers" else ():
         if size > 1 and (AXES[axis].weights == "divided" or not AXES[axis].reads):
-            yield (
-                f'parallelism.{_key(axis)}: got {size}, but family = "transformers" computes by modules that ranks do '
-                f'not divide; write {_key(axis)} = 1, and for memory shard = "parameters"'
-            )
+            whole = 'but family = "transformers" computes by modules that ranks do not divide'
+            yield f"parallelism.{_key(axis)}", f'{whole}; write {_key(axis)} = 1, and for memory shard = "parameters"'
 
 
-def _tensor_parallel_divides(config: Config) -> Iterator[str]:
+def _tensor_parallel(config: Any) -> Found:
     """Check that every layer divides into equal parts: whole heads, columns of the feed-forward part, table rows."""
-    tp_size = config.parallelism.tp_size
-    for key, size, share in _divided(config):
+    model, tp_size = config.model, config.parallelism.tp_size
+    if not tp_size > 1:
+        return
+    if model.qk_norm and model.qk_norm_over == "all":
+        yield "parallelism.tp_size", 'but model.qk_norm_over = "all" needs all heads on one rank; write tp_size = 1'
+    ffn_hidden_size = model.ffn_hidden_size or default_ffn_hidden_size(model.activation, model.hidden_size)
+    sizes = {"num_heads": model.num_heads, "ffn_hidden_size": ffn_hidden_size, "vocab_size": model.vocab_size}
+    sizes |= {} if model.num_kv_heads is None else {"num_kv_heads": model.num_kv_heads}
+    sizes |= {"seq_len": model.seq_len} if config.parallelism.sequence_parallel else {}
+    for name, size in sizes.items():
         if size % tp_size:
-            yield (
-                f"parallelism.tp_size: got {tp_size}, must divide model.{key} {size}, since each rank has its own "
-                f"{share}; write tp_size = {_largest_fit(config, tp_size)}"
-            )
+            fix = largest_divisor(math.gcd(*sizes.values()), tp_size)
+            yield "parallelism.tp_size", f"must divide model.{name} {size}; write tp_size = {fix}"
 
 
-def _norms_are_whole(config: Config) -> Iterator[str]:
-    if config.parallelism.tp_size > 1 and config.model.qk_norm and config.model.qk_norm_over == "all":
-        yield (
-            f'parallelism.tp_size: got {config.parallelism.tp_size}, but model.qk_norm_over = "all" needs all heads '
-            "on one rank; write tp_size = 1"
-        )
-
-
-def _ranks_divide_experts(config: Config) -> Iterator[str]:
+def _expert_parallel(config: Any) -> Found:
     """Check that ranks divide experts evenly, where there are any, and that no others divide the model."""
     section, experts = config.parallelism, getattr(config.model, "experts", None)
-    if experts is None and section.ep_size > 1:
-        yield (
-            f"parallelism.ep_size: got {section.ep_size}, but the model has no experts; write ep_size = 1, or a table "
-            "[model.experts]"
-        )
-    elif experts is not None and experts.num_experts % section.ep_size:
-        yield (
-            f"parallelism.ep_size: got {section.ep_size}, must divide model.experts.num_experts {experts.num_experts}; "
-            f"write ep_size = {largest_divisor(experts.num_experts, section.ep_size)}"
-        )
-    for axis, size in axis_sizes(section).items() if experts is not None else ():
-        if size > 1 and axis != "pp" and AXES[axis].weights == "divided":
-            yield (
-                f"parallelism.{_key(axis)}: got {size}, but ranks along {axis} do not divide experts; write "
-                f"{_key(axis)} = 1, and ep_size for more memory"
-            )
-
-
-def _tokens_are_gathered_cheaply(config: Config) -> Iterator[str]:
-    section, experts = config.parallelism, getattr(config.model, "experts", None)
-    if experts is None or section.ep_size == 1 or section.ep_method != "gather":
+    ep_size, key = section.ep_size, "parallelism.ep_size"
+    if experts is None:
+        if ep_size > 1:
+            yield key, "but the model has no experts; write ep_size = 1, or a table [model.experts]"
         return
-    if section.ep_size > experts.top_k:
-        yield (
-            f'parallelism.ep_method: got "gather", which sends more than an exchange where ep_size {section.ep_size} '
-            f'exceeds model.experts.top_k {experts.top_k}; write ep_method = "exchange"'
-        )
-    if config.precision.dtype != "bf16":
-        yield (
-            f'parallelism.ep_method: got "gather", but a GPU groups the products of experts in BF16 alone, and '
-            f'precision.dtype is "{config.precision.dtype}"; write ep_method = "exchange", or dtype = "bf16"'
-        )
+    if experts.num_experts % ep_size:
+        fix = largest_divisor(experts.num_experts, ep_size)
+        yield key, f"must divide model.experts.num_experts {experts.num_experts}; write ep_size = {fix}"
+    if ep_size > 1 and section.ep_method == "gather":
+        instead = 'write ep_method = "exchange"'
+        if ep_size > experts.top_k:
+            more = f"which sends more than an exchange where ep_size {ep_size} exceeds top_k {experts.top_k}"
+            yield "parallelism.ep_method", f"{more}; {instead}"
+        if config.precision.dtype in ("fp16", "fp32"):
+            alone = "but a GPU groups the products of experts in BF16 alone"
+            yield "parallelism.ep_method", f'{alone}; {instead}, or precision.dtype = "bf16"'
+    for axis, size in axis_sizes(section).items():
+        if size > 1 and axis != "pp" and AXES[axis].weights == "divided":
+            whole = f"but ranks along {axis} do not divide experts"
+            yield f"parallelism.{_key(axis)}", f"{whole}; write {_key(axis)} = 1, and ep_size for more memory"
 
 
-def _capped_scores_are_whole(config: Config) -> Iterator[str]:
-    cp_size, cp_method = config.parallelism.cp_size, config.parallelism.cp_method
-    if cp_size > 1 and cp_method == "gather" and config.model.attention_softcap is not None:
-        yield (
-            f"parallelism.cp_size: got {cp_size}, but model.attention_softcap needs all keys of a head on one rank; "
-            'write cp_method = "heads", or cp_size = 1'
-        )
-
-
-def _divided(config: Config) -> Iterator[tuple[str, int, str]]:
-    """Yield key, size, and the name of a rank's share, of everything that tensor parallelism divides."""
-    model = config.model
-    yield "num_heads", model.num_heads, "query heads"
-    if model.num_kv_heads is not None:
-        yield "num_kv_heads", model.num_kv_heads, "key and value heads"
-    ffn_hidden_size = model.ffn_hidden_size or default_ffn_hidden_size(model.activation, model.hidden_size)
-    yield "ffn_hidden_size", ffn_hidden_size, "columns"
-    yield "vocab_size", model.vocab_size, "rows of the embedding table"
-    if config.parallelism.sequence_parallel:
-        yield "seq_len", model.seq_len, "positions (sequence_parallel = false keeps them whole)"
-
-
-def _chunks_per_rank(section: ParallelismConfig, packing: str) -> int:
-    """Return the number of chunks of a sequence on each context-parallel rank."""
-    if section.cp_method == "heads":
-        return 1
-    return DEALT_CHUNKS if packing == "documents" else 2
-
-
-def _context_parallel_divides(config: Config) -> Iterator[str]:
+def _context_parallel(config: Any) -> Found:
     """Check that each rank gets equal chunks of every sequence, which tensor-parallel ranks may divide again, and ranks
     that divide the heads as many of each.
     """
-    section, seq_len = config.parallelism, config.model.seq_len
-    if section.cp_size == 1:
+    section, seq_len, key = config.parallelism, config.model.seq_len, "parallelism.cp_size"
+    cp_size, by_heads = section.cp_size, section.cp_method == "heads"
+    if not cp_size > 1:
         return
-    chunks = _chunks_per_rank(section, config.data.packing)
-    divisor = chunks * section.cp_size
+    if section.cp_method == "gather" and config.model.attention_softcap is not None:
+        needs = "but model.attention_softcap needs all keys of a head on one rank"
+        yield key, f'{needs}; write cp_method = "heads", or cp_size = 1'
+    chunks = 1 if by_heads else DEALT_CHUNKS if config.data.packing == "documents" else 2
+    divisor = chunks * cp_size
     if section.sequence_parallel and section.tp_size > 1:
-        divisor = math.lcm(divisor, section.cp_size * section.tp_size)
+        divisor = math.lcm(divisor, cp_size * section.tp_size)
     if seq_len % divisor:
-        fits = seq_len // divisor * divisor or divisor
-        share = "ranks divide each sequence" if chunks == 1 else f"each rank has {chunks} equal chunks of each sequence"
-        yield (
-            f"parallelism.cp_size: got {section.cp_size}, needs a model.seq_len that is a multiple of {divisor}, not "
-            f"{seq_len}, since {share}; write seq_len = {fits}"
-        )
-    heads = config.model.num_kv_heads or config.model.num_heads
-    if section.cp_method == "heads" and heads % (ranks := section.cp_size * section.tp_size):
-        yield (
-            f'parallelism.cp_method: got "heads", with which cp_size {section.cp_size} * tp_size {section.tp_size} = '
-            f'{ranks} must divide the {heads} heads of keys and values; write cp_method = "gather"'
-        )
-
-
-def _largest_fit(config: Config, tp_size: int, world_size: int = 0) -> int:
-    """Return the largest tp_size up to this one that cuts the model evenly and divides the ranks. gcd(n, 0) is n."""
-    common = math.gcd(world_size, *(size for _, size, _ in _divided(config)))
-    return largest_divisor(common, tp_size)
+        fix = seq_len // divisor * divisor or divisor
+        yield key, f"needs a model.seq_len that is a multiple of {divisor}, not {seq_len}; write seq_len = {fix}"
+    heads, ranks = config.model.num_kv_heads or config.model.num_heads, cp_size * section.tp_size
+    if by_heads and heads % ranks:
+        divide = f"but cp_size * tp_size = {ranks} must divide the {heads} heads of keys and values"
+        yield "parallelism.cp_method", f'{divide}; write cp_method = "gather"'
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor up to `most`, or of huge ones a divisor that is found soon."""
-    most = min(number, most)
-    near = range(most, max(0, most - 10_000), -1)
-    return next((size for size in near if number % size == 0), math.gcd(number, most))
+    """Return the largest divisor up to `most`."""
+    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
 def stages_per_rank(section: ParallelismConfig) -> int:
@@ -248,105 +179,56 @@ def evaluated_at_once(count: int, pp_size: int) -> int:
     return next((part for part in range(4 * pp_size, count, pp_size) if count % part == 0), count)
 
 
-def micro_batch_problems(config: Config, key: str, size: int, count: int) -> Iterator[str]:
+def micro_batch_problems(config: Config, key: str, size: int, count: int) -> Found:
     """Yield why the schedule cannot run the `count` micro-batches of a rank into which a global batch divides. `key`:
     the setting of [training] for the batch's `size`.
     """
     schedule, pp_size = config.parallelism.pp_schedule, config.parallelism.pp_size
     if pp_size == 1:
         return
-    share = size // count
-    rounds = max(1, count // pp_size)
-    parts = f"{count} micro-batch{'es' * (count > 1)}"
-    got = f"training.{key}: got {size}, which is {parts} a step, but "
+    share, rounds = size // count, max(1, count // pp_size)
+    got = f'which is {count} micro-batch{"es" * (count > 1)} a step, but pp_schedule = "{schedule}"'
     if schedule == "1f1b" and count < pp_size:
-        yield f'{got}pp_schedule = "1f1b" needs at least pp_size {pp_size}; write {key} = {pp_size * share}'
+        yield f"training.{key}", f"{got} needs at least pp_size {pp_size}; write {key} = {pp_size * share}"
     if schedule.startswith("interleaved") and count % rounds:
-        yield (
-            f'{got}pp_schedule = "{schedule}" runs them in {rounds} equal rounds (count / pp_size, rounded down); '
-            f"write {key} = {rounds * pp_size * share}"
-        )
+        fix = f"write {key} = {rounds * pp_size * share}"
+        yield f"training.{key}", f"{got} runs them in {rounds} equal rounds (count / pp_size, rounded down); {fix}"
 
 
-def _stages_suit_schedule(config: Config) -> Iterator[str]:
-    section = config.parallelism
-    given = section.pp_stages_per_rank
-    if section.pp_size == 1 or given is None:
+def _pipeline(config: Any) -> Found:
+    section, num_layers, key = config.parallelism, config.model.num_layers, "parallelism.pp_size"
+    pp_size, schedule = section.pp_size, section.pp_schedule
+    if not pp_size > 1:
         return
-    fewest, most, usual = _STAGES[section.pp_schedule]
-    if not fewest <= given <= (most or given):
-        yield (
-            f'parallelism.pp_stages_per_rank: got {given}, pp_schedule = "{section.pp_schedule}" '
-            f"takes {fewest if most else f'{fewest} or more'}; write pp_stages_per_rank = {usual}"
-        )
+    if section.shard == "parameters":
+        twice = "but a pipeline would gather each stage twice for every micro-batch"
+        yield "parallelism.shard", f'{twice}; write shard = "gradients", or pp_size = 1'
+    if section.accumulate == "owner":
+        several = "but a pipeline's stages have several micro-batches under way at a time"
+        yield "parallelism.accumulate", f'{several}; write accumulate = "local", or pp_size = 1'
+    for name, size in axis_sizes(section).items():
+        if size > 1 and name not in OWN_AXES:
+            shapes = "but a pipeline does not know the shapes that a plugin's axis leaves"
+            yield key, f"{shapes}; write pp_size = 1, or {name}.size = 1"
+    stages = pp_size * stages_per_rank(section)
+    if stages > num_layers:
+        yield key, f"these are {stages} stages, but model.num_layers is {num_layers}; write pp_size = 1, or more layers"
+    fewest, most, usual = _STAGES[schedule]
+    if section.pp_stages_per_rank and not fewest <= section.pp_stages_per_rank <= (most or math.inf):
+        takes = f'but pp_schedule = "{schedule}" takes {fewest}{"" if most else " or more"}'
+        yield "parallelism.pp_stages_per_rank", f"{takes}; write pp_stages_per_rank = {usual}"
+    if config.model.compile and schedule.endswith("zero_bubble"):
+        splits = "which splits backward in two, and that of compiled blocks (model.compile = true) cannot be"
+        yield "parallelism.pp_schedule", f'{splits}; write pp_schedule = "interleaved_1f1b", or compile = false'
 
 
-def _stages_have_layers(config: Config) -> Iterator[str]:
-    section, num_layers = config.parallelism, config.model.num_layers
-    per_rank = stages_per_rank(section)
-    num_stages = section.pp_size * per_rank
-    if section.pp_size > 1 and num_stages > num_layers:
-        yield (
-            f"parallelism.pp_size: got {section.pp_size}, times {per_rank} stages per rank this is "
-            f"{num_stages} stages, but model.num_layers is {num_layers}, and each needs one; "
-            f"write pp_size = {max(1, num_layers // per_rank)}, or num_layers = {num_stages}"
-        )
-
-
-def _split_backward_is_not_compiled(config: Config) -> Iterator[str]:
-    schedule = config.parallelism.pp_schedule
-    if config.parallelism.pp_size > 1 and config.model.compile and schedule.endswith("zero_bubble"):
-        yield (
-            f'parallelism.pp_schedule: got "{schedule}", which splits backward in two, and that of compiled blocks '
-            '(model.compile = true) cannot be; write pp_schedule = "interleaved_1f1b", or compile = false'
-        )
-
-
-def torch_problems(config: Config) -> Iterator[str]:
+def torch_problems(config: Config) -> Found:
     """Yield why this version of torch cannot run the schedule. A run's file still loads, to export it for example."""
     schedule, (major, minor) = config.parallelism.pp_schedule, torch_version()
     if config.parallelism.pp_size > 1 and schedule.endswith("zero_bubble") and (major, minor) < SPLITS_BACKWARD:
-        yield (
-            f'parallelism.pp_schedule: got "{schedule}", which splits backward in two, and torch {major}.{minor} '
-            'cannot split that of our operations; install torch >= 2.13, or write pp_schedule = "interleaved_1f1b"'
-        )
+        splits = f"which splits backward in two, and torch {major}.{minor} cannot split that of our operations"
+        fix = 'install torch >= 2.13, or write pp_schedule = "interleaved_1f1b"'
+        yield "parallelism.pp_schedule", f"{splits}; {fix}"
 
 
-def _stages_keep_their_parameters(config: Config) -> Iterator[str]:
-    section = config.parallelism
-    if section.shard == "parameters" and section.pp_size > 1:
-        yield (
-            f'parallelism.shard: got "parameters" with pp_size {section.pp_size}, but a pipeline would gather each '
-            'stage twice for every micro-batch; write shard = "gradients", or pp_size = 1'
-        )
-    if section.accumulate == "owner" and section.pp_size > 1:
-        yield (
-            f'parallelism.accumulate: got "owner" with pp_size {section.pp_size}, whose stages have several '
-            'micro-batches under way at a time; write accumulate = "local", or pp_size = 1'
-        )
-
-
-def _stages_hand_over_known_shapes(config: Config) -> Iterator[str]:
-    pp_size = config.parallelism.pp_size
-    for name, size in axis_sizes(config.parallelism).items():
-        if pp_size > 1 and size > 1 and name not in OWN_AXES:
-            yield (
-                f"parallelism.pp_size: got {pp_size} with {name}.size {size}, but a pipeline does not know the shapes "
-                f"that a plugin's axis leaves; write pp_size = 1, or {name}.size = 1"
-            )
-
-
-MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _modules_are_not_divided,
-    _tensor_parallel_divides,
-    _norms_are_whole,
-    _ranks_divide_experts,
-    _tokens_are_gathered_cheaply,
-    _capped_scores_are_whole,
-    _context_parallel_divides,
-    _stages_suit_schedule,
-    _stages_have_layers,
-    _stages_keep_their_parameters,
-    _stages_hand_over_known_shapes,
-    _split_backward_is_not_compiled,
-)
+MESH_CHECKS = (_modules, _tensor_parallel, _expert_parallel, _context_parallel, _pipeline)

@@ -137,7 +137,7 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ),
     ("optimizer.muon", "ns_table", [[1.0, 2.0]], "ns_table[0]: got [1.0, 2.0], must have 3 items"),
     ("optimizer.muon", "ns_table", 1.0, "got 1.0, must be a list; write for example ns_table = []"),
-    ("optimizer.muon", "ns_steps", 1, "got 1, ns_table has 2 turns; write ns_steps = 2"),
+    ("optimizer.muon", "ns_steps", 1, "got 1, but ns_table has 2 turns; write ns_steps = 2"),
     ("optimizer.nag", "momentum_form", "nesterov", "must be 'gradient' or 'velocity'"),
     ("optimizer.nag", "momentum", 1.0, "got 1.0, must be less than 1; write for example momentum = 0.9"),
     ("optimizer", "weight_decay", -1, "got -1, must be at least 0; write for example weight_decay = 0.1"),
@@ -293,16 +293,16 @@ def test_a_factor_that_fp32_does_not_hold_is_refused(key: str, value: float) -> 
         ),
         (
             {"name": "nag", "groups": [{"pattern": "x", "momentum": 0.99}], "nag": {"state_dtype": "bf16"}},
-            "optimizer.nag.state_dtype: got bf16 with momentum 0.99, at which BF16 rounds away what moves; write "
+            'optimizer.nag.state_dtype: got "bf16", but at momentum 0.99 BF16 rounds away what moves; write '
             'state_dtype = "fp32", or momentum = 0.9',
         ),
         (
             {"schedules": {"momentum": {"end": 0.5}}},
-            "optimizer.schedules.momentum: got a schedule, but the optimizer adamw has no momentum; leave it out",
+            "optimizer.schedules.momentum: got a table, but the optimizer adamw has no momentum; leave it out",
         ),
         (
             {"schedules": {"beta2": {"end": 1.0}}},
-            "optimizer.schedules.beta2.end: got 1.0, must be at least 0 and less than 1; write for example end = 0.85",
+            "optimizer.schedules.beta2.end: got 1.0, must be at least 0 and less than 1; write for example end = 0.0",
         ),
         (
             {"schedules": {"weight_decay": {"start": -1.0, "warmup_steps": 5}}},
@@ -314,13 +314,13 @@ def test_a_factor_that_fp32_does_not_hold_is_refused(key: str, value: float) -> 
         ),
         (
             {"schedules": {"beta1": {"start": 0.5}}},
-            "optimizer.schedules.beta1: start and warmup_steps go together; write both, such as start = 0.0 and "
-            "warmup_steps = 300",
+            "optimizer.schedules.beta1: got a table, but start and warmup_steps go together; write both, such "
+            "as start = 0.0 and warmup_steps = 300",
         ),
         (
             {"schedules": {"beta1": {"start": 0.5, "warmup_steps": 60, "end": 0.5, "decay_steps": 41}}},
-            "optimizer.schedules.beta1: warmup_steps and decay_steps are 101 together, which exceeds training.steps "
-            "100; write smaller ones",
+            "optimizer.schedules.beta1: got a table, but warmup_steps and decay_steps together exceed "
+            "training.steps 100; write less",
         ),
     ],
 )
@@ -455,7 +455,7 @@ def scaled(**keys: Any) -> Tree:
 
 # Between fields: (changes, field that the line names, what it says, changes that repair it).
 CROSS: list[tuple[Tree, str, str, Tree]] = [
-    ({"model": {"hidden_size": 100}}, "model.hidden_size", "= 96 or 108", {"model": {"hidden_size": 96}}),
+    ({"model": {"hidden_size": 100}}, "model.hidden_size", "= 108", {"model": {"hidden_size": 108}}),
     ({"model": {"hidden_size": 5}}, "model.hidden_size", "hidden_size = 12", {"model": {"hidden_size": 12}}),
     ({"model": {"hidden_size": 18}}, "model.hidden_size", "head size of 3", {"model": {"hidden_size": 24}}),
     ({"model": {"hidden_size": 18}}, "model.hidden_size", '"learned"', {"model": {"position": "learned"}}),
@@ -466,7 +466,7 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     (
         {"lr_schedule": {"warmup_steps": 30, "decay_steps": 80}},
         "lr_schedule.decay_steps",
-        "30 + decay_steps 80 = 110 exceeds training.steps 100; write decay_steps = 70",
+        "30 + decay_steps 80 exceeds training.steps 100; write a smaller warmup_steps",
         {"lr_schedule": {"warmup_steps": 30, "decay_steps": 70}},
     ),
     (
@@ -496,7 +496,7 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     (
         {"precision": {"reduce_dtype": "half_fp32_sum", "grad_dtype": "fp32"}},
         "precision.reduce_dtype",
-        'write reduce_dtype = "fp32", or grad_dtype = "half"',
+        'write reduce_dtype = "fp32"',
         {"precision": {"reduce_dtype": "half_fp32_sum", "grad_dtype": "half"}},
     ),
     (
@@ -517,14 +517,14 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     (
         {"training": {"global_batch_size": 18}},
         "training.global_batch_size",
-        "of micro_batch_size 4; write global_batch_size = 16 or 20 for one data-parallel rank, 16 or 24 for two",
+        "of micro_batch_size 4; write global_batch_size = 20",
         {"training": {"global_batch_size": 20}},
     ),
     ({"training": {"global_batch_size": 2}}, "training.global_batch_size", "= 4", {"training": {}}),
     (
         {"training": {"batch_ramp": [[0, 8], [5, 10], [9, 16]]}},
         "training.batch_ramp[1][1]",
-        "got 10, must be a multiple of micro_batch_size 4; write batch_ramp[1][1] = 8 or 12",
+        "got 10, must be a multiple of micro_batch_size 4; write batch_ramp[1][1] = 12",
         {"training": {"batch_ramp": [[0, 8], [5, 12], [9, 16]]}},
     ),
     ({"model": {"recompute": {"full": 2}}}, "model.recompute.full", "num_layers is 1; write full = 1", {}),
@@ -544,7 +544,7 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     (
         {"training": {"batch_ramp": [[0, 8]]}},
         "training.global_batch_size",
-        "got 16, but the last size of batch_ramp is 8; write global_batch_size = 8",
+        "got 16, must be the last size of batch_ramp; write global_batch_size = 8",
         {"training": {"batch_ramp": [[0, 8]], "global_batch_size": 8}},
     ),
     *(
@@ -560,10 +560,10 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     (
         {"profiling": {"start_step": 98, "num_steps": 5}},
         "profiling.start_step",
-        "98 + num_steps 5 = 103 exceeds training.steps 100; write start_step = 95",
+        "got 98, with num_steps it ends at 103, training.steps is 100; write smaller ones",
         {"profiling": {"start_step": 95, "num_steps": 5}},
     ),
-    ({"profiling": {"num_steps": 101}}, "profiling.start_step", "num_steps = 100", {"profiling": {"num_steps": 100}}),
+    ({"profiling": {"num_steps": 101}}, "profiling.start_step", "it ends at 101", {"profiling": {"num_steps": 100}}),
 ]
 
 
@@ -628,20 +628,19 @@ def test_world_size_that_fits_has_no_problem() -> None:
 
 def test_world_size_that_does_not_fit_is_multiplied_out() -> None:
     assert check_world_size(config_from_dict(GOOD), 3) == [
-        "training.global_batch_size: got 16, must be a multiple of micro_batch_size 4 * dp_size 3 = 12; "
-        "write global_batch_size = 12 or 24, or take 2 ranks (dp_size 2)"
+        "training.global_batch_size: got 16, must be a multiple of micro_batch_size 4 * 3 data-parallel ranks = "
+        "12; write global_batch_size = 24"
     ]
     assert check_world_size(config_from_dict(changed(parallelism={"dp_size": 4})), 2) == [
-        "parallelism.dp_size: got 4, parallel sizes must multiply to the number of ranks: dp 4 = 4, but "
-        "2 were started; write dp_size = 2 or start 4"
+        "parallelism.dp_size: got 4, all sizes multiply to 4 ranks, but 2 were started; write dp_size = 2 or start 4"
     ]
     mesh, batch = check_world_size(config_from_dict(changed(parallelism={"dp_size": 3})), 2)  # the cause comes first
     assert mesh.startswith("parallelism.dp_size: got 3, ")
-    assert batch.startswith("training.global_batch_size: got 16, must be a multiple of micro_batch_size 4 * dp_size 3 ")
+    assert batch.startswith("training.global_batch_size: got 16, must be a multiple of micro_batch_size 4 * 3 ")
 
 
 def test_grad_accum_steps_is_what_the_ranks_leave() -> None:
     config = config_from_dict(GOOD)
     assert [grad_accum_steps(config, dp_size) for dp_size in (1, 2, 4)] == [4, 2, 1]
-    with pytest.raises(ValueError, match="multiple of micro_batch_size 4 \\* dp_size 3 = 12"):
+    with pytest.raises(ValueError, match="multiple of micro_batch_size 4 \\* 3 data-parallel ranks = 12"):
         grad_accum_steps(config, 3)

@@ -125,10 +125,10 @@ def test_a_job_with_the_axis_saves_resumes_elsewhere_and_is_planned(rows: None, 
 def test_mistakes_with_axes_are_named(rows: None, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"parallelism\.rows\.size: got 0, must be greater than 0"):
         _job(tmp_path, {"rows": {"size": 0}}, 4)
-    with pytest.raises(ConfigError, match=r"parallelism\.pp_size: got 2 with rows\.size 2, .* write pp_size = 1"):
+    with pytest.raises(ConfigError, match=r"parallelism\.pp_size: got 2, .* a plugin.s axis leaves; write pp_size = 1"):
         _job(tmp_path, {"rows": {"size": 2}, "pp_size": 2}, 4)
     (problem,) = check_world_size(_job(tmp_path, {"rows": {"size": 2}}, 4), 3)
-    assert problem.startswith("parallelism.rows.size: got 2, must divide the number of ranks, which is 3;")
+    assert problem.startswith("parallelism.rows.size: got 2, rows.size 2 must divide the number of ranks, which is 3;")
 
     rows = sys.modules[ROWS]
     rows_config = rows.RowsConfig

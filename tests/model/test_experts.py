@@ -245,18 +245,18 @@ def test_text_with_a_cache_is_that_without() -> None:
 @pytest.mark.parametrize(
     ("experts", "model", "said"),
     [
-        ({"top_k": 9}, {}, "model.experts.top_k: got 9, a token can choose among 8 experts; write top_k = 8"),
+        ({"top_k": 9}, {}, "model.experts.top_k: got 9, but a token can choose among 8 experts; write top_k = 8"),
         ({"num_groups": 3}, {}, "model.experts.num_groups: got 3, must divide num_experts 8; write num_groups = 2"),
         (
             {"num_groups": 2, "top_groups": 3},
             {},
-            "model.experts.top_groups: got 3, num_groups is 2; write top_groups = 2",
+            "model.experts.top_groups: got 3, must be at most num_groups; write top_groups = 2",
         ),
-        ({"num_groups": 4}, {}, "model.experts.top_k: got 3, a token can choose among 2 experts; write top_k = 2"),
+        ({"num_groups": 4}, {}, "model.experts.top_k: got 3, but a token can choose among 2 experts; write top_k = 2"),
         (
             {"dense_layers": 2},
             {},
-            "model.experts.dense_layers: got 2, and num_layers is 2, so no layer would have experts; write "
+            "model.experts.dense_layers: got 2, but num_layers is 2, so no layer would have experts; write "
             "dense_layers = 1 or leave [model.experts] out",
         ),
         (

@@ -182,9 +182,9 @@ def latent_job(**changes: Any) -> dict[str, Any]:
 )
 def test_keys_of_the_other_attention_are_refused_beside_it(key: str, value: object) -> None:
     shown = str(value).lower()
-    said = f"model.{key}: got {shown}, and [model.latent_attention] is set, which has no such thing; leave {key} or"
+    said = f"model.{key}: got {shown}, but [model.latent_attention] has no such thing; leave {key} or"
     (problem,) = problems_of(latent_job(**{key: value}))
-    assert problem == f"{said} [model.latent_attention] out"
+    assert problem == f"{said} that table out"
     (problem,) = model_problems(config_of(**{key: value}))
     assert problem.startswith(said)
 
@@ -192,8 +192,8 @@ def test_keys_of_the_other_attention_are_refused_beside_it(key: str, value: obje
 def test_wrong_sizes_are_refused_and_right_ones_need_no_other() -> None:
     (problem,) = problems_of(latent_job(latent_attention=LATENT | {"rotary_dim": 5}))
     assert problem == (
-        "model.latent_attention.rotary_dim: got 5, rotary positions turn pairs and need an even one; "
-        "write rotary_dim = 4 or 6"
+        "model.latent_attention.rotary_dim: got 5, but rotary positions turn pairs and need an even one; "
+        "write rotary_dim = 6"
     )
     (problem,) = problems_of(latent_job(latent_attention=LATENT | {"kv_rank": 0}))
     assert problem.startswith("model.latent_attention.kv_rank: got 0, must be greater than 0; write")

@@ -270,10 +270,10 @@ def test_a_sequence_longer_than_the_model_is_refused_with_the_way_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 30}, "hidden_size: got 30, must divide by num_heads 4; write hidden_size = 24 or 32"),
+        ({"hidden_size": 30}, "hidden_size: got 30, must divide by num_heads 4; write hidden_size = 32"),
         (
             {"hidden_size": 20},
-            "head size of 5, rotary positions turn pairs and need an even one; write hidden_size = 16",
+            "head size of 5, but rotary positions turn pairs and need an even one; write position =",
         ),
         ({"num_kv_heads": 3}, "num_kv_heads: got 3, must divide num_heads 4; write num_kv_heads = 2"),
     ],

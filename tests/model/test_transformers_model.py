@@ -203,7 +203,7 @@ def test_verify_passes_dense_and_mixed_models(run_ranks, folder: Path) -> None:
         ),
         (
             {"model": {"seq_len": 64}},
-            "got 64, config.json has max_position_embeddings 32; write seq_len = 32, or change",
+            "got 64, but config.json has max_position_embeddings 32; write seq_len = 32, or change",
         ),
         (
             {"model": {"folder": "org/name"}},
@@ -235,7 +235,7 @@ def write_odd(folder: Path, kind: str, keys: dict[str, Any]) -> Path:
     ("kind", "keys", "told"),
     [
         ("t5", {}, "config.json: model_type 't5' is no text model of its own"),
-        ("mpt", {"max_seq_len": 16}, "model.seq_len: got 32, config.json has max_seq_len 16; write seq_len = 16, or"),
+        ("mpt", {"max_seq_len": 16}, "model.seq_len: got 32, but config.json has max_seq_len 16; write seq_len = 16"),
     ],
 )
 def test_a_folder_that_does_not_go_with_the_job_is_named(

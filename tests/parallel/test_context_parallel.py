@@ -570,7 +570,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         (
             {"seq_len": 32, "num_heads": 4},
             {"cp_size": 4, "tp_size": 2, "cp_method": "heads"},
-            'cp_method: got "heads", with which cp_size 4 * tp_size 2 = 8 must divide the 4 heads of keys and values',
+            'cp_method: got "heads", but cp_size * tp_size = 8 must divide the 4 heads of keys and values',
         ),
         ({}, {"cp_size": 0}, "parallelism.cp_size: got 0, must be greater than 0"),
         ({}, {"cp_size": 2, "cp_method": "ulysses"}, "got \"ulysses\", must be 'gather' or 'heads'"),

@@ -109,4 +109,4 @@ def test_a_norm_over_all_heads_is_not_divided(tmp_path: Path) -> None:
 def test_an_unrotated_layer_is_one_of_the_model() -> None:
     sizes = {"vocab_size": 8, "seq_len": 8, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
     (problem,) = model_problems(ModelConfig(**sizes, unrotated_layers=(2,)))
-    assert problem == "model.unrotated_layers: got 2, num_layers is 2; write layers from 0 to 1"
+    assert problem == "model.unrotated_layers: got [2], but num_layers is 2; write layers from 0 to 1"

@@ -25,18 +25,18 @@ def _tree(parallelism: dict[str, Any], model: dict[str, Any] | None = None, **tr
         (
             {"pp_schedule": "zbv_zero_bubble", "pp_stages_per_rank": 3},
             {},
-            'pp_stages_per_rank: got 3, pp_schedule = "zbv_zero_bubble" takes 2; write pp_stages_per_rank = 2',
+            'pp_stages_per_rank: got 3, but pp_schedule = "zbv_zero_bubble" takes 2; write pp_stages_per_rank = 2',
         ),
         (
             {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 1},
             {},
-            'pp_stages_per_rank: got 1, pp_schedule = "interleaved_1f1b" takes 2 or more; write pp_stages_per_rank = 2',
+            'pp_stages_per_rank: got 1, but pp_schedule = "interleaved_1f1b" takes 2 or more; write '
+            "pp_stages_per_rank = 2",
         ),
         (
             {"pp_schedule": "interleaved_1f1b"},
             {"num_layers": 3},
-            "pp_size: got 2, times 2 stages per rank this is 4 stages, but model.num_layers is 3, and each needs one; "
-            "write pp_size = 1, or num_layers = 4",
+            "pp_size: got 2, these are 4 stages, but model.num_layers is 3; write pp_size = 1, or more layers",
         ),
         (
             {"pp_schedule": "interleaved_zero_bubble"},
@@ -47,13 +47,13 @@ def _tree(parallelism: dict[str, Any], model: dict[str, Any] | None = None, **tr
         (
             {"shard": "parameters"},
             {},
-            'shard: got "parameters" with pp_size 2, but a pipeline would gather each stage twice for every '
+            'shard: got "parameters", but a pipeline would gather each stage twice for every '
             'micro-batch; write shard = "gradients", or pp_size = 1',
         ),
         (
             {"accumulate": "owner"},
             {},
-            'accumulate: got "owner" with pp_size 2, whose stages have several micro-batches under way at a time; '
+            'accumulate: got "owner", but a pipeline\'s stages have several micro-batches under way at a time; '
             'write accumulate = "local", or pp_size = 1',
         ),
     ],
