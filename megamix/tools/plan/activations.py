@@ -82,7 +82,7 @@ class TracedWork:
             return nullcontext()
         return crowded_experts(experts.top_k, experts.num_experts // self.division.ep_size)
 
-    def quantising(self) -> AbstractContextManager[None]:
+    def quantising(self) -> AbstractContextManager[object]:
         """Return a context in which codes are made as by this work's kernels."""
         return fused_codes() if self.machine == "gpu" and self.model.compile else nullcontext()
 

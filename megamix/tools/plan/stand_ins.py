@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,8 +21,7 @@ from megamix.model.wide import Crossing, apply
 from megamix.parallel import expert_parallel
 
 
-@contextlib.contextmanager
-def few_slices() -> Iterator[None]:
+def few_slices() -> AbstractContextManager[object]:
     """Let loops over slices take only the first two slices and the last.
 
     Slices in between hold as much as the second, and nobody reads what they write. On a CPU the loss of 8,192 tokens
@@ -32,11 +33,7 @@ def few_slices() -> Iterator[None]:
         slices = [*all_slices(num_rows, row_size, max_elements)]
         return iter(slices[:2] + slices[2:][-1:])
 
-    wide.row_slices = few
-    try:
-        yield
-    finally:
-        wide.row_slices = all_slices
+    return mock.patch.object(wide, "row_slices", few)
 
 
 @contextlib.contextmanager
@@ -56,26 +53,20 @@ def crowded_experts(top_k: int, num_here: int) -> Iterator[None]:
     def ranks(to: Tensor, of: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
         return even_ranks(to, of, num_rows)[0], [num_rows // top_k * most] * len(of)
 
-    operations.host_counts, expert_parallel.rows_of_ranks = groups, ranks
-    try:
+    with (
+        mock.patch.object(operations, "host_counts", groups),
+        mock.patch.object(expert_parallel, "rows_of_ranks", ranks),
+    ):
         yield
-    finally:
-        operations.host_counts, expert_parallel.rows_of_ranks = even_groups, even_ranks
 
 
-@contextlib.contextmanager
-def fused_codes() -> Iterator[None]:
+def fused_codes() -> AbstractContextManager[object]:
     """Let codes in FP8 be made without tensors in between, as by kernels of torch.compile."""
-    in_parts = fp8.quantise
 
     def fused(x: Tensor, dtype: torch.dtype, by_row: bool) -> Codes:
         return Codes(x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x) if by_row else 1, dtype=torch.float32))
 
-    fp8.quantise = fused
-    try:
-        yield
-    finally:
-        fp8.quantise = in_parts
+    return mock.patch.object(fp8, "quantise", fused)
 
 
 @contextlib.contextmanager

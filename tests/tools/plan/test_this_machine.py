@@ -19,7 +19,7 @@ def test_a_cpus_rates_are_those_that_doctor_saw() -> None:
         [{"reduce-scatter": 1e9, "all-gather": 3e9}, {"reduce-scatter": 2e9, "all-gather": 3e9}], on_gpus=False
     )
     rates = judge_rates([({"products": 1234.5e9, "copy": 36e9}, [])], "")
-    hardware = measured_hardware(map(asdict, [judge_cores(64, 0.1), wire, *rates]), load_hardware("cpu"))
+    hardware = measured_hardware(map(asdict, [judge_cores(0.1), wire, *rates]), load_hardware("cpu"))
     assert hardware.cores == num_cores()
     assert hardware.dense_flops == pytest.approx(1234.5e9)
     assert hardware.memory_bytes_per_s == pytest.approx(36e9)
@@ -35,6 +35,6 @@ def test_ranks_share_the_cores_of_a_cpu() -> None:
 def test_a_gpu_keeps_its_peak_and_what_was_not_measured() -> None:
     base = load_hardware("h100-sxm")
     card = "NVIDIA H100 80GB HBM3"
-    rates = judge_rates([({"products": 700e12, "copy": 2.8e12, "pinned memory": 50e9}, [])], card)
+    rates = judge_rates([({"products": 700e12, "copy": 2.8e12}, [])], card)
     hardware = measured_hardware(map(asdict, [not_here("wire", "there is one rank"), *rates]), base)
     assert asdict(hardware) == asdict(replace(base, memory_bytes_per_s=2.8e12))
