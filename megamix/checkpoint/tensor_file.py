@@ -27,9 +27,6 @@ from megamix.names import plain_name
 
 _ALIGNMENT = 64  # bytes: the first tensor begins at a multiple of this number
 _USUAL_HEADER = 1 << 16  # bytes read ahead; the rest of a longer header is read more slowly
-# Bytes: enough for 65,000 tensors with usual names, which is 20,000 parameters of a rank. A check of such a header
-# takes two seconds, and ten times its size in memory. The library itself would accept 100 MB.
-_LARGEST_HEADER = 8 << 20
 
 
 def key_of(param: str, state: str, box: Box) -> str:
@@ -65,16 +62,10 @@ def _parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
 
 
 def header(parts: Sequence[StateBox], dtypes: Iterable[str]) -> bytes:
-    """Return all bytes that stand before the tensors. Raises: ValueError if they are more than `read_header` takes."""
+    """Return all bytes that stand before the tensors."""
     keys = (key_of(part.param, part.state, part.box) for part in parts)
     kinds = zip(dtypes, (part.box.size for part in parts), strict=True)
-    text = safetensors_header(dict(zip(keys, kinds, strict=True)))
-    if len(text) > _LARGEST_HEADER:
-        raise ValueError(
-            f"{len(parts)} tensors of a rank have a header of {len(text)} bytes, but a checkpoint's file has at most "
-            f"{_LARGEST_HEADER}; use more ranks, or join small parameters to larger ones"
-        )
-    return text
+    return safetensors_header(dict(zip(keys, kinds, strict=True)))
 
 
 def safetensors_header(
@@ -100,8 +91,6 @@ def read_header(path: Path) -> Iterator[tuple[str, str, Stored]]:
         # Without this advice the kernel reads megabytes beyond the header, while the caller waits.
         advise(file, 0, _USUAL_HEADER, "WILLNEED")
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-        if length > _LARGEST_HEADER:
-            raise ValueError(f"header too large: {length} bytes; it has at most {_LARGEST_HEADER}")
     with safe_open(path, "pt"), open(path, "rb") as file:  # safe_open checks the header and the tensors' places
         file.seek(8)
         entries = json.loads(file.read(length))

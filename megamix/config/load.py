@@ -1,10 +1,8 @@
 """From files and overrides to a Config: inheritance, dotted overrides, and every problem in one exception."""
 
-import errno
 import os
 import re
-import select
-import stat
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ from megamix.config.problems import (
     short,
 )
 from megamix.config.sections import SECTIONS, Config
-from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, parse_value
+from megamix.config.toml_text import parse_value
 from megamix.config.unread import (
     Unread,
     drop_other_choices,
@@ -37,11 +35,6 @@ from megamix.config.unread import (
 )
 from megamix.plugins import MODULE, PluginError, import_plugins, require_plugins
 
-# Bytes of a file and its bases: tomllib needs a second for them, and over two thousand token files fit.
-MOST_BYTES = 256 * 1024
-MOST_FILES = 32  # files from one to its last base
-_KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
-_WRITER_S = 3.0  # seconds for which we wait until somebody opens a named pipe for writing
 # Keys that are not set, as an effective configuration lists them. There is one, unless data.split, data.valid and all
 # others are set.
 _NOT_SET = re.compile(r"^# \w+: not set$", re.MULTILINE)
@@ -97,9 +90,7 @@ def toml_tables(text: str) -> Tree:
     Raises: ValueError if the text is no TOML, or not made of tables; the message goes on with "the configuration".
     """
     try:
-        tables = parse_toml(text)
-    except TooDeepError:
-        raise
+        tables = tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"is no TOML: {error}") from None
     plugins = tables.get("plugins", [])
@@ -232,7 +223,7 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[list[Layer], list[str]]:
     for text in overrides:
         name, equals, value = text.partition("=")
         section, *keys = name.strip().split(".")
-        if equals and section and keys and all(keys) and len(keys) < MOST_LEVELS:
+        if equals and section and keys and all(keys):
             nested: Any = parse_value(value.strip())
             for key in reversed(keys):
                 nested = {key: nested}
@@ -246,22 +237,19 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[list[Layer], list[str]]:
 
 
 def _read_layers(path: Path, imports: bool) -> list[Layer]:
-    """Return a file's layer behind those of its bases, the lowest base first. Only the file itself may be a pipe.
-    A file in a run's folder may import no plugins, and neither may the bases that it names.
+    """Return a file's layer behind those of its bases, the lowest base first. A file in a run's folder may import no
+    plugins, and neither may the bases that it names.
 
     Raises: ConfigError
     """
     layers: list[Layer] = []
-    room = MOST_BYTES
-    places: dict[tuple[int, int], Path] = {}  # by device and inode, so that links to one file count as one
+    files: list[str] = []
     while True:
-        files = [one_line(str(file)) for file in (*places.values(), path)]
-        what = f"base: got {files[-1]}, named by {files[-2]}" if places else f"config: got {files[-1]}"
-        text, place = _read(path, what, room, may_be_pipe=not places)
-        room -= len(text.encode())
-        if place in places:
+        files.append(one_line(str(path)))
+        what = f"base: got {files[-1]}, named by {files[-2]}" if layers else f"config: got {files[-1]}"
+        if path.resolve() in [Path(layer.name).resolve() for layer in layers]:
             raise ConfigError([f"{what}, files inherit in a circle: {' -> '.join(files)}; remove one base"])
-        places[place] = path
+        text = _read(path, what)
         tree = _parse(text, what)
         base = tree.pop("base", None)
         imports = imports and not _is_of_a_run(path)
@@ -271,9 +259,6 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
             return layers
         if not isinstance(base, str) or not base:
             raise ConfigError([f'base: got {short(base)} in {files[-1]}, must be a path; write base = "other.toml"'])
-        if len(layers) == MOST_FILES:
-            problem = f"base: got {short(base)} in {files[-1]}, the {MOST_FILES}th file in a row; make some of them one"
-            raise ConfigError([problem])
         path = path.parent / base
 
 
@@ -284,25 +269,15 @@ def _is_of_a_run(path: Path) -> bool:
     return path.is_symlink() and _is_of_a_run(path.parent / path.readlink())
 
 
-def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, tuple[int, int]]:
-    """Return a file's text, and its device and inode numbers, which are the same under every path."""
+def _read(path: Path, what: str) -> str:
+    """Return a file's text. Raises: ConfigError with a path to write."""
     try:
-        found = path.stat()
-        kind = stat.S_IFMT(found.st_mode)
-        if kind not in ((stat.S_IFREG, stat.S_IFIFO) if may_be_pipe else (stat.S_IFREG,)):
-            # It is not even opened: opening a device may have effects, and its bytes may never end.
-            raise OSError(errno.EINVAL, f"it is a {_KINDS.get(kind, 'device')}")
-        data = _bytes(path, room + 1)
-        if len(data) > room:
-            raise OSError(errno.EFBIG, f"a configuration has {MOST_BYTES // 1024} KiB at most")
-        return data.decode("utf-8"), (found.st_dev, found.st_ino)
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         # without their ending: names that share it alone are not similar
         near = nearest(path.stem, [file.stem for file in path.parent.glob("*.toml")])
-        meant = one_line(str(path.with_name(f"{near}.toml")))
-        place = "as seen from that file; megamix's own are in configs/ of its repository: copy the one you want"
-        path_of = "write the path of a TOML file" + (f", {place}" * (not may_be_pipe))
-        fix = f"did you mean {meant}?" if near else path_of
+        place = "a base's as seen from its file; megamix's own are in configs/ of its repository: copy the one you want"
+        fix = f"did you mean {path.with_name(f'{near}.toml')}?" if near else f"write the path of a TOML file, {place}"
         raise ConfigError([f"{what}, there is no such file; {fix}"]) from None
     except (OSError, ValueError) as error:  # ValueError: no file can have such a path
         reason = error.strerror if isinstance(error, OSError) else error
@@ -312,23 +287,9 @@ def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, 
         raise ConfigError([f"{what}, cannot be read: {reason}; {fix}"]) from error
 
 
-def _bytes(path: Path, most: int) -> bytes:
-    """Return the first bytes of a file or pipe, at most this many."""
-    # Opening a named pipe without this flag would wait for a writer, perhaps for ever.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        ready = select.poll()
-        ready.register(handle, select.POLLIN)
-        ready.poll(_WRITER_S * 1000)
-        os.set_blocking(handle, True)  # from here on a read waits for the writer; without one the pipe is at its end
-        return file.read(most)
-
-
 def _parse(text: str, what: str) -> dict[str, Any]:
     try:
-        return parse_toml(text)
-    except TooDeepError as error:
-        raise ConfigError([f"{what}, which {error}; no setting needs that"]) from None
+        return tomllib.loads(text)
     except ValueError as error:
         other = what.endswith((".json", ".yaml", ".yml"))
         fix = "write it as configs/quickstart.toml is written" if other else "correct that line (text needs quotes)"

@@ -15,8 +15,6 @@ from megamix.config.toml_text import value_text
 from megamix.config.unread import READ_WHERE, Unread, setting
 from megamix.plugins import Section, texts
 
-_MOST_LINES = 100  # lines on one configuration: more would fill a screen, and each search for a similar name takes time
-
 # Words for the kinds of error that pydantic can find in these sections, filled in from the error's context.
 _WRONG = {
     "int_type": "must be a whole number",
@@ -60,20 +58,18 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def explain(errors: Sequence[ErrorDetails], tree: Mapping[str, Any]) -> list[str]:
     """Return a line for each of pydantic's errors about a configuration."""
-    details, rest = errors[:_MOST_LINES], len(errors[_MOST_LINES:])
-    unknown = [item for item in details if item["type"] == "extra_forbidden"]
+    unknown = [item for item in errors if item["type"] == "extra_forbidden"]
     lines = [_explain_unknown(item["loc"], item["input"], tree) for item in unknown]
     # [modle] instead of [model] is one mistake: do not also list every key that [model] now lacks.
     meant = {guess for item in unknown if (guess := _meant(item["loc"], tree))}
     # Which keys [model] has is not known without its family.
-    meant |= {item["loc"][:-1] for item in details if item["loc"] == ("model", "family")}
-    for item in details:
+    meant |= {item["loc"][:-1] for item in errors if item["loc"] == ("model", "family")}
+    for item in errors:
         loc = item["loc"]
         follows = item["type"] == "missing" and any(loc[: len(guess)] == guess for guess in meant)
         if item["type"] != "extra_forbidden" and not follows:
             lines.append(_explain_value(item, tree))
-    lines = [*dict.fromkeys(lines)]  # one line once: an empty list would be reported for each missing item
-    return [*lines, f"and {rest} more like these"] if rest else lines
+    return [*dict.fromkeys(lines)]  # one line once: an empty list would be reported for each missing item
 
 
 def explain_unread(item: Unread, tree: Mapping[str, Any]) -> str:

@@ -9,42 +9,11 @@ from typing import Any
 from megamix.config.sections import CHOOSING, Config
 from megamix.config.unread import drop_unread
 
-# Deeper than any key lies. tomllib recurses into values, and takes 10 GB and minutes for a key of 50,000 parts.
-MOST_LEVELS = 8
-_TEXT_OR_COMMENT = re.compile(  # a text of several lines may end in quotes of its own
-    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*''', re.DOTALL
-)
-# More than TOML's 64 bits: Python refuses to print, or to turn to a float, what hexadecimal digits can spell.
-_LONG_NUMBER = re.compile(r"(?<![\w.])[+-]?(?:0x[\da-fA-F_]{17,}|0o[0-7_]{23,}|0b[01_]{65,}|\d[\d_]{19,}(?![\d_.eE]))")
-_LONG_KEY = re.compile(rf"(?:\.[^.=,\n\[\]{{}}]*){{{MOST_LEVELS}}}")
-
-
-class TooDeepError(ValueError):
-    """A key of too many parts, or values within too many others."""
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text.
-
-    Raises: ValueError for what is no TOML; TooDeepError before time and memory go into it.
-    """
-    bare = _TEXT_OR_COMMENT.sub("_", text)  # what is left are the dots and brackets that TOML reads as its own
-    depth = 0
-    for bracket in re.findall(r"[\[\]{}]", bare):
-        depth += 1 if bracket in "[{" else -1
-        if depth > MOST_LEVELS:
-            raise TooDeepError(f"holds values within more than {MOST_LEVELS} others")
-    if _LONG_KEY.search(bare):
-        raise TooDeepError(f"holds a key of more than {MOST_LEVELS} parts")
-    if found := _LONG_NUMBER.search(bare):
-        raise ValueError(f"{found[0][:20]}... is a number of more than 64 bits")
-    return tomllib.loads(text)
-
 
 def parse_value(text: str) -> object:
     """Return the TOML value that a text spells, or the text itself, so that dtype=bf16 needs no quotes."""
     try:
-        table = parse_toml(f"value = {text}")
+        table = tomllib.loads(f"value = {text}")
     except ValueError:  # the text is no TOML, or a number of thousands of digits
         return text
     # A line break would add further keys, so such a text is no single value.

@@ -1,12 +1,8 @@
-"""A Hugging Face folder: config.json and safetensors, in one file or in shards, read box by box.
-
-The sizes in config.json are compared with the tensors' shapes before anything is built: the tensors prove their sizes.
-"""
+"""A Hugging Face folder: config.json and safetensors, in one file or in shards, read box by box."""
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +20,7 @@ from megamix.model.formats import OTHERS, Format, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")
-_TOLD = 20  # tensors that a message names
+_TOLD = 8  # tensors that a message names
 # Buffers that older versions of transformers saved beside the weights; they follow from the configuration.
 _NOT_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 
@@ -32,7 +28,6 @@ _NOT_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_
 class HuggingFaceWeights:
     """The weights of a folder whose tensors have the names and shapes of a format. They are read a box at a time.
 
-    Nothing is built by config.json's sizes before the tensors have confirmed them.
     Raises: ValueError naming tensors that are missing, unknown or of another shape; OSError.
     """
 
@@ -50,8 +45,7 @@ class HuggingFaceWeights:
         self._base = "" if based else self.form.base
         shapes = {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
         with naming(folder):
-            if problems := contradictions(self.form, self._base, self.config, shapes):
-                raise ValueError(f"{CONFIG} and the tensors contradict each other: {'; '.join(problems)}")
+            _check_tables(self.config, self.form.size_keys["seq_len"], shapes)
             links = links_of(self.form, self.config)
         self._links: dict[str, list[Link]] = {}
         for link in links:
@@ -152,60 +146,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 _USUAL_TABLES = 1 << 27
 
 
-def contradictions(form: Format, base: str, config: DecoderConfig, shapes: Shapes) -> list[str]:
-    """Return the sizes of `config` that the tensors contradict, a line each. The time depends on the number of tensors,
-    not on the sizes in `config`.
-
-    `base`: the prefix of the format's names that the tensors' names lack.
-    """
-    names = {module: place.name.removeprefix(base) for module, place in form.places.items()}
-    values, keys = family_of(config).effective(config), form.size_keys
-    problems = []
-    layers = _layers([name for name in names.values() if name.count("{}") == 1], shapes)
-    if len(layers) != config.num_layers:
-        problems.append(f"{keys['num_layers']} is {shown(config.num_layers)}, the tensors have {len(layers)} layers")
-    if (wanted := form.num_stacked(config)) != (found := _most_stacked(names.values(), shapes)):
-        problems.append(f"config.json has {shown(wanted)} experts, the tensors have {found}")
-    for module, dim, factors in form.factors:
-        if module not in names or not keys.keys() >= set(factors):
-            continue
-        weights = (names[module].replace("{}", layer) + ".weight" for layer in (layers or [""]))
-        tensor = next((weight for weight in weights if weight in shapes), None)
-        if tensor is None:
-            continue
-        shape = shapes[tensor][::-1] if form.places[module].transposed else shapes[tensor]
-        if dim < len(shape) and shape[dim] != math.prod(values[factor] for factor in factors):
-            told = " times ".join(f"{keys[factor]} {shown(values[factor])}" for factor in factors)
-            problems.append(f"{told} does not fit {tensor} {list(shapes[tensor])}, which has {shape[dim]}")
-    return problems or tables_problem(config, keys["seq_len"], shapes)
-
-
-def _layers(modules: Iterable[str], shapes: Shapes) -> list[str]:
-    """Return the numbers of the layers that have a weight of any of these modules, as text, the lowest first."""
-    pattern = re.compile("|".join(re.escape(f"{name}.weight").replace(r"\{\}", "([0-9]+)") for name in modules))
-    found = (pattern.fullmatch(tensor) for tensor in shapes)
-    numbers = {match[match.lastindex or 0] for match in found if match}
-    return sorted(numbers, key=lambda number: (len(number), number))
-
-
-def _most_stacked(modules: Iterable[str], shapes: Shapes) -> int:
-    """Return the most matrices that the tensors have of a stack."""
-    stacks = [re.escape(name).replace(r"\{\}", "([0-9]+)") for name in modules if name.count("{}") == 2]
-    found = Counter[str]()
-    for tensor in shapes:
-        for stack in stacks:
-            if match := re.fullmatch(rf"{stack}\.weight", tensor):
-                found[f"{stack} {match[1]}"] += 1
-    return max(found.values(), default=0)
-
-
-def tables_problem(config: DecoderConfig, key: str, shapes: Shapes, usual: int = _USUAL_TABLES) -> list[str]:
-    """Return a line about the tables of positions, if they take more than `usual` bytes and more than the weights."""
+def _check_tables(config: DecoderConfig, key: str, shapes: Shapes) -> None:
+    """Refuse tables of positions that take more than is usual and more than the weights. Raises: ValueError."""
     tables = family_of(config).table_bytes(config)
     weights = 4 * sum(map(math.prod, shapes.values()))
-    if tables <= max(usual, weights):
-        return []
-    return [
-        f"{key} is {shown(config.seq_len)}: tables of rotary positions of {shown(tables)} bytes, the weights take "
-        f"{weights}; write the number of positions that the model reads"
-    ]
+    if tables > max(_USUAL_TABLES, weights):
+        raise ValueError(
+            f"{key} is {config.seq_len}: tables of rotary positions of {tables} bytes, the weights take {weights}; "
+            "write the number of positions that the model reads"
+        )

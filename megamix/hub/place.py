@@ -39,8 +39,6 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}; copy it again") from None
-    except RecursionError:
-        raise ValueError(f"{path} has lists or tables within each other that are too deep to read") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no table")
     return content

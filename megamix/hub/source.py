@@ -4,26 +4,24 @@ Weights that are NaN or inf are reported by tensor: a single one makes every los
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megamix.builders.objects import DTYPES
 from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import AVERAGE, BUFFER, MASTER, DamagedCheckpoint, naming
 from megamix.checkpoint.verify import BoxReader, Checkpoint, verify_named
 from megamix.config import DecoderConfig
-from megamix.hub.hugging_face import HuggingFaceWeights, tables_problem
+from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.place import find_model, is_hugging_face
 from megamix.hub.tokenizer_files import GENERATION, tokenizer_in
 from megamix.model.family import family_of, section_of
-from megamix.model.formats import first_problem, shown
+from megamix.model.formats import first_problem
 from megamix.model.language_model import LanguageModel
 from megamix.run.run_folder import RESUME_WORDS
 from megamix.run.run_record import check_if_run, check_params
@@ -31,7 +29,6 @@ from megamix.run.run_record import check_if_run, check_params
 log = logging.getLogger("megamix")
 ALLOW = "--allow-non-finite"
 _TOLD = 8  # tensors that a message names
-_LARGEST_TABLES = 1 << 32  # bytes of rotary tables: a genuine checkpoint's run has trained with them
 _OF_TORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -163,39 +160,23 @@ def _of_checkpoint(checkpoint: Checkpoint, state: str) -> Source:
         tables = checkpoint.manifest.run.tables()
         keys = tables.get("model", {})
         config = section_of(keys).model_validate(keys)
-        tokenizer, dtype = _text(tables, "data.tokenizer"), _text(tables, "precision.dtype") or "fp32"
-        resume = _text(tables, "checkpoint.resume")
-        if dtype not in DTYPES:
-            raise ValueError(f"its configuration: precision.dtype is {shown(dtype)}, none of {', '.join(DTYPES)}")
     except ValueError as error:
         wrong = f"its configuration: model.{first_problem(error, {})}" if isinstance(error, ValidationError) else error
         raise DamagedCheckpoint([f"{checkpoint.path / MANIFEST}: {wrong}"]) from None
+    data, resume = tables.get("data", {}), tables.get("checkpoint", {}).get("resume")
+    tokenizer, dtype = data.get("tokenizer"), tables.get("precision", {}).get("dtype", "fp32")
     with naming(checkpoint.path):
         check_params(checkpoint.manifest, config)
-        saved = {param.name: param.shape for param in checkpoint.manifest.params}
         buffers = {
             param.name: param.shape
             for param in checkpoint.manifest.params
             if BUFFER in checkpoint.manifest.states[param.state_set]
         }
-        for problem in tables_problem(config, "model.seq_len", saved, _LARGEST_TABLES):
-            raise ValueError(problem)
     return Source(
         checkpoint.path, config, CheckpointWeights(checkpoint, state), dtype,
-        None if tokenizer is None else Path(tokenizer), _prefixes(tables.get("data", {}).get("valid")),
+        None if tokenizer is None else Path(tokenizer), _prefixes(data.get("valid")),
         None if resume in (None, *RESUME_WORDS) else Path(resume), buffers, checkpoint.manifest.run.config,
     )  # fmt: skip
-
-
-def _text(tables: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
-    """Return a setting of a manifest. Anybody may have written the manifest, so the value is checked here. Raises:
-    ValueError if it is no text.
-    """
-    section, key = name.split(".")
-    value = tables.get(section, {}).get(key)
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"its configuration: {name} is {shown(value)}, no text")
-    return value
 
 
 def _prefixes(valid: object) -> dict[str, str]:

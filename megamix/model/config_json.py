@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megamix.config import DecoderConfig, ModelConfig, RopeScaling, model_problems
-from megamix.model.formats import OTHERS, Factor, Format, Json, Location, first_problem, shown
+from megamix.model.formats import OTHERS, Format, Json, Location, first_problem, shown
 from megamix.model.sizes import effective, head_dim, rotary_dim, window
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -98,20 +98,6 @@ _MIXTRAL = _LLAMA | {
     "blocks.feed_forward.up.*": Location("model.layers.{}.block_sparse_moe.experts.{}.w3"),
     "blocks.feed_forward.down.*": Location("model.layers.{}.block_sparse_moe.experts.{}.w2"),
 }
-# Only sizes of weights: they determine those of the biases.
-_FACTORS: tuple[Factor, ...] = (
-    ("embedding", 0, ("vocab_size",)),
-    ("embedding", 1, ("hidden_size",)),
-    ("position_embedding", 0, ("seq_len",)),
-    ("blocks.attention.query", 0, ("num_heads", "head_dim")),
-    ("blocks.attention.key", 0, ("num_kv_heads", "head_dim")),
-    ("blocks.feed_forward.up", 0, ("ffn_hidden_size",)),
-)
-_PHI3_FACTORS: tuple[Factor, ...] = (
-    *_FACTORS[:2],
-    ("blocks.attention.out", 1, ("num_heads", "head_dim")),
-    ("blocks.feed_forward.down", 1, ("ffn_hidden_size",)),
-)
 # Keys of each scaling of rotary positions under [model], and those that have another name in config.json.
 _ROPE_KEYS = {
     "linear": ("factor",),
@@ -418,7 +404,6 @@ class RotaryFormat(Format):
     places: Mapping[str, Location] = field(default_factory=lambda: _LLAMA)
     size_keys: Mapping[str, str] = field(default_factory=lambda: ROTARY_SIZES)
     section: type[DecoderConfig] = ModelConfig
-    factors: tuple[Factor, ...] = _FACTORS
     block: Mapping[str, Any] = field(default_factory=dict)  # keys of [model] whose value is the family's
     named: Mapping[str, str] = field(default_factory=dict)  # further keys of [model], each with its key in config.json
     parts: tuple[_Part, ...] = ()
@@ -455,9 +440,6 @@ class RotaryFormat(Format):
         for part in (*self.parts, _Rope()):
             keys |= part.write(config)
         return keys
-
-    def num_stacked(self, config: ModelConfig) -> int:
-        return config.experts.num_experts if config.experts is not None else 0
 
     def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         bias = "bias" in self.named and config.bias
@@ -560,7 +542,7 @@ _GEMMA3_WINDOWS = _Windows(
     lambda keys, given, layer: (layer + 1) % _whole(keys, "sliding_window_pattern", 1) != 0, marks=True
 )
 FORMATS: tuple[Format, ...] = (
-    GPT2Format("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, GPT2_SIZES, ModelConfig, _FACTORS),
+    GPT2Format("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, GPT2_SIZES, ModelConfig),
     RotaryFormat("llama", "LlamaForCausalLM", named=_BIASES),
     RotaryFormat("mistral", "MistralForCausalLM", parts=(_Windows(by_layer=False),), defaults=_MISTRAL),
     RotaryFormat("ministral", "MinistralForCausalLM", parts=(_Windows(),), defaults=_MISTRAL),
@@ -618,7 +600,7 @@ FORMATS: tuple[Format, ...] = (
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_local_base_freq": 500000.0},
     ),
     RotaryFormat(
-        "phi3", "Phi3ForCausalLM", places=_PHI3, factors=_PHI3_FACTORS,
+        "phi3", "Phi3ForCausalLM", places=_PHI3,
         parts=(_Windows(by_layer=False), _PartlyRotated()),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
     ),

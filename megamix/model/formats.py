@@ -26,10 +26,6 @@ class Location(NamedTuple):
     transposed: bool = False  # whether a matrix is stored as (in, out)
 
 
-# A module's name, a dim of its weight (out, in), and the sizes in the section [model] whose product is this dim's size.
-Factor = tuple[str, int, tuple[str, ...]]
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Format:
     """The format of one `model_type`. If config.json holds more than sizes, a subclass reads and writes it."""
@@ -40,7 +36,6 @@ class Format:
     places: Mapping[str, Location]  # by the name of megamix's module, with `blocks` in place of `blocks.N`
     size_keys: Mapping[str, str]  # keys of config.json, by the size's name in the section [model]
     section: type[DecoderConfig]
-    factors: tuple[Factor, ...] = ()  # the sizes to compare with the tensors before anything is built
 
     def read(self, json: Json) -> DecoderConfig:
         """Return the section that a config.json describes. Raises: ValueError naming a missing key, or a setting that
@@ -60,10 +55,6 @@ class Format:
         have any value.
         """
         return {}
-
-    def num_stacked(self, config: Any) -> int:
-        """Return the number of matrices in each stack of such a model."""
-        return 0
 
     def config_of(self, json: Json, **values: Any) -> Any:
         """Build the section from these values and the sizes in config.json. Raises: ValueError naming a key."""

@@ -123,17 +123,6 @@ def test_number_of_thousands_of_digits_is_refused_in_words(tmp_path: Path) -> No
     assert "..., must be a number; write for example lr = 0.0003" in problem
     (problem,) = problems_of(write(tmp_path, "b.toml", f"[model]\nnum_layers = {digits}\n"))
     assert "b.toml, is no TOML" in problem
-    # Python reads these in no time, and then refuses to print them.
-    hexadecimal = "0x" + "f" * 6000
-    (problem,) = problems_of(write(tmp_path, "a.toml", MINIMAL), f"optimizer.lr={hexadecimal}")
-    assert "..., must be a number; write for example lr = 0.0003" in problem
-    (problem,) = problems_of(write(tmp_path, "b.toml", f"[model]\nnum_layers = {hexadecimal}\n"))
-    assert "0xffffffffffffffffff... is a number of more than 64 bits" in problem
-
-
-def test_a_size_beyond_all_is_answered_at_once(tmp_path: Path) -> None:
-    (problem, *_) = problems_of(write(tmp_path, "a.toml", MINIMAL), f"parallelism.tp_size={10**12}")
-    assert problem.startswith(f"parallelism.tp_size: got {10**12}, must divide model.num_heads")
 
 
 @pytest.mark.parametrize("text", ["optimizer.lr", "lr=3", "=3", ".lr=3", "optimizer.=3"])
@@ -198,8 +187,8 @@ def test_missing_base_names_both_files_and_the_near_one(tmp_path: Path) -> None:
 def test_a_base_of_megamix_beside_which_there_is_no_checkout_is_to_be_copied(tmp_path: Path) -> None:
     (problem,) = problems_of(write(tmp_path, "a.toml", 'base = "configs/base.toml"'))
     assert problem.endswith(
-        "there is no such file; write the path of a TOML file, as seen from that file; megamix's own are in configs/ "
-        "of its repository: copy the one you want"
+        "there is no such file; write the path of a TOML file, a base's as seen from its file; megamix's own are in "
+        "configs/ of its repository: copy the one you want"
     )
 
 

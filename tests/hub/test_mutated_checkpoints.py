@@ -38,11 +38,6 @@ def _of_a_script(text: str) -> Callable[[dict[str, Any]], None]:
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "an unknown dtype": (_toml('[precision]\ndtype = "fp99"\n'), "precision.dtype"),
-    "no dtype at all": (_toml('[precision]\ndtype = ["fp16"]\n'), "precision.dtype"),
-    "a script's dtype": (_of_a_script("[precision]\ndtype = 16\n"), "precision.dtype"),
-    "a tokenizer that is no path": (_toml("[data]\ntokenizer = 5\n"), "data.tokenizer"),
-    "a script's tokenizer": (_of_a_script("[data]\ntokenizer = {}\n"), "data.tokenizer"),
     "another model": (lambda fields: fields["params"][0].update(name="x"), "x"),
     "no model": (lambda fields: fields["run"].update(config=""), "vocab_size"),
     "a library's": (
