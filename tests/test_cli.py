@@ -212,7 +212,7 @@ def test_wrong_input_is_answered_before_torch_is_imported() -> None:
     wrong = [
         *("plot nowhere", "plan nowhere", "verify nowhere", "generate nowhere", "evaluate nowhere"),
         *("export nowhere --to hf out", "import nowhere --output out", "prepare --input nowhere --output out"),
-        *("checkpoint ls nowhere", "checkpoint verify nowhere", "checkpoint diff configs nowhere"),
+        *("checkpoint ls nowhere", "checkpoint verify nowhere"),
         *("checkpoint export nowhere --to dcp out", "export configs --to hf out --shard-gb 0"),
         *("plan configs/quickstart.toml --memory lots", "verify configs/quickstart.toml --layouts xp4"),
     ]

@@ -375,7 +375,7 @@ def test_no_run_folder_and_no_checkpoint_imports_what_it_names(
     for words in (
         ["generate", str(hostile)], ["evaluate", checkpoint], ["export", checkpoint, "--to", "hf", "out"],
         ["checkpoint", "ls", str(hostile)], ["checkpoint", "verify", checkpoint],
-        ["checkpoint", "diff", checkpoint, checkpoint], ["checkpoint", "export", checkpoint, "--to", "dcp", "out"],
+        ["checkpoint", "export", checkpoint, "--to", "dcp", "out"],
         ["config", str(hostile / "config.toml"), "--show"], ["train", str(on_top), "--check"],
         ["train", str(_write(hostile.parent, "own.toml", own)), "--check"],
     ):  # fmt: skip

@@ -67,7 +67,6 @@ WRONG: dict[str, tuple[str, ...]] = {
     "checkpoint": ("required: ACTION", "megamix checkpoint ls runs/mine"),
     "checkpoint list run": ("ACTION", "'list'", "did you mean ls?", "megamix checkpoint ls runs/mine"),
     "checkpoint ls": ("required: RUN_OR_FOLDER", "megamix checkpoint ls runs/mine"),
-    "checkpoint diff run": ("required: B", "megamix checkpoint diff runs/mine/checkpoints/step_00000100"),
     "checkpoint export run out": ("required: --to", "megamix checkpoint export runs/mine --to dcp"),
     "bench speed": ("what", "'speed'", "train", "megamix bench train --rounds 15"),
     "bench --rounds few": ("--rounds", "'few'", "megamix bench train --rounds 15"),

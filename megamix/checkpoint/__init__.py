@@ -8,11 +8,10 @@ tensor_file   a safetensors file, streamed
 all_or_none   work that succeeds on every rank or on none
 save          the commit: fresh folder, files, manifest, rename; at once or by a thread while training goes on
 verify        the check of a checkpoint, which finds it good or lists its problems; its states read box by box
-frozen        frozen parameters beside a checkpoint: their digests and, if asked for, their values
 load          the newest good checkpoint, loaded into an engine of any layout and verified on the way
 checkpoints   saving and loading as one object, for a user's own program
 copying       a copy of a checkpoint on another file system
 export_dcp    a checkpoint as a folder of torch.distributed.checkpoint
-actions       the lines that `megamix checkpoint` prints: lists, verdicts, differences
+actions       the lines that `megamix checkpoint` prints: lists and verdicts
 command       the verb
 """

@@ -9,11 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.copying import copy_checkpoint
 from megamix.checkpoint.folder import (
     CHECKPOINTS,
@@ -26,12 +22,9 @@ from megamix.checkpoint.folder import (
     unfinished,
 )
 from megamix.checkpoint.manifest import DamagedCheckpoint, check_size, printable, read_manifest, states_text
-from megamix.checkpoint.snapshot import INTEGERS
-from megamix.checkpoint.verify import BoxReader, Check, Checkpoint, verify_checkpoint, verify_named
-from megamix.config import ConfigError, effective_tables
+from megamix.checkpoint.verify import Check, verify_checkpoint, verify_named
+from megamix.config import ConfigError
 from megamix.durable import sync_directory
-
-_ABSENT = "(none)"
 
 
 def ls(path: Path, check: Check | None = None) -> Iterator[str]:
@@ -98,15 +91,6 @@ def restore(path: Path, check: Check | None = None) -> Iterator[str]:
         raise DamagedCheckpoint(problems)
 
 
-def diff(old: Path, new: Path, check: Check | None = None) -> Iterator[str]:
-    """Yield a line for each difference, and in the end their number."""
-    count = 0
-    for line in differences(_good("A", old, check), _good("B", new, check)):
-        count += 1
-        yield line
-    yield f"{count} difference{'s' if count > 1 else ''}" if count else "no difference"
-
-
 def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
     """Write a checkpoint, or a run's newest checkpoint, as a folder of torch.distributed.checkpoint. Raises: also
     OSError.
@@ -132,12 +116,6 @@ def copy(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
             problems.append(str(error))
     if problems:
         raise DamagedCheckpoint(problems)
-
-
-def _good(name: str, path: Path, check: Check | None) -> Checkpoint:
-    if (found := checkpoints_at(path)) != [path]:
-        raise ValueError(f"{name}: {path} is no checkpoint but holds checkpoints; name one, such as {found[0]}")
-    return verify_named(path, check)
 
 
 def _row(path: Path, check: Check | None) -> tuple[str, ...]:
@@ -168,64 +146,3 @@ def _written(path: Path) -> str:
 def _size(path: Path) -> str:
     size = sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file())
     return f"{size / 2**20:,.1f} MiB"
-
-
-def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
-    """Yield a line for each difference. Without a difference, runs that resume from the two checkpoints are the same.
-    Memory holds one box of each checkpoint at a time.
-
-    The layout of the ranks that saved does not count as a difference.
-    Raises: ValueError if a checkpoint's configuration is no TOML.
-    """
-    yield from changes(_facts(old), _facts(new))
-    in_new = {(name, state): (shape, dtype) for name, state, shape, dtype in new.manifest.tensors()}
-    old_reader, new_reader = BoxReader(old), BoxReader(new)
-    for name, state, shape, dtype in old.manifest.tensors():
-        in_both = in_new.get((name, state)) == (shape, dtype)
-        if in_both and (gap := _gap(old_reader, new_reader, name, state, Box.whole(shape))):
-            yield printable(f"{state} of {name}: {gap}")
-
-
-def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield a line for each value that differs between two trees."""
-    for name in dict.fromkeys((*old, *new)):
-        before, after = old.get(name, _ABSENT), new.get(name, _ABSENT)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from changes(before, after, f"{prefix}{name}.")
-        elif before != after:
-            yield printable(f"{prefix}{name}: {before} -> {after}")
-
-
-def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return everything that the manifest says about the state, as a tree."""
-    manifest = checkpoint.manifest
-    run = manifest.run.model_dump()
-    try:
-        run["config"] = effective_tables(manifest.run.config)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.path}: its configuration {error}") from None
-    kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule"}
-    counters = manifest.model_dump(include=kept, exclude_none=True)
-    shapes = {param.name: param.shape for param in manifest.params}
-    states = {param.name: states_text(manifest.states[param.state_set]) for param in manifest.params}
-    return {**run, **counters, "states": states, "shape": shapes}
-
-
-def _gap(old: BoxReader, new: BoxReader, param: str, state: str, whole: Box) -> str | None:
-    """Return in words how far two versions of one state are apart; None if all bits are the same."""
-    differing = 0  # number of differing elements
-    largest = torch.zeros((), dtype=torch.float64)  # largest absolute difference; NaN if an element is NaN
-    # The parameter is cut here, not along the stored boxes: two savers may have cut it differently.
-    for sub_box in sub_boxes(whole):
-        before, after = old.gather(param, state, sub_box), new.gather(param, state, sub_box)
-        # Bits are compared, because a resumed run must be equal bit for bit: a NaN equals itself, and 0 differs from
-        # -0.
-        other = before.view(INTEGERS[before.itemsize]) != after.view(INTEGERS[after.itemsize])
-        if count := int(other.count_nonzero()):
-            differing += count
-            gaps = (before[other].double() - after[other].double()).abs()
-            largest = torch.maximum(largest, gaps.max())  # keeps a NaN; Python's max may not
-    if not differing:
-        return None
-    share = f"{differing / whole.numel:.2%}"
-    return f"{differing:,} of {whole.numel:,} elements ({share}), by at most {float(largest):.3e}"

@@ -12,7 +12,6 @@ from pydantic import JsonValue, ValidationError
 
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import applied_updates, checkpoints
-from megamix.checkpoint.frozen import save_frozen
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
 from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord, printable
 from megamix.checkpoint.save import Saver
@@ -32,19 +31,18 @@ class Checkpoints:
         checkpoints.save({"step": 100})
 
     A checkpoint holds the whole model: it loads on any number of ranks. A save removes all checkpoints but the `keep`
-    newest; `keep` is at least 2. A checkpoint holds digests of the model's frozen parameters, and loads only into a
-    model whose frozen parameters have these digests. With `frozen` the folder keeps the frozen values, once for all
-    checkpoints, and a load sets them. Units: `timeout_s` bounds the wait for the slowest rank.
+    newest; `keep` is at least 2. A checkpoint holds the model's frozen parameters as its buffers; without `frozen` it
+    does not, and a load leaves them as the model has them. Units: `timeout_s` bounds the wait for the slowest rank.
     """
 
     def __init__(
-        self, engine: ShardedEngine, folder: str | Path, keep: int = 2, timeout_s: float = 600.0, frozen: bool = False
+        self, engine: ShardedEngine, folder: str | Path, keep: int = 2, timeout_s: float = 600.0, frozen: bool = True
     ):  # fmt: skip
         if not isinstance(engine, ShardedEngine):
             raise TypeError(f"engine is a {type(engine).__name__}; pass the ShardedEngine that trains it")
-        self._engine, self._folder, self._frozen = engine, Path(folder).absolute(), frozen
+        self._engine, self._folder = engine, Path(folder).absolute()
         self._all_or_none = AllOrNone.apart(engine.topology.world, timeout_s)
-        self._saver = Saver(self._folder, keep, self._all_or_none, lambda path: None, self._failed)
+        self._saver = Saver(self._folder, keep, self._all_or_none, lambda path: None, self._failed, frozen=frozen)
         self._error: Exception | None = None
         self._goes_on = False  # True: a save may follow the folder's checkpoints, which are loaded or older
         if self._all_or_none.first(self._folder.is_file):
@@ -68,7 +66,7 @@ class Checkpoints:
         begun = self._all_or_none.first(lambda: bool(checkpoints(self._folder)))
         found = newest_checkpoint(self._folder, self._all_or_none)
         if found is not None:
-            found = load_or_older(found, self._engine, self._all_or_none, frozen=self._frozen)
+            found = load_or_older(found, self._engine, self._all_or_none)
         if begun and found is None:
             raise DamagedCheckpoint([f"{self._folder} has no good checkpoint left; give another folder to begin anew"])
         self._goes_on = True
@@ -101,8 +99,6 @@ class Checkpoints:
             raise ValueError("progress is not the same on every rank; give every rank the same, for one copy is saved")
         self._goes_on = True
         _last_to_save[self._folder] = self
-        if self._frozen:
-            self._all_or_none.first(lambda: save_frozen(self._folder, self._engine))
         write = self._saver.start if beside else self._saver.save
         write(self._engine, RunRecord(progress=dict(progress)))
         if not beside:

@@ -28,15 +28,13 @@ def checkpoint_arguments(parser: Parser) -> None:
         "path", metavar="PATH", type=Path, help="step_N.damaged-..., or a run's folder for all that it has"
     )
     two = "runs/mine/checkpoints/step_00000100 runs/mine/checkpoints/step_00000200"
-    mean = f"{two} --output runs/mean"
-    diff = add("diff", "list differences: configuration, counters, every state of every parameter", two)
-    diff.add_argument("path", metavar="A", type=Path, help="a checkpoint")
-    diff.add_argument("other", metavar="B", type=Path, help="another checkpoint")
     export = add("export", "full FP32 weights and optimizer states in another format", "runs/mine --to dcp exported")
     export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run for its newest checkpoint")
     export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
     export.add_argument("output", metavar="OUT", type=Path, help="folder to write; must not exist yet")
-    average = add("average", "the mean of checkpoints of one model, to evaluate, export or train on", mean)
+    average = add(
+        "average", "the mean of checkpoints of one model, to evaluate, export or train on", f"{two} --output runs/mean"
+    )
     average.add_argument("paths", metavar="CHECKPOINT", type=Path, nargs="+", help="checkpoints, or runs")
     average.add_argument("--output", metavar="FOLDER", type=Path, required=True, help="must not be there yet")
     copy = add("copy", "copy checkpoints elsewhere, each byte verified", "runs/mine /mnt/copies/mine")
@@ -49,9 +47,8 @@ def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.action == "average":
         yield from _average(arguments)
         return
-    for name in ("path", "other"):  # before the import of torch, which takes seconds
-        if name in arguments:
-            (folder_of if arguments.action in ("ls", "restore") else checkpoints_at)(getattr(arguments, name))
+    # before the import of torch, which takes seconds
+    (folder_of if arguments.action in ("ls", "restore") else checkpoints_at)(arguments.path)
     if arguments.action == "restore":
         # The path, or one of the two folders above it, may be a run's folder.
         for folder in (arguments.path, *arguments.path.absolute().parents[:2]):
@@ -60,7 +57,7 @@ def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.run.run_folder import take_for_copies
     from megamix.run.run_record import check_if_run
 
-    paths = [getattr(arguments, name) for name in ("path", "other", "output") if name in arguments]
+    paths = [getattr(arguments, name) for name in ("path", "output") if name in arguments]
     action: Callable[..., Iterator[str]] = getattr(actions, arguments.action)
     with ExitStack() as stack:
         if arguments.action == "copy":

@@ -3,6 +3,7 @@
 The bytes are verified on their way into a rank's memory: verification reads no byte a second time.
 """
 
+import hashlib
 import logging
 import math
 from collections import Counter, defaultdict, deque
@@ -10,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import Files, checkpoints, damaged_name
-from megamix.checkpoint.frozen import fit_frozen
 from megamix.checkpoint.manifest import AVERAGE, BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
-from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, owned_parts, state_sets
+from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, frozen_params, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.verify import BoxReader, Check, Checkpoint, read_checkpoint
 from megamix.clock import Clock
@@ -75,7 +76,6 @@ def load_or_older(
     all_or_none: AllOrNone,
     *,
     check: Check | None = None,
-    frozen: bool = False,
 ) -> Checkpoint | None:
     """Load a checkpoint or, if it is damaged, the newest good one before it in its folder. Damaged checkpoints are set
     aside, with a line in the log for each. Every rank must call it.
@@ -86,7 +86,7 @@ def load_or_older(
     found: Checkpoint | None = checkpoint
     while found is not None:
         try:
-            load(found, engine, all_or_none, frozen=frozen)
+            load(found, engine, all_or_none)
             break
         except DamagedCheckpoint as error:
             _set_aside(found.path, error, all_or_none)
@@ -105,15 +105,13 @@ def _set_aside(path: Path, reason: DamagedCheckpoint, all_or_none: AllOrNone) ->
         log.warning("checkpoint refused: %s (and not set aside: %s)", reason, error)
 
 
-def load(
-    checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, *, anew: bool = False, frozen: bool = False
-) -> None:
-    """Set masters, optimizer states, counters, loss scale and half parameters. Every rank must call it.
+def load(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, *, anew: bool = False) -> None:
+    """Set masters, optimizer states, counters, loss scale, half and frozen parameters. Every rank must call it.
 
     An average of the weights that the checkpoint lacks starts from its masters; one that the engine does not keep is
     dropped; the log says so.
     `anew`: accept a checkpoint of another optimizer. States that it lacks, or has in another dtype, become zero; the
-    log says which. `frozen`: set the frozen parameters to the values that the folder keeps.
+    log says which.
     Raises: ValueError naming what does not fit the engine, by kind, before anything is changed.
     Raises: DamagedCheckpoint on every rank if one rank finds that a file is not what was written. Masters and optimizer
     states are NaN from then on, until another load succeeds.
@@ -123,7 +121,6 @@ def load(
     manifest = checkpoint.manifest
     if problems := misfits(manifest, engine, anew=anew):
         raise ValueError(f"{checkpoint.path} does not fit this model and optimizer: " + "; ".join(problems))
-    fit_frozen(checkpoint, engine, all_or_none, takes=frozen)
     rank, size = all_or_none.rank, all_or_none.size
     try:
         _agree_on(all_or_none.every(lambda: fill(checkpoint, _saved_parts(manifest, engine), engine.clock, rank, size)))
@@ -138,6 +135,7 @@ def load(
     if anew and not manifest.weights_only and all_or_none.rank == 0:
         _tell_of_new_states(manifest, engine)
     _fit_average(manifest, engine, tells=all_or_none.rank == 0)
+    _fit_frozen(checkpoint, engine, tells=all_or_none.rank == 0)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
     if not manifest.weights_only:
@@ -165,8 +163,11 @@ def _sets(manifest: Manifest, engine: ShardedEngine) -> Iterator[tuple[str, tupl
     that only one of them has is left out, because it is no misfit.
     """
     saved = {param.name: manifest.states[param.state_set] for param in manifest.params}
+    frozen = frozen_params(engine)
     for spec, states in state_sets(engine):
         held = saved.get(spec.name, {})
+        if spec.name in frozen and BUFFER in held:
+            states = held  # of another number format, which is cast
         one_sided = {AVERAGE} & (states.keys() ^ held.keys())
         own, other = ({one: kept[one] for one in kept if one not in one_sided} for kept in (states, held))
         yield spec.name, spec.full_shape, own, other
@@ -180,6 +181,20 @@ def _fit_average(manifest: Manifest, engine: ShardedEngine, *, tells: bool) -> N
     if tells and is_kept != is_saved and not manifest.weights_only:
         told = "starts from the masters: the checkpoint has none" if is_kept else "is dropped: none is kept from now on"
         log.warning("the average of the weights %s", told)
+
+
+def _fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, *, tells: bool) -> None:
+    """Set the frozen parameters that a version before kept beside its checkpoints; tell of those that nobody kept."""
+    saved, frozen = {param.name for param in checkpoint.manifest.params}, frozen_params(engine)
+    left = [name for name in frozen if name not in saved]
+    key = hashlib.sha256(repr(sorted((checkpoint.manifest.frozen or {}).items())).encode()).hexdigest()[:16]
+    beside = checkpoint.path.parent / f"frozen_{key}" / "values.safetensors"
+    if left and beside.is_file():
+        values = load_file(beside)
+        for name in left:
+            frozen[name].copy_(values[name])
+    elif left and tells:
+        log.warning("frozen parameters stay as the model has them, the checkpoint has none of %s", left[0])
 
 
 def _tell_of_new_states(manifest: Manifest, engine: ShardedEngine) -> None:

@@ -155,7 +155,7 @@ class Manifest(Record):
     layout: LayoutRecord
     states: tuple[StateSet, ...]  # the distinct sets: "master" and the optimizer's states, or "buffer" alone
     params: tuple[ParamRecord, ...]
-    # Dtype and SHA-256 of each frozen parameter's values, by name. None: nobody has trained the model.
+    # Of a version that saved no frozen parameters: dtype and SHA-256 of each one's values, by name.
     frozen: dict[str, Annotated[str, Field(pattern=r"^torch\.\w+ [0-9a-f]{64}$")]] | None = None
     files: tuple[FileRecord, ...] = ()
 

@@ -127,18 +127,19 @@ class Saver:
         failed: Callable[[Exception], None],
         files: Files | None = None,
         stays: Stays = _none_stays,
+        frozen: bool = True,
     ):
         if type(keep) is not int or keep < 2:
             raise ValueError(f"keep must be a whole number, at least 2, got {keep!r}: the newest may be damaged")
         self.folder, self._keep, self._all_or_none, self._files = folder, keep, all_or_none, files or Files()
-        self._saved, self._failed, self._stays = saved, failed, stays
+        self._saved, self._failed, self._stays, self._frozen = saved, failed, stays, frozen
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
 
     def save(self, engine: ShardedEngine, run: RunRecord) -> None:
         """Save the state as it is now, between two steps. Return when the save has ended."""
         self.finish()
-        saved = self._write(take_snapshot(engine, run))
+        saved = self._write(take_snapshot(engine, run, self._frozen))
         self._begin(lambda: self._remove_old(saved))
 
     def start(self, engine: ShardedEngine, run: RunRecord) -> None:
@@ -146,7 +147,7 @@ class Saver:
         for its end first.
         """
         self.finish()
-        snapshot = self._copy.start(take_snapshot(engine, run))
+        snapshot = self._copy.start(take_snapshot(engine, run, self._frozen))
         self._begin(lambda: self._remove_old(self._write(snapshot)))
 
     def finish(self) -> None:

@@ -4,18 +4,16 @@ The part is saved as a snapshot of one instant. A snapshot has views of the engi
 does not change.
 """
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from megamix import tuned
+from megamix.axes import AXES
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.manifest import (
     AVERAGE,
@@ -61,12 +59,16 @@ def state_set(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> StateS
     return {MASTER: "F32", **{state: DTYPE_NAMES[str(dtype)] for state, dtype in states}, **own}
 
 
-def state_sets(engine: ShardedEngine) -> list[tuple[Entry, StateSet]]:
-    """Return everything that the whole model has to save: every parameter, then every buffer, each with its states."""
+def state_sets(engine: ShardedEngine, frozen: bool = True) -> list[tuple[Entry, StateSet]]:
+    """Return everything that the whole model has to save: every parameter, then every buffer and, if `frozen`, every
+    frozen parameter, each with its states.
+    """
+    fixed = saved_frozen(engine).items() if frozen else ()
+    held = [Entry(name, tuple(param.shape), str(param.dtype), stage=0) for name, param in fixed]
     entries, optimizer = engine.plan.entries, engine.optimizer
     kept: StateSet = {} if engine.average_decay is None else {AVERAGE: "F32"}
     params = [(entry, state_set(optimizer, entry.name, entry.full_shape) | kept) for entry in entries.params]
-    return [*params, *((entry, {BUFFER: DTYPE_NAMES[entry.dtype]}) for entry in entries.buffers)]
+    return [*params, *((entry, {BUFFER: DTYPE_NAMES[entry.dtype]}) for entry in (*entries.buffers, *held))]
 
 
 def parts_of_range(param: str, state: str, block: Box, start: int, flat: Tensor) -> Iterator[Part]:
@@ -95,56 +97,35 @@ def owned_parts(engine: ShardedEngine) -> list[Part]:
 
 
 def buffer_parts(engine: ShardedEngine) -> list[Part]:
-    """Return the buffers of this rank's module, without copies."""
+    """Return the buffers and frozen parameters of this rank's module, without copies."""
     held = by_plain_name(engine.module.named_buffers(remove_duplicate=False))
     own = [entry for entry in engine.plan.entries.buffers if entry.name in held]
-    return [Part(entry.name, BUFFER, Box.whole(entry.full_shape), held[entry.name]) for entry in own]
+    tensors = {entry.name: held[entry.name] for entry in own} | saved_frozen(engine)
+    return [Part(name, BUFFER, Box.whole(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()]
 
 
 def frozen_params(engine: ShardedEngine) -> dict[str, Tensor]:
-    """Return the module's parameters that are not trained, without the empty ones."""
+    """Return the module's parameters that are not trained."""
     params = by_plain_name(engine.module.named_parameters()).items()
-    return {name: param for name, param in params if not param.requires_grad and param.numel()}
+    return {name: param.detach() for name, param in params if not param.requires_grad and param.numel()}
 
 
-# Digest of each frozen parameter, by pointer, version and sum of bits. If one of these has changed, the parameter was
-# written.
-_digests: MutableMapping[Tensor, dict[tuple[int, ...], str]] = WeakTensorKeyDictionary()
-# Integer dtype of the same size as an element, by the element's bytes.
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def frozen_digests(engine: ShardedEngine) -> dict[str, str]:
-    """Return each frozen parameter's digest. It is computed once, and again after the parameter was written."""
-    found = {}
-    for name, param in frozen_params(engine).items():
-        known, values = _digests.get(param, {}), (param.data_ptr(), param._version, _sum_of_bits(param))
-        found[name] = known.get(values) or digest(param)
-        _digests[param] = {values: found[name]}
-    return found
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum of a tensor's elements, their bits read as integers. The sum shows writes that do not change
-    `_version`, such as the update of a teacher through `.data`. It takes one pass at the speed of memory.
+def saved_frozen(engine: ShardedEngine) -> dict[str, Tensor]:
+    """Return the frozen parameters that are saved as buffers are: none where ranks hold different parts of the model,
+    since each knows only its own, and none of a dtype that no file can hold.
     """
-    flat = tensor.detach().reshape(-1)
-    return int(flat.view(INTEGERS.get(flat.itemsize, torch.uint8)).sum(dtype=torch.int64))
-
-
-def digest(tensor: Tensor) -> str:
-    """Return the tensor's dtype and the SHA-256 of its shape and values, as one text."""
-    content = hashlib.sha256(repr(tuple(tensor.shape)).encode())
-    for chunk in torch.split(tensor.detach().reshape(-1), tuned.SAVED_CHUNK):
-        content.update(chunk.cpu().view(torch.uint8).numpy().data)
-    return f"{tensor.dtype} {content.hexdigest()}"
+    topology = engine.topology
+    divides = (size > 1 and AXES[name].weights == "divided" for name, size in topology.sizes.items())
+    if topology.ep_size > 1 or any(divides):
+        return {}
+    return {name: param for name, param in frozen_params(engine).items() if str(param.dtype) in DTYPE_NAMES}
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Holds what one rank saves."""
 
-    manifest: Manifest  # equal on every rank except for `frozen`; `files` is still empty
+    manifest: Manifest  # equal on every rank; `files` is still empty
     parts: Sequence[Part]
 
     @property
@@ -165,14 +146,14 @@ class Snapshot:
         return Snapshot(manifest, [part for part in self.parts if part.state in (MASTER, BUFFER)])
 
 
-def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
+def take_snapshot(engine: ShardedEngine, run: RunRecord, frozen: bool = True) -> Snapshot:
     """Return the engine's state between two steps, as views: save or copy it before the next step. The host waits for
-    the device.
+    the device. `frozen`: with the parameters that are not trained.
 
     Raises: RuntimeError on every rank if half parameters were written past the engine.
     """
     engine.refuse_unseen_writes()
-    sets = [(entry, tuple(states.items())) for entry, states in state_sets(engine)]
+    sets = [(entry, tuple(states.items())) for entry, states in state_sets(engine, frozen)]
     places = {states: place for place, states in enumerate(dict.fromkeys(states for _, states in sets))}
     manifest = Manifest(
         applied_updates=int(engine.applied_updates),
@@ -189,11 +170,11 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
             ParamRecord(name=entry.name, shape=entry.full_shape, aliases=entry.aliases, states=places[states])
             for entry, states in sets
         ),
-        frozen=frozen_digests(engine) if engine.topology.world.rank == 0 else None,  # rank 0 writes the manifest
     )
     parts = owned_parts(engine) if engine.topology.saves_shard else []
     if engine.topology.stage.rank == 0:
         first = {entry.name for entry in engine.plan.entries.buffers if entry.stage == engine.topology.pp.rank}
+        first |= {*frozen_params(engine)} if frozen else set()
         own = (part for part in buffer_parts(engine) if part.param in first)
         parts += [replace(part, tensor=part.tensor.contiguous()) for part in own]
     # The widest dtype comes first, so that in a file and in the host's memory each tensor is aligned to its elements.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megamix import AdamW, ShardedEngine
-from megamix.checkpoint.actions import diff
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
@@ -103,14 +102,3 @@ def test_a_dtype_that_no_checkpoint_holds_is_refused_with_the_buffer(dtype: torc
     model.register_buffer("turns", model.turns, persistent=False)
     engine = make_engine(model, AdamW(lr=0.1), BF16)
     assert "turns" not in [entry.name for entry in engine.plan.entries.buffers]
-
-
-def test_a_difference_of_a_buffer_is_told(tmp_path: Path) -> None:
-    engine = _engine()
-    paths = []
-    for rank in (0, 1):
-        _fill(engine, rank)
-        paths.append(save(tmp_path, take_snapshot(engine, RunRecord()), all_or_none_of(engine)))
-    assert {line.split(":")[0] for line in diff(*paths)} == {
-        *(f"buffer of {name}" for name in ("tally", "seen", "flags", "rows")), "4 differences"
-    }  # fmt: skip

@@ -1,20 +1,23 @@
-"""A checkpoint knows the values of the frozen parameters at its save: a load with other values is refused by name on
-all ranks and sets nothing aside; `frozen=True` saves them once and loads them back.
+"""Frozen parameters are saved and loaded as buffers are, on any ranks and in any precision; without `frozen` a
+checkpoint leaves them out; those that an earlier version kept beside its checkpoints are loaded, too.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from megamix import Checkpoints, Precision, ShardedEngine
 from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.snapshot import frozen_params
+from tests.checkpoint.seal import edit
 from tests.distributed.models import TinyModel, make_model
 from tests.engines import make_engine
 
@@ -36,36 +39,33 @@ def _table(engine: ShardedEngine) -> Tensor:
     return engine.module.embedding.weight.detach().clone()
 
 
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def test_frozen_values_are_saved_and_loaded_back(tmp_path: Path) -> None:
+    engine, other = _engine(), _engine(seed=1)
+    Checkpoints(engine, tmp_path).save({"step": 1}, beside=True)
+    assert Checkpoints(other, tmp_path).load() == {"step": 1}
+    assert torch.equal(_table(other), _table(engine))
+    assert int(other.module.index) == 0
+    assert torch.equal(other.module.blocks[0].norm.weight, engine.module.blocks[0].norm.weight)
 
 
-OTHER = (
-    r"was saved beside other frozen parameters than the model has, .* They differ in index, embedding.weight.* "
-    r"Give the model the same frozen parameters, .* Checkpoints\(\.\.\., frozen=True\)"
-)
-
-
-def test_other_frozen_values_are_refused_by_name_and_nothing_is_set_aside(tmp_path: Path) -> None:
-    Checkpoints(_engine(), tmp_path).save({})
-    engine = _engine(seed=1)
-    before = engine.full_weights()
-    for takes in (False, True):  # nobody has saved the values
-        with pytest.raises(ValueError, match=OTHER):
-            Checkpoints(engine, tmp_path, frozen=takes).load()
-    assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
-    assert _names(tmp_path) == ["step_00000000"]
-    assert Checkpoints(_engine(), tmp_path).load() == {}
+@pytest.mark.parametrize("kept", [False, True])
+def test_without_frozen_they_stay_as_the_model_has_them(kept: bool, tmp_path: Path, caplog) -> None:
+    """A user of a large base that each run builds alike."""
+    Checkpoints(_engine(), tmp_path, frozen=kept).save({})
+    other = _engine(seed=1)
+    table = _table(other)
+    assert Checkpoints(other, tmp_path, frozen=False).load() == {}
+    assert torch.equal(_table(other), table) == (not kept)
+    assert ("frozen parameters stay as the model has them" in caplog.text) == (not kept)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model.register_parameter("more", nn.Parameter(torch.ones(2), False)), "They differ in more"),
-        (lambda model: delattr(model, "index"), "They differ in index"),
+        (lambda model: delattr(model, "index"), "unknown index"),
         (
             lambda model: setattr(model.embedding, "weight", nn.Parameter(_flat(model), False)),
-            "They differ in embedding.weight",
+            "embedding.weight",
         ),
     ],
 )
@@ -79,97 +79,32 @@ def _flat(model: TinyModel) -> nn.Parameter:
     return nn.Parameter(model.embedding.weight.detach().reshape(1, -1), requires_grad=False)
 
 
-def test_values_that_are_written_after_the_build_count(tmp_path: Path) -> None:
-    engine, source = _engine(seed=1), _engine()
-    Checkpoints(source, tmp_path).save({})
-    checkpoints = Checkpoints(engine, tmp_path)
-    with pytest.raises(ValueError, match="embedding.weight"):
-        checkpoints.load()
-    engine.load_weights(source.full_weights())
-    assert checkpoints.load() == {}
-
-
-def test_frozen_values_are_saved_once_and_loaded_back(tmp_path: Path) -> None:
-    engine = _engine()
-    saving = Checkpoints(engine, tmp_path, frozen=True)
-    saving.save({"step": 0})
-    (values,) = tmp_path.glob("frozen_*/values.safetensors")
-    before, named = values.stat(), _names(tmp_path)
-    assert all("embedding" not in path.name for path in checkpoints(tmp_path)[0].iterdir())
-    saving.save({"step": 1}, beside=True)
-    saving.wait()
-    after = values.stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert _names(tmp_path) == [*named, "step_00000000.1"]
-    other = _engine(seed=1)
-    with pytest.raises(ValueError, match=OTHER):
-        Checkpoints(other, tmp_path).load()
-    assert Checkpoints(other, tmp_path, frozen=True).load() == {"step": 1}
-    assert torch.equal(_table(other), _table(engine))
-    assert int(other.module.index) == 0
-    second = _engine(seed=2)  # other values than the folder keeps
-    with pytest.raises(ValueError, match="embedding.weight"):
-        Checkpoints(second, tmp_path).load()
-    going_on = Checkpoints(second, tmp_path, frozen=True)
-    going_on.load()
-    assert going_on.load() == {"step": 1}
-
-
-def test_damaged_values_are_refused_and_the_checkpoint_stays(tmp_path: Path) -> None:
-    Checkpoints(_engine(), tmp_path, frozen=True).save({})
-    (values,) = tmp_path.glob("frozen_*/values.safetensors")
-    content = bytearray(values.read_bytes())
-    length = int.from_bytes(content[:8], "little")
-    content[8 + length + json.loads(content[8:][:length])["embedding.weight"]["data_offsets"][0]] ^= 1
-    values.write_bytes(content)
-    engine = _engine(seed=1)
-    table, named = _table(engine), _names(tmp_path)
-    with pytest.raises(OSError, match=r"rank 0: .*values\.safetensors: embedding\.weight is not what was saved"):
-        Checkpoints(engine, tmp_path, frozen=True).load()
-    assert torch.equal(_table(engine), table)
-    assert _names(tmp_path) == named
-
-
-def test_another_dtype_is_told_and_loaded_by_values(tmp_path: Path, caplog) -> None:
-    engine = _engine(dtype=torch.float32)
-    Checkpoints(engine, tmp_path, frozen=True).save({})
-    assert Checkpoints(_engine(), tmp_path).load() == {}
-    assert "frozen parameters cannot be compared" in caplog.text
-    other = _engine(seed=1)
-    Checkpoints(other, tmp_path, frozen=True).load()
+def test_another_precision_gets_the_values_cast(tmp_path: Path) -> None:
+    engine, other = _engine(dtype=torch.float32), _engine(seed=1)
+    Checkpoints(engine, tmp_path).save({})
+    Checkpoints(other, tmp_path).load()
     assert torch.equal(_table(other), _table(engine).bfloat16())
 
 
-def _of_one_rank(folder: Path) -> list[str]:
-    """Build with other values on the second rank. The first rank's values count: a build gives them to all ranks."""
-    rank = torch.distributed.get_rank()
-    Checkpoints(_engine(), folder, frozen=True).save({})
-    answers = []
-    for frozen in (False, True):
-        engine = _engine(seed=5 + rank)
-        try:
-            answers.append(str(Checkpoints(engine, folder, frozen=frozen).load()))
-        except ValueError as error:
-            answers.append(str(error))
-    return [*answers, str(float(_table(engine).double().sum()))]
+def _of_two_ranks(folder: Path) -> float:
+    Checkpoints(_engine(), folder).save({})
+    engine = _engine(seed=5 + torch.distributed.get_rank())
+    Checkpoints(engine, folder).load()
+    return float(_table(engine).double().sum())
 
 
-def test_all_ranks_refuse_and_load_alike(run_ranks, tmp_path: Path) -> None:
-    first, second = run_ranks(_of_one_rank, 2, tmp_path)
-    assert first == second
-    assert "They differ in index, embedding.weight" in first[0]
-    assert first[1:] == ["{}", str(float(_table(_engine()).double().sum()))]
+def test_all_ranks_load_the_same(run_ranks, tmp_path: Path) -> None:
+    first, second = run_ranks(_of_two_ranks, 2, tmp_path)
+    assert first == second == float(_table(_engine()).double().sum())
 
 
-def test_a_teacher_that_moves_past_torch_s_counters_is_saved_as_it_is(tmp_path: Path) -> None:
-    engine = _engine()
-    saving = Checkpoints(engine, tmp_path, frozen=True)
-    for number in range(5):
+def test_a_teacher_that_moves_is_saved_as_it_is(tmp_path: Path) -> None:
+    engine, other = _engine(), _engine(seed=1)
+    saving = Checkpoints(engine, tmp_path)
+    for number in range(3):
         engine.module.embedding.weight.data.mul_(0.5)
         saving.save({"number": number})
-    assert len([*tmp_path.glob("frozen_*")]) == 3  # those of the older checkpoints, and of the last
-    other = _engine(seed=1)
-    assert Checkpoints(other, tmp_path, frozen=True).load() == {"number": 4}
+    assert Checkpoints(other, tmp_path).load() == {"number": 2}
     assert torch.equal(_table(other), _table(engine))
 
 
@@ -180,6 +115,23 @@ def test_a_transposed_mask_with_infinities_is_saved_and_loaded(tmp_path: Path) -
 
     engine, other = _engine(change=with_mask), _engine(seed=1, change=with_mask)
     engine.load_weights(engine.full_weights())
-    Checkpoints(engine, tmp_path, frozen=True).save({})
-    assert Checkpoints(other, tmp_path, frozen=True).load() == {}
+    Checkpoints(engine, tmp_path).save({})
+    assert Checkpoints(other, tmp_path).load() == {}
     assert torch.equal(other.module.mask, engine.module.mask)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_checkpoint_of_before_loads_with_the_values_beside_it(kept: bool, tmp_path: Path, caplog) -> None:
+    """A user whose run began when checkpoints held digests of frozen parameters and, if asked for, their values."""
+    engine, other = _engine(), _engine(seed=1)
+    Checkpoints(engine, tmp_path, frozen=False).save({"step": 1})
+    digests = {name: f"{param.dtype} {'0' * 64}" for name, param in frozen_params(engine).items()}
+    edit(checkpoints(tmp_path)[0], lambda fields: fields.update(frozen=digests))
+    if kept:
+        key = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
+        (tmp_path / f"frozen_{key}").mkdir()
+        values = {name: param.contiguous() for name, param in frozen_params(engine).items()}
+        save_file(values, tmp_path / f"frozen_{key}" / "values.safetensors")
+    assert Checkpoints(other, tmp_path).load() == {"step": 1}
+    assert torch.equal(_table(other), _table(engine)) == kept
+    assert ("frozen parameters stay as the model has them" in caplog.text) == (not kept)

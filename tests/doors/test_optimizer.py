@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding, tuned
 from megamix.builders import objects
-from megamix.checkpoint.actions import diff, verify
+from megamix.checkpoint.actions import verify
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord, read_manifest
 from megamix.checkpoint.save import save
@@ -236,7 +236,6 @@ def test_it_holds_its_own_bytes_saves_them_loads_in_any_layout_and_goes_on_bitwi
     assert sum(padded for _, padded, _ in ranks) < 1.1 * want_bytes  # rows of 64, buckets of 128
     (line,) = verify(path)
     assert ("each with master, momentum (BF16)" in line) == (name == "by kind")
-    assert [*diff(path, path)] == ["no difference"]
 
     went_on = _whole([after for _, _, after in ranks])
     again = run_ranks(_loaded_and_went_on, 2, tmp_path, name, 1)
