@@ -51,7 +51,7 @@ def runs_lines(config: Config, layouts: Sequence[Layout], where: str | None) -> 
     goes on on each of the layouts. `where`: as for `pool_for`.
     """
     yield size_told(config)
-    yield row("run", "on", "attempts", "skipped", "")
+    yield row(f"{'run':<26}", "on", "attempts", "skipped", "")
     where = pool_for(max(layout.world_size for layout in layouts), where).where
     say(f"megamix verify: {STEPS} updates without a stop, then with a resume after {BORDER}", sys.stderr)
     try:
@@ -59,8 +59,9 @@ def runs_lines(config: Config, layouts: Sequence[Layout], where: str | None) -> 
         for layout in layouts:
             run = watched(config, layouts, [layouts[0], layout], where)
             problems = run_problems(whole, run, one_layout=layout == layouts[0])
-            attempts, ends = len(run.attempts), "differs" if problems else "passes"
-            yield row(f"{layouts[0].name} to {layout.name}", where, str(attempts), str(attempts - STEPS), ends)
+            name, attempts = f"{layouts[0].name} to {layout.name}", len(run.attempts)
+            ends = "differs" if problems else "passes"
+            yield row(f"{name:<26}", where, str(attempts), str(attempts - STEPS), ends)
             yield from (Failed(f"  {problem}") for problem in problems)
     except RankFailure as failure:
         yield Failed(f"a run fails\n{failure}")
