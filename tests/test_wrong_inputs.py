@@ -75,8 +75,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     # the configuration
     "train nope.toml": ("config: got nope.toml", "no such file", "; write the path of a TOML file"),
     "train jop.toml": ("config: got jop.toml", "no such file", "did you mean job.toml?"),
-    "plan texts": ("config: got texts", "it is a folder", "write the path of a TOML file"),
-    "train mine": ("config: got mine", "it is a folder", "a run goes on by the file that began it, or by mine/config"),
+    "plan texts": ("config: got texts", "cannot be read: Is a directory", "write the path of a TOML file"),
+    "train mine": ("config: got mine", "Is a directory", "a run goes on by the file that began it, or by mine/config"),
     "train job.yaml": ("config: got job.yaml", "is no TOML", "line 1", "write it as configs/quickstart.toml is"),
     "train job.json": ("config: got job.json", "is no TOML", "line 1", "write it as configs/quickstart.toml is"),
     "train half.toml": ("config: got half.toml", "is no TOML", "line 1", "correct that line (text needs quotes)"),
