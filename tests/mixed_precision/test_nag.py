@@ -252,7 +252,7 @@ def _descend(form: str, schedule: str, updates: int) -> Tensor:
     for update in range(updates):
         over = (update + schedule.startswith("warm-up")) / updates  # a warm-up starts with its first step, not with 0
         lr = torch.tensor(0.01 * SCHEDULES[schedule](over), dtype=torch.float64)
-        at = UpdateScalars(lr, 0.0, (torch.tensor(0.9, dtype=torch.float64), torch.ones(())))
+        at = UpdateScalars(lr, 0.0, (torch.tensor(0.9, dtype=torch.float64),))
         weights, states = optimizer.equation(CURVATURES * weights, weights, states, at)
     return weights
 

@@ -123,7 +123,7 @@ def test_a_pipeline_is_told_why_parameters_are_left_out() -> None:
     overrides = ["training.global_batch_size=8", "parallelism.tp_size=8", "parallelism.pp_size=4"]
     lines = [*plan_lines(load_config(CONFIGS / "llama3.1-70b.toml", overrides), 64, None, "gpu", False)]
     (line,) = (line for line in lines if line.startswith("  parameters  "))
-    assert 'left out: parallelism.shard: got "parameters" with pp_size 4, but a pipeline would gather' in line
+    assert 'left out: parallelism.shard: got "parameters", but a pipeline would gather' in line
 
 
 @pytest.mark.uncounted
