@@ -36,7 +36,6 @@ class LogFile:
         self._new_path, self._head, self._most = new_path, head, held_bytes
         self.path = new_path()
         self._descriptor: int | None = None
-        self._torn_at: int | None = None  # offset in the file at which a row may be incomplete
         self._held: deque[bytes] = deque()
         self._in_trouble = False
         self._late = self._lost = 0  # number of late and of lost rows since the trouble began
@@ -55,9 +54,10 @@ class LogFile:
 
     def size(self) -> int:
         """Return the file's size in bytes, rows that are held back included."""
+        written = 0
         with contextlib.suppress(OSError):
-            return self._whole_size() + sum(map(len, self._held))
-        return sum(map(len, self._held))
+            written = self.path.stat().st_size
+        return written + sum(map(len, self._held))
 
     def close(self, *, waits: bool = True) -> None:
         """Write the rest; if it `waits`, give a disk that does not take it a moment. Log how many rows are lost."""
@@ -75,8 +75,6 @@ class LogFile:
         try:
             work()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._cut_torn_row()  # readers of the log find whole rows meanwhile
             if not self._in_trouble:
                 self._in_trouble, self._late = True, len(self._held)
                 reason = error.strerror or error
@@ -94,12 +92,14 @@ class LogFile:
     def _write(self) -> None:
         while self._held:
             descriptor = self._open()
-            self._cut_torn_row()
-            self._torn_at = self._whole_size()
+            whole = os.fstat(descriptor).st_size
             rest = memoryview(self._held[0])
-            while rest:  # write may take only a part
-                rest = rest[os.write(descriptor, rest) :]
-            self._torn_at = None
+            try:
+                while rest:  # write may take only a part
+                    rest = rest[os.write(descriptor, rest) :]
+            except BaseException:
+                os.ftruncate(descriptor, whole)  # readers of the log find whole rows meanwhile
+                raise
             self._held.popleft()
 
     def _open(self) -> int:
@@ -111,27 +111,15 @@ class LogFile:
             path = self._new_path()
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor, self.path = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666), path
-            if not self._whole_size():
+            if not os.fstat(self._descriptor).st_size:
                 self._held[0] = self._head + self._held[0]
         return self._descriptor
-
-    def _whole_size(self) -> int:
-        """Return the size of the file's whole rows. Raises: OSError."""
-        if self._descriptor is None:
-            return self.path.stat().st_size if self.path.exists() else 0
-        size = os.fstat(self._descriptor).st_size
-        return size if self._torn_at is None else min(size, self._torn_at)  # somebody may have emptied the file
-
-    def _cut_torn_row(self) -> None:
-        if self._torn_at is not None and self._descriptor is not None:
-            os.ftruncate(self._descriptor, self._whole_size())
-            self._torn_at = None
 
     def _close(self) -> None:
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
-        self._descriptor = self._torn_at = None
+        self._descriptor = None
 
 
 def cut_log(path: Path, size: int, is_later: Callable[[bytes], bool]) -> None:
