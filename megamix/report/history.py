@@ -6,13 +6,11 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json
-
+from megamix.report.log_file import parsed
 from megamix.report.metrics import TAGS, TRANSFERS, is_overflow, load_tag, over_mean, precision_tag, set_tag
 from megamix.run.run_folder import CONFIG, METRICS, SAMPLE
 
@@ -105,11 +103,8 @@ def _text(path: Path) -> str:
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    for line in file.read_bytes().splitlines() if file.is_file() else ():
-        with suppress(ValueError):
-            row = from_json(line)  # of 100,000 lines, a second faster than json.loads
-            if isinstance(row, dict) and "step" in row:
-                yield row
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    return (row for line in lines if "step" in (row := parsed(line)))
 
 
 def _series(rows: Sequence[dict[str, Any]], tag: str) -> Series:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megamix.report.log_file import EventFile, LogFile, cut_log
+from megamix.report.log_file import EventFile, LogFile, cut_log, parsed
 from megamix.run.run_folder import LOGS, SET_ASIDE
 from megamix.supervise.console import format_scale
 
@@ -236,7 +236,7 @@ class MetricsWriter:
     def _tell_again(self, events: EventFile, applied: int) -> None:
         # Attempts that overflow on the way to the next update are written under its number.
         for line in self._metrics.path.read_bytes().splitlines():
-            row = _parsed(line)
+            row = parsed(line)
             step = row.pop("step", 0)
             row.pop(TAGS["time"], None)  # an event has a time of its own
             if step > applied and TRANSFERS + "bucket" not in row:
@@ -321,7 +321,7 @@ def cut_logs(folder: Path, progress: Progress) -> None:
 
 def _is_later(log: str, progress: Progress, line: bytes) -> bool:
     """Return whether a row of the log `log` is later than the checkpoint with this progress."""
-    row, attempt = _parsed(line), "attempt" if log == SET_ASIDE else TRANSFERS + "attempt"
+    row, attempt = parsed(line), "attempt" if log == SET_ASIDE else TRANSFERS + "attempt"
     with suppress(TypeError, KeyError):
         if log == SET_ASIDE or attempt in row:
             return bool(row[attempt] >= progress.attempts)
@@ -336,15 +336,6 @@ def _is_later(log: str, progress: Progress, line: bytes) -> bool:
 def is_overflow(row: Mapping[str, Any]) -> bool:
     """Return whether a row of metrics.jsonl is that of an attempt that overflowed."""
     return TAGS["skipped_steps"] in row and TAGS["loss"] not in row
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    """Return the row of a line; empty for a line that no run has written, which stays in the file."""
-    with suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            return row
-    return {}
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

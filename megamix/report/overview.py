@@ -1,6 +1,5 @@
 """How runs stand: one line for each, from files that grow while it trains. This module imports no torch."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -10,6 +9,7 @@ from typing import Any
 from megamix.checkpoint.manifest import printable
 from megamix.progress import duration
 from megamix.report.goodput import Goodput, read_goodput
+from megamix.report.log_file import parsed
 from megamix.report.metrics import TAGS
 from megamix.run.run_folder import METRICS
 
@@ -57,7 +57,6 @@ def _last_row(folder: Path) -> dict[str, Any]:
     with suppress(OSError), (folder / METRICS).open("rb") as file:
         file.seek(-min(_TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
         for line in reversed(file.read().splitlines()):
-            with suppress(ValueError):
-                if TAGS["loss"].encode() in line and isinstance(row := json.loads(line), dict):
-                    return row
+            if TAGS["loss"] in (row := parsed(line)):
+                return row
     return {}
