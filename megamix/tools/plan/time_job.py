@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from megamix.config import Config, FirstLayers, ModelConfig, stages_per_rank
+from megamix.config import Config, ModelConfig, stages_per_rank
 from megamix.model import sizes
 from megamix.tools.plan.time_work import Recompute, TimedJob, Traffic
 
-RECOMPUTE = {"none": Recompute(), "selective": Recompute(between=1.0), "full": Recompute(1.0, 1.0, 1.0)}
 # Bytes a parameter that an update and its statistics move, with states in FP32 and in BF16 (docs/design.md).
 UPDATE_BYTES = {"adamw": (30, 22), "nag": (22, 18), "muon": (30, 22)}
 
@@ -60,10 +59,8 @@ def _fp8_share(config: Config) -> float:
 
 
 def _recompute(model: ModelConfig) -> Recompute:
-    if not isinstance(model.recompute, FirstLayers):
-        return RECOMPUTE[model.recompute]
     share = sizes.num_repeated(model) / model.num_layers
-    return Recompute(share, share, share)
+    return Recompute(share, share, 1.0 if model.recompute == "selective" else share)
 
 
 def _traffic(config: Config, dp_size: int) -> Traffic:
