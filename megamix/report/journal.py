@@ -1,5 +1,5 @@
-"""Journal of a run: events.jsonl, which each start continues and nothing ever cuts, and heartbeat.json, the sign of
-life of the start that runs. This module imports no torch.
+"""Journal of a run: events.jsonl, which each start continues and never cuts but for a line that a kill left unfinished,
+and heartbeat.json, the sign of life of the start that runs. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megamix.report.ledger import COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, boot_s
-from megamix.report.log_file import LogFile, parsed
+from megamix.report.log_file import LogFile, cut_log, parsed
 from megamix.run.run_folder import EVENTS, HEARTBEAT
 from megamix.supervise.processes import repeated
 from megamix.supervise.status import read_status
@@ -49,7 +49,6 @@ class Journal:
         self.starts = 0
         self.ledger, self._folder, self._reached = ledger, folder, reached
         self._file = LogFile(partial(Path, folder, EVENTS))
-        self._torn = b""  # what ends a last line that a killed start has left unfinished
         self._rows: deque[bytes] = deque()  # that no thread has given to the file yet
         self._writing, self._beating = threading.Lock(), threading.Lock()
         self._ended = False
@@ -58,8 +57,8 @@ class Journal:
         """Close the start before, if that could not do so itself, and begin a new one with `facts` about it. Raises:
         OSError.
         """
-        rows, path = read_rows(self._folder), self._folder / EVENTS
-        self._torn = b"\n" if path.is_file() and not path.read_bytes().endswith(b"\n") else b""
+        cut_log(self._folder / EVENTS)
+        rows = read_rows(self._folder)
         self.starts = (rows[-1]["starts"] if rows else 0) + 1
         if rows and rows[-1]["kind"] != "end":
             rows.append(closing_row(self._folder, rows))
@@ -115,8 +114,7 @@ class Journal:
         self._rows.append(json.dumps(row).encode() + b"\n")
         with suppress(OSError), _held(self._writing):
             while self._rows:
-                self._file.append(self._torn + self._rows.popleft())
-                self._torn = b""
+                self._file.append(self._rows.popleft())
 
 
 @contextmanager

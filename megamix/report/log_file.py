@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from megamix.data import installing
 from megamix.durable import still_names
 
 HELD_BYTES = 16 << 20  # bytes of rows that wait for the disk; beyond them the oldest rows are lost
@@ -133,11 +132,11 @@ def parsed(line: bytes) -> dict[str, Any]:
     return {}
 
 
-def cut_log(path: Path, size: int, is_later: Callable[[bytes], bool]) -> None:
-    """Drop the rows of a log that came after a checkpoint.
+def cut_log(path: Path, size: int = -1, is_later: Callable[[bytes], bool] = lambda row: False) -> None:
+    """Drop a row that a crash left unfinished at the end of a log, and the rows that came after a checkpoint.
 
-    These are all bytes after `size`, a row that a crash left unfinished, and rows at the end for which `is_later` is
-    true: if rows were lost or a file was made anew, `size` is too large.
+    These are all bytes after `size`, if it is not -1, and rows at the end for which `is_later` is true: if rows were
+    lost or a file was made anew, `size` is too large.
     Raises: OSError.
     """
     if not path.exists():
@@ -157,20 +156,14 @@ class EventFile:
 
     TensorBoard's own code frames the records. torch's SummaryWriter would write them in a thread, which ends at the
     first error of a full disk, and would open its file by name again for each record.
-    Raises: ValueError if TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path, first_step: int):
         """Start a new file; TensorBoard forgets the points of older files in the folder from `first_step` on."""
-        try:
-            from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
-            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-            from torch.utils.tensorboard import summary
-        except ImportError as error:
-            raise ValueError(
-                "metrics.tensorboard = true, but the Python package 'tensorboard' is not installed; "
-                f"{installing('tensorboard')}, or set metrics.tensorboard=false"
-            ) from error
+        from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+        from torch.utils.tensorboard import summary
+
         self._summary: Any = summary
         self._event_pb2, self._record_writer = event_pb2, RecordWriter
 

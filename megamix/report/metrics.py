@@ -219,7 +219,6 @@ class MetricsWriter:
         more from the lines that stayed.
         `config`: the effective configuration, and `hparams`: settings by which runs are compared, both for TensorBoard
         only. `tokens`: returns the tokens of all updates so far, which every row holds.
-        Raises: ValueError if TensorBoard is asked for and not installed.
         """
         self._trackers, self._tokens = trackers, tokens
         self._events = EventFile(folder / "tensorboard", applied + 1) if tensorboard else None

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
 import time
 from pathlib import Path
 
@@ -218,17 +217,6 @@ def test_a_load_is_told_by_layer_and_its_counts_are_in_the_detailed_rows_alone(t
     events.Reload()
     assert [event.value for event in events.Scalars("load/max/blocks.2")] == [4.0]
     assert not [tag for kind in ("scalars", "histograms") for tag in events.Tags()[kind] if "counts" in tag]
-
-
-def test_tensorboard_missing_is_answered_with_the_pip_line_and_no_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # makes the import fail
-    with pytest.raises(
-        ValueError, match=r"metrics.tensorboard = true, .*pip install -e '\.\[tensorboard\]' in .*, or set"
-    ):
-        MetricsWriter(tmp_path / "run", tensorboard=True)
-    assert not (tmp_path / "run").exists()
 
 
 def test_lines_that_no_run_has_written_are_kept_and_not_told_again(tmp_path: Path) -> None:
