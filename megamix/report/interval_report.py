@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamix.beside.records import Reduce
 from megamix.builders.objects import DTYPES
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives
@@ -141,12 +140,10 @@ class Readout:
     A `.to("cpu")` would not do: on a CPU it is the live tensor, which the next step overwrites.
     """
 
-    def __init__(self, device: torch.device, num_pieces: int, lag: int):
-        self._pinned, self._num_pieces = device.type == "cuda", num_pieces
+    def __init__(self, device: torch.device, lag: int):
+        self._pinned = device.type == "cuda"
         self._slots = [torch.empty(0)] * lag  # each slot is made once its size is known
-        self._names: list[tuple[tuple[str, Reduce], ...]] = [()] * lag
-        self._peaks = [0] * lag
-        self._tallied = [dict[str, int]()] * lag  # number of counts, by name
+        self._results = dict[int, StepResult]()  # by attempt, until it is read: their names and sizes
         self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
 
     def write(self, attempt: int, result: StepResult) -> None:
@@ -160,26 +157,24 @@ class Readout:
         if self._slots[slot].shape != values.shape:  # at the first write, and when recorded names have come
             self._slots[slot] = torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
         self._slots[slot].copy_(values, non_blocking=True)
-        self._names[slot] = result.recorded.names
-        self._peaks[slot] = result.peak_rows.numel()
-        self._tallied[slot] = {name: len(counts) for name, counts in result.tallied.items()}
+        self._results[attempt] = result
         event = self._events[slot]
         if event is not None:
             event.record()
 
     def read(self, attempt: int) -> Outcome:
         """Return the outcome of one of the last `lag` attempts. Waits until its step has ended on the device."""
-        slot = attempt % len(self._slots)
+        result, slot = self._results.pop(attempt), attempt % len(self._slots)
         event = self._events[slot]
         if event is not None:
             event.synchronize()
-        sizes = [len(_SCALARS), 1, 2 * self._num_pieces, self._peaks[slot], 2 * len(self._names[slot])]
-        sizes += self._tallied[slot].values()
+        tables = (result.by_piece, result.peak_rows, result.recorded.table, *result.tallied.values())
+        sizes = [len(_SCALARS), 1, *(table.numel() for table in tables)]
         parts = torch.split(self._slots[slot].clone(), sizes)  # the slot is written again
         scalars, num_values, by_piece, peaks, table, *counts = parts
         loss, found_inf, grad_norm, loss_scale, lr, stop = scalars.tolist()
-        recorded = Recorded(self._names[slot], table.view(-1, 2), num_values)
-        tallied = dict(zip(self._tallied[slot], counts, strict=True))
+        recorded = Recorded(result.recorded.names, table.view(-1, 2), num_values)
+        tallied = dict(zip(result.tallied, counts, strict=True))
         return Outcome(
             loss,
             bool(found_inf),

@@ -72,7 +72,7 @@ class Trainer:
         size = batch_size(training, start.applied)
         self.batch_plan = BatchPlan(training.steps, size, precision.on_overflow, precision.max_retries, start)
         engine.set_grad_accum_steps(self.batches.count(size))
-        self.readout = Readout(self.device, len(engine.plan.pieces), self.batch_plan.lag)
+        self.readout = Readout(self.device, self.batch_plan.lag)
         self.recorded = RecordedRows(engine.topology, config.parallelism.timeout_s)
         self.rank_times = RankTimes(engine.topology, self.recorded, self.device, console, writer)
         self.overflows = OverflowHistory(config.precision, engine, start.skipped)

@@ -116,7 +116,7 @@ def test_peak_memory_counts_what_was_once_held() -> None:
 
 def test_a_slot_keeps_its_step_until_it_is_read() -> None:
     lag = 2
-    readout = Readout(CPU, num_pieces=3, lag=lag)
+    readout = Readout(CPU, lag)
     live, pieces, rows = torch.zeros(()), torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64)
     names = (("first", "mean"), ("second", "max"), ("third", "sum"))
     for attempt in range(10):
