@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from megamix.config import Config, FirstLayers, axis_sizes, check_world_size
 from megamix.config.checks import check_config
+from megamix.config.toml_text import value_text
 from megamix.mixed_precision.settings import Shard
 from megamix.model.sizes import num_repeated
 from megamix.tools.plan.limits import MOST_RANKS
@@ -93,13 +94,9 @@ def _changed(job: Config, section: str, keys: Keys) -> Config | None:
 def _words(job: Config, section: str, keys: Keys) -> str:
     """Return the keys that differ from the job's, as settings are written."""
     before = getattr(job, section)
-    return ", ".join(f"{section}.{key} = {_value(it)}" for key, it in keys.items() if it != getattr(before, key))
-
-
-def _value(value: object) -> str:
-    if isinstance(value, FirstLayers):
-        return f"{{ full = {value.full} }}"
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    changed = {key: it for key, it in keys.items() if it != getattr(before, key)}
+    texts = {key: value_text(dict(it) if isinstance(it, FirstLayers) else it) for key, it in changed.items()}
+    return ", ".join(f"{section}.{key} = {text}" for key, text in texts.items())
 
 
 def _peak(plan: MemoryPlan, job: Config) -> int:
