@@ -1,5 +1,5 @@
-"""Products in FP8: codes and scales are torchao's, bit for bit; what a GPU refuses is refused on a CPU; results are the
-products of the codes; an input of several layers is quantised once; an overflow shows.
+"""Products in FP8: codes and scales are torchao's, bit for bit; a CPU, too, refuses sums of lengths that no GPU takes;
+results are the products of the codes; an input of several layers is quantised once; an overflow shows.
 """
 
 from __future__ import annotations
@@ -69,40 +69,14 @@ def codes(rows: int, summed: int, dtype: torch.dtype = E4M3, by_row: bool = True
     return quantise(operand(rows, summed), dtype, by_row)
 
 
-def turned(x: Codes) -> Codes:
-    return Codes(x.values.t().contiguous().t(), x.factors)
-
-
-LAXER = {
-    "sums over 24": (codes(16, 24), codes(32, 24), BF16),
-    "has 24 columns": (codes(16, 32), codes(24, 32), BF16),
-    "second operand in E5M2": (codes(16, 32, E5M2), codes(32, 32, E5M2), BF16),
-    "a second operand in E5M2, must be E4M3": (codes(16, 32), codes(32, 32, E5M2), BF16),
-    "a transposed operand": (turned(codes(16, 32)), codes(32, 32), BF16),
-    "got a transposed": (codes(16, 32), turned(codes(32, 32)), BF16),
-    "must be BF16": (codes(16, 32), codes(32, 32), torch.float32),
-    "result must be BF16": (codes(16, 32), codes(32, 32), torch.float16),
-}
-
-
-@pytest.mark.parametrize("message", LAXER)
-def test_what_a_cpu_takes_and_a_gpu_does_not_is_refused(message: str) -> None:
-    a, b, dtype = LAXER[message]
-    scales = {"scale_a": a.factors[:, None], "scale_b": b.factors[None], "out_dtype": dtype}
+def test_a_sum_of_a_length_that_a_cpu_takes_and_a_gpu_does_not_is_refused() -> None:
+    """Who meets it: a program whose micro-batch has a number of tokens that a GPU cannot sum over."""
+    a, b = codes(16, 24), codes(32, 24)
     if fp8.CPU_KNOWS_ROWS:
-        assert torch._scaled_mm(a.values, b.values.t(), **scales).isfinite().all()
-    with pytest.raises(ValueError, match=message):
-        product(a, b, dtype)
-
-
-def test_factors_that_belong_to_no_row_are_refused() -> None:
-    for a, b in (
-        (codes(16, 32), codes(32, 32, by_row=False)),
-        (codes(16, 32, by_row=False), codes(32, 32)),
-        (codes(16, 32), Codes(codes(32, 32).values, codes(16, 32).factors)),
-    ):
-        with pytest.raises(ValueError, match="not one of each row"):
-            product(a, b, BF16)
+        scales = {"scale_a": a.factors[:, None], "scale_b": b.factors[None]}
+        assert torch._scaled_mm(a.values, b.values.t(), **scales, out_dtype=BF16).isfinite().all()
+    with pytest.raises(ValueError, match="sums over 24 numbers, must be a multiple of 16"):
+        product(a, b, BF16)
 
 
 def decoded(x: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
