@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -50,12 +50,7 @@ class Topology:
     ep_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in self.sizes:
-            if name not in AXES:
-                raise ValueError(
-                    f"the mesh has an axis {name!r}, which is none of {', '.join(AXES)}: add it by "
-                    "megamix.plugins.register_axis"
-                )
+        _require_axes(self.sizes)
         owners = {name: self.sizes[name] for name in self._sharded}
         if (number := math.prod(owners.values())) % self.ep_size:
             product = " * ".join(f"{name} {size}" for name, size in owners.items())
@@ -77,9 +72,7 @@ class Topology:
         """
         if names == ("ep",):
             return self._axis(self._ep_places)
-        for name in names:
-            if name not in AXES:
-                raise ValueError(f"there is no axis {name!r}; there are {', '.join(AXES)}")
+        _require_axes(names)
         return self._axis(self._places(names))
 
     def _places(self, names: Sequence[str]) -> list[int]:
@@ -232,8 +225,7 @@ class Topology:
 
         Raises: ValueError if there is no such axis or rank, or if ep_size does not divide the owners.
         """
-        if unknown := sizes.keys() - AXES.keys():
-            raise ValueError(f"there is no axis {min(unknown)!r}; there are {', '.join(AXES)}")
+        _require_axes(sizes)
         mesh = {name: sizes.get(name, 1) for name in AXES}
         world_size = math.prod(mesh.values())
         if not 0 <= rank < world_size:
@@ -281,18 +273,19 @@ class Topology:
         return replace(self, groups=groups)
 
 
+def _require_axes(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in AXES:
+            told = f"there is no axis {name!r}; there are {', '.join(AXES)}"
+            raise ValueError(f"{told}: megamix.plugins.register_axis adds one")
+
+
 def _connect(axis: Axis, groups: dict[tuple[int, ...], dist.ProcessGroup | None], timeout_s: float | None) -> None:
     """Add the axis's group to `groups`, unless it is there or has one rank."""
     ranks = tuple(axis.ranks)
     if len(ranks) > 1 and ranks not in groups:
         timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-        try:
-            groups[ranks] = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
-        except NotImplementedError as error:
-            raise NotImplementedError(
-                "torch's groups by TorchComms cannot be made by their own ranks alone, as a mesh's are; unset "
-                "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
-            ) from error
+        groups[ranks] = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
 
 
 def local_device() -> torch.device:

@@ -1,5 +1,5 @@
 """Every rank has one place in the mesh, and an axis connects the right ranks. An impossible size is refused with a
-possible one, and so is a group that torch cannot make.
+possible one.
 """
 
 from __future__ import annotations
@@ -171,12 +171,6 @@ def test_a_bad_ep_size_names_one_that_works() -> None:
     )
     (told,) = problems_of(changed(parallelism={"ep_size": 2}))
     assert told.startswith("parallelism.ep_size: got 2, but the model has no experts; write ep_size = 1")
-
-
-def test_torchcomms_which_makes_no_group_by_its_own_ranks_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(dist, "new_group", Mock(side_effect=NotImplementedError("use_local_synchronization=True")))
-    with pytest.raises(NotImplementedError, match="unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"):
-        Topology.place(0, dp=2, tp=2).connected()
 
 
 def _without_an_interface() -> str:
