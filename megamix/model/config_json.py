@@ -18,7 +18,7 @@ from megamix.model.formats import OTHERS, Format, Json, Location, first_problem,
 from megamix.model.sizes import effective, head_dim, rotary_dim, window
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_MOST_LAYERS = 10_000  # whose lists, with an entry for each layer, are read
+_MOST_LAYERS = 10_000  # whose lists, with an entry for each layer, are made
 # The sizes of the section [model], each with its key in config.json.
 GPT2_SIZES = {
     "vocab_size": "vocab_size", "seq_len": "n_positions", "hidden_size": "n_embd", "num_layers": "n_layer",
@@ -172,13 +172,8 @@ class _Windows(_Part):
     marks: bool = False
 
     def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
-        layers: Any = keys.get("num_hidden_layers")
+        layers = _whole(keys, "num_hidden_layers", 1)
         size, kinds = keys["sliding_window"], keys.get("layer_types")
-        if not _at_least(layers, 1):
-            return  # refused as a size
-        if layers > _MOST_LAYERS:
-            told = f"megamix reads the windows of at most {_MOST_LAYERS}"
-            raise ValueError(f"num_hidden_layers is {shown(layers)}, {told}")
         if self.switch and not keys.get("use_sliding_window"):
             size = None
         if not self.by_layer and kinds is not None:
@@ -222,9 +217,9 @@ class _Unrotated(_Part):
     """Layers without rotary positions, as SmolLM3 has."""
 
     def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
-        layers, rotated = keys.get("num_hidden_layers"), keys.get("no_rope_layers")
-        interval: Any = keys["no_rope_layer_interval"]
-        if rotated is None and isinstance(layers, int) and layers <= _MOST_LAYERS and _at_least(interval, 1):
+        layers, rotated = _whole(keys, "num_hidden_layers", 1), keys.get("no_rope_layers")
+        if rotated is None:
+            interval = _whole(keys, "no_rope_layer_interval", 1)
             rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
         if not isinstance(rotated, list) or len(rotated) != layers:
             raise ValueError(f"no_rope_layers is {shown(rotated)}, and must be a list with an entry for each layer")
@@ -245,8 +240,6 @@ class _Rope(_Part):
 
     def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
         rope = _rope_table(keys)
-        if not isinstance(rope, Mapping):
-            raise ValueError(f"rope_parameters or rope_scaling is {shown(rope)}, and must be a table")
         theta: float = _first_set(rope.get("rope_theta"), keys.get("rope_theta"), 10000.0)
         problems = [
             f"partial_rotary_factor is {shown(table['partial_rotary_factor'])}, megamix rotates whole heads"
@@ -271,14 +264,10 @@ class _PartlyRotated(_Part):
 
     def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
         rope = _rope_table(keys)
-        if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise ValueError(f"rope_scaling is {shown(rope)}, megamix does not stretch Phi's wavelengths")
         share = _first_set(rope.get("partial_rotary_factor"), keys.get("partial_rotary_factor"), 1.0)
-        heads, size = keys.get("num_attention_heads"), keys["head_dim"]
-        if size is None and _at_least(heads, 1) and _at_least(keys.get("hidden_size"), 1):
-            size = keys["hidden_size"] // heads
-        if not (isinstance(share, float | int) and 0 < share <= 1 and _at_least(size, 1)):
-            raise ValueError(f"partial_rotary_factor is {shown(share)} of heads of {shown(size)}, and must be a share")
+        size = keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]
         keys |= {"partial_rotary_factor": None, "rope_parameters": {**rope, "partial_rotary_factor": None}}
         given["rotary_dim"] = None if share == 1 else int(size * share)
 
@@ -374,14 +363,12 @@ class _GemmaFactors(_Part):
             problems += _unlike(keys, "attn_logit_softcapping", None, (None,))  # transformers' Gemma 3 does not read it
         if keys.get("use_bidirectional_attention"):
             problems.append("use_bidirectional_attention is set, attention in megamix is causal")
-        width: Any = keys.get("hidden_size")
         scalar: Any = keys.get("query_pre_attn_scalar", 256)
-        if not _at_least(scalar, 1) or scalar >= 2**63:
+        if not _at_least(scalar, 1):
             problems.append(f"query_pre_attn_scalar is {shown(scalar)}, and must be a positive whole number")
         if problems:
             raise ValueError("; ".join(problems))
-        # a wrong width is refused by itself
-        given["embedding_scale"] = math.sqrt(width) if _at_least(width, 1) and width < 2**63 else 1.0
+        given["embedding_scale"] = math.sqrt(keys["hidden_size"])
         given["attention_scale"] = None if scalar == keys["head_dim"] else scalar**-0.5
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -468,7 +455,7 @@ def _read_scaling(rope: Json, seq_len: Any) -> RopeScaling | None:
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in [*_ROPE_KEYS]:  # a list compares by ==: the kind may be anything
+    if kind not in _ROPE_KEYS:
         raise ValueError(f"rope_type is {shown(kind)}, megamix has {', '.join(map(repr, ('default', *_ROPE_KEYS)))}")
     unknown = [key for key in ("mscale", "mscale_all_dim", "truncate") if rope.get(key) not in (None, True)]
     if unknown:  # DeepSeek's and gpt-oss's
@@ -478,8 +465,6 @@ def _read_scaling(rope: Json, seq_len: Any) -> RopeScaling | None:
     given = {key: value for key, value in named.items() if value is not None}
     if kind != "linear":
         given.setdefault("original_seq_len", seq_len)
-        if _at_least(given["original_seq_len"], 2**63):
-            raise ValueError(f"rope_scaling: original_max_position_embeddings is {shown(given['original_seq_len'])}")
     try:
         return RopeScaling(rule=kind, **given)
     except ValidationError as error:
@@ -504,10 +489,10 @@ def _at_least(value: Any, other: Any) -> bool:
 
 
 def _whole(keys: Json, key: str, least: int) -> int:
-    """Return a number of config.json. Raises: ValueError with the reason to refuse it."""
-    value: Any = keys[key]
-    if not _at_least(value, least):
-        raise ValueError(f"{key} is {shown(value)}, and must be a whole number, at least {least}")
+    """Return a number of layers in config.json. Raises: ValueError with the reason to refuse it."""
+    value: Any = keys.get(key)
+    if not (_at_least(value, least) and value <= _MOST_LAYERS):
+        raise ValueError(f"{key} is {shown(value)}, and must be a whole number from {least} to {_MOST_LAYERS}")
     return int(value)
 
 

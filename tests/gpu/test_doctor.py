@@ -208,8 +208,8 @@ class Graph:
 
 
 def _captured_off() -> dict[str, float]:
-    """Return for each step whether a CUDA graph's replay has the loss of a plain step: 0, else 1. In the capture the host
-    can wait for nothing.
+    """Return for each step 0 if a CUDA graph's replay has the loss of a plain step, else 1. In the capture the host can
+    wait for nothing.
     """
     from tests.gpu import simulated
 
