@@ -103,12 +103,9 @@ class Ledger:
             step_s -= stood_s
             if self._launches > 1:
                 self._usual_s = step_s if self._usual_s is None else _KEPT * self._usual_s + (1 - _KEPT) * step_s
-            for bucket, seconds in (
-                (WAITING, waiting_s),
-                (STALLED, stood_s),
-                (TRAINED if applied else OVERFLOW, step_s),
-            ):
-                self._seconds[bucket] += seconds
+            self._seconds[WAITING] += waiting_s
+            self._seconds[STALLED] += stood_s
+            self._seconds[TRAINED if applied else OVERFLOW] += step_s
 
     def read(self) -> Reading:
         """Return what is counted so far, to milliseconds."""

@@ -106,11 +106,10 @@ def _why_not(ends: Sequence[Note], status: int, updates: int) -> str:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """End the command and what it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if child.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(LEAVE_S)
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # processes that it has started and left
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(LEAVE_S)
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(child.pid, signal.SIGKILL)  # also processes that it has started and left
+        child.wait(LEAVE_S)
