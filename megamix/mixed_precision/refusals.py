@@ -31,8 +31,6 @@ _INSTEAD = {
     "parameters": "take engine.module.parameters(). Their .grad is None: set clip_grad to clip, and read the result of "
     "step() for the norm",
     "model": "the module is engine.module",
-    "collectives": "the collectives of all ranks are engine.world",
-    "layout": "the layout is engine.plan.layout; this rank's tensors are in engine.buckets",
     "grad_norm": "read the result of step(): result.grad_norm",
     "lr_scheduler": "give AdamW(lr=[...]) one rate per update, or call engine.set_lr(lr) before step()",
     "train": "call engine.module.train()",
