@@ -77,7 +77,7 @@ class Failed(str):
 def print_lines(lines: Iterator[str], progress: ProgressLine | None = None) -> bool:
     """Print each line as it comes. Return whether all were printed, and none is `Failed`.
 
-    A reader may close the pipe when it has seen enough, as `head` does. `progress`: keeps its line clear meanwhile.
+    A reader may close the pipe when it has seen enough, as `head` does. `progress`: prints nothing meanwhile.
     """
     progress = progress or ProgressLine()
     passed = True

@@ -1,5 +1,5 @@
 """Ctrl-C ends any verb with status 130 and a line that says what is left, without a traceback, also while torch is
-imported; what the verb started ends with it.
+imported (a second one where numpy swallows the first); what the verb started ends with it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 The bytes are verified on their way into a rank's memory: verification reads no byte a second time.
 """
 
-import hashlib
 import logging
 import math
 from collections import Counter, defaultdict, deque
@@ -11,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megamix.checkpoint.all_or_none import AllOrNone
@@ -135,7 +133,8 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, 
     if anew and not manifest.weights_only and all_or_none.rank == 0:
         _tell_of_new_states(manifest, engine)
     _fit_average(manifest, engine, tells=all_or_none.rank == 0)
-    _fit_frozen(checkpoint, engine, tells=all_or_none.rank == 0)
+    if all_or_none.rank == 0:
+        _tell_of_frozen(manifest, engine)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
     if not manifest.weights_only:
@@ -183,18 +182,11 @@ def _fit_average(manifest: Manifest, engine: ShardedEngine, *, tells: bool) -> N
         log.warning("the average of the weights %s", told)
 
 
-def _fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, *, tells: bool) -> None:
-    """Set the frozen parameters that a version before kept beside its checkpoints; tell of those that nobody kept."""
-    saved, frozen = {param.name for param in checkpoint.manifest.params}, frozen_params(engine)
-    left = [name for name in frozen if name not in saved]
-    key = hashlib.sha256(repr(sorted((checkpoint.manifest.frozen or {}).items())).encode()).hexdigest()[:16]
-    beside = checkpoint.path.parent / f"frozen_{key}" / "values.safetensors"
-    if left and beside.is_file():
-        values = load_file(beside)
-        for name in left:
-            frozen[name].copy_(values[name])
-    elif left and tells:
-        log.warning("frozen parameters stay as the model has them, the checkpoint has none of %s", left[0])
+def _tell_of_frozen(manifest: Manifest, engine: ShardedEngine) -> None:
+    saved = {param.name for param in manifest.params}
+    if left := [name for name in frozen_params(engine) if name not in saved]:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        log.warning("frozen parameters stay as the model has them: the checkpoint has no %s%s", left[0], more)
 
 
 def _tell_of_new_states(manifest: Manifest, engine: ShardedEngine) -> None:

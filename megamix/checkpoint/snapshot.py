@@ -111,12 +111,10 @@ def frozen_params(engine: ShardedEngine) -> dict[str, Tensor]:
 
 
 def saved_frozen(engine: ShardedEngine) -> dict[str, Tensor]:
-    """Return the frozen parameters that are saved as buffers are: none where ranks hold different parts of the model,
-    since each knows only its own, and none of a dtype that no file can hold.
+    """Return the frozen parameters that are saved as buffers are: none along a plugin's axis that divides the model,
+    whose ranks each know their own part, and none of a dtype that no file can hold.
     """
-    topology = engine.topology
-    divides = (size > 1 and AXES[name].weights == "divided" for name, size in topology.sizes.items())
-    if topology.ep_size > 1 or any(divides):
+    if any(size > 1 and AXES[name].weights == "divided" for name, size in engine.topology.sizes.items()):
         return {}
     return {name: param for name, param in frozen_params(engine).items() if str(param.dtype) in DTYPE_NAMES}
 
@@ -174,7 +172,7 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord, frozen: bool = True) ->
     parts = owned_parts(engine) if engine.topology.saves_shard else []
     if engine.topology.stage.rank == 0:
         first = {entry.name for entry in engine.plan.entries.buffers if entry.stage == engine.topology.pp.rank}
-        first |= {*frozen_params(engine)} if frozen else set()
+        first |= {*saved_frozen(engine)} if frozen else set()
         own = (part for part in buffer_parts(engine) if part.param in first)
         parts += [replace(part, tensor=part.tensor.contiguous()) for part in own]
     # The widest dtype comes first, so that in a file and in the host's memory each tensor is aligned to its elements.

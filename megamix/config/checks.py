@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ class _Unknown:
     def __bool__(self) -> bool:
         return False
 
-    __getattr__ = __add__ = __radd__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _unknown
+    __getattr__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _unknown
     __floordiv__ = __rfloordiv__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _unknown
 
 
@@ -76,7 +76,7 @@ def check_world_size(config: Config, world_size: int) -> list[str]:
     """Return the problems that show once the number of ranks is known, one line each."""
     dp_size = config.parallelism.dp_size or data_parallel_size(config, world_size)
     checks = (lambda c: mesh_problems(c, world_size), lambda c: _batch_problems(c, dp_size), torch_problems)
-    return _lines(checks, config)
+    return [line for check in checks for line in _told(check, config)]
 
 
 def grad_accum_steps(config: Config, dp_size: int) -> int:
@@ -84,7 +84,7 @@ def grad_accum_steps(config: Config, dp_size: int) -> int:
 
     Raises: ValueError if the global batch does not divide.
     """
-    for problem in _lines([lambda c: _batch_problems(c, dp_size)], config):
+    for problem in _told(lambda c: _batch_problems(c, dp_size), config):
         raise ValueError(problem)
     most = max(size for _, size in sizes_by_key(config.training))
     return most // (config.training.micro_batch_size * reading_ranks(config.parallelism, dp_size))
@@ -96,8 +96,12 @@ def _lines(checks: Iterable[Callable[[Any], Found]], config: object) -> list[str
     for check in checks:
         # A check fails so on a key that is unusable, or that a plugin's table lacks or has in another form.
         with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            lines += (f"{key}: {_got(config, key)}, {text}" for key, text in check(config))
+            lines += _told(check, config)
     return lines
+
+
+def _told(check: Callable[[Any], Found], config: object) -> Iterator[str]:
+    return (f"{key}: {_got(config, key)}, {text}" for key, text in check(config))
 
 
 def _got(config: object, key: str) -> str:

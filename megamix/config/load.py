@@ -145,9 +145,27 @@ def _sound(read: Tree, bad: Sequence[tuple[int | str, ...]]) -> Config | None:
     return Config.model_construct(**sections)
 
 
+# Keys that were, with the defaults that configurations of runs list.
+_GONE = {
+    ("optimizer", "muon", "batched"): False,
+    ("optimizer", "nag", "dampening"): 0.0,
+    ("precision", "fp8", "half_first"): 0,
+    ("precision", "fp8", "half_last"): 0,
+}
+
+
 def _without_saved_defaults(layer: Layer) -> Layer:
     """Return a layer; of a run's effective configuration without the defaults that it lists, which nobody chose."""
-    return layer._replace(tree=without_defaults(Config, layer.tree)) if layer.is_saved else layer
+    if not layer.is_saved:
+        return layer
+    tree = without_defaults(Config, layer.tree)
+    for (*above, key), default in _GONE.items():
+        table: Any = tree
+        for name in above:
+            table = table.get(name) if isinstance(table, dict) else None
+        if isinstance(table, dict) and table.get(key) == default:
+            del table[key]
+    return layer._replace(tree=tree)
 
 
 def _merged(layers: Sequence[Layer]) -> Tree:
@@ -247,9 +265,9 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
     while True:
         files.append(one_line(str(path)))
         what = f"base: got {files[-1]}, named by {files[-2]}" if layers else f"config: got {files[-1]}"
-        if path.resolve() in [Path(layer.name).resolve() for layer in layers]:
-            raise ConfigError([f"{what}, files inherit in a circle: {' -> '.join(files)}; remove one base"])
         text = _read(path, what)
+        if any(os.path.samefile(path, layer.name) for layer in layers):
+            raise ConfigError([f"{what}, files inherit in a circle: {' -> '.join(files)}; remove one base"])
         tree = _parse(text, what)
         base = tree.pop("base", None)
         imports = imports and not _is_of_a_run(path)

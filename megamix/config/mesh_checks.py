@@ -101,7 +101,7 @@ def _tensor_parallel(config: Any) -> Found:
     model, tp_size = config.model, config.parallelism.tp_size
     if not tp_size > 1:
         return
-    if model.qk_norm and model.qk_norm_over == "all":
+    if getattr(model, "qk_norm", False) and model.qk_norm_over == "all":
         yield "parallelism.tp_size", 'but model.qk_norm_over = "all" needs all heads on one rank; write tp_size = 1'
     ffn_hidden_size = model.ffn_hidden_size or default_ffn_hidden_size(model.activation, model.hidden_size)
     sizes = {"num_heads": model.num_heads, "ffn_hidden_size": ffn_hidden_size, "vocab_size": model.vocab_size}
@@ -146,7 +146,7 @@ def _context_parallel(config: Any) -> Found:
     cp_size, by_heads = section.cp_size, section.cp_method == "heads"
     if not cp_size > 1:
         return
-    if section.cp_method == "gather" and config.model.attention_softcap is not None:
+    if section.cp_method == "gather" and getattr(config.model, "attention_softcap", None) is not None:
         needs = "but model.attention_softcap needs all keys of a head on one rank"
         yield key, f'{needs}; write cp_method = "heads", or cp_size = 1'
     chunks = 1 if by_heads else DEALT_CHUNKS if config.data.packing == "documents" else 2

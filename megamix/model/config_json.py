@@ -409,6 +409,8 @@ class RotaryFormat(Format):
                 part.read(keys, given)
             except ValueError as error:
                 problems.append(str(error))
+            except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # a file that is damaged
+                problems.append(f"it lacks a value or has one of another kind ({type(error).__name__}: {error})")
         _refuse(json, problems)
         return _possible(self.config_of(
             keys, norm_eps=keys["rms_norm_eps"], tie_embeddings=keys["tie_word_embeddings"], scaled_init=False, **given

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megamix.checkpoint.folder import MANIFEST
-from megamix.checkpoint.manifest import (
-    UNTRAINED,
-    FileRecord,
-    LayoutRecord,
-    Manifest,
-    ParamRecord,
-    RunRecord,
-    manifest_text,
-    read_manifest,
-)
 
 SHARD = "rank_00000.safetensors"
 
@@ -42,15 +32,3 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         record |= {"size": len(content), "crc32": zlib.crc32(content)}
     change(fields)
     seal(path, json.dumps(fields).removesuffix("}").encode())
-
-
-def write_sealed(path: Path, content: bytes, params: Sequence[ParamRecord]) -> None:
-    """Write a checkpoint of weights alone, in one file."""
-    (path / SHARD).write_bytes(content)
-    manifest = Manifest(
-        applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(), states=(UNTRAINED,), params=tuple(params),
-        layout=LayoutRecord(axes={"dp": 1}, buckets=()),
-        files=(FileRecord(name=SHARD, size=len(content), crc32=zlib.crc32(content)),),
-    )  # fmt: skip
-    (path / MANIFEST).write_bytes(manifest_text(manifest))
-    assert read_manifest(path / MANIFEST) == manifest

@@ -282,3 +282,20 @@ def test_every_shipped_configuration_is_right() -> None:
     assert files
     for path in files:
         assert isinstance(load_config(path), Config)
+
+
+def test_a_run_s_own_configuration_may_list_keys_that_are_gone_at_their_defaults(tmp_path: Path) -> None:
+    """A user who goes on by a run's config.toml, which an earlier version has written."""
+    gone = "[optimizer.nag]\ndampening = 0.0\n[precision.fp8]\nhalf_first = 0\nhalf_last = 0\n"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    load_config(write(tmp_path, "run/config.toml", MINIMAL + gone))
+    told = problems_of(write(tmp_path, "job.toml", MINIMAL + gone))
+    assert any("half_first" in line and 'write but = ["blocks.0.*"]' in line for line in told)
+
+
+def test_a_circle_of_links_is_told_in_a_line(tmp_path: Path) -> None:
+    """A user whose link leads back to itself."""
+    (tmp_path / "job.toml").symlink_to("job.toml")
+    (line,) = problems_of(tmp_path / "job.toml")
+    assert "cannot be read: Too many levels of symbolic links" in line

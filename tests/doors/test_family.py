@@ -120,6 +120,11 @@ def test_a_size_that_ranks_cannot_divide_is_found_before_a_job(folder: Path) -> 
     assert not any("tp_size" in line for line in job_problems(_job(folder, "divided", tp_size=2), 2))
 
 
+def test_its_sequences_divide_though_it_has_no_key_of_our_attention(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="cp_size: got 3, needs a model.seq_len that is a multiple of 6, not 32"):
+        _job(folder, "uneven", cp_size=3)
+
+
 def test_a_family_without_attention_of_ours_refuses_context_parallelism_before_a_job(folder: Path) -> None:
     (problem,) = job_problems(_job(folder, "divided", cp_size=2), 2)
     assert problem.startswith("parallelism.cp_size: got 2, but the family 'toy' does not attend by ops.attention alone")

@@ -27,16 +27,6 @@ def _toml(text: str) -> Callable[[dict[str, Any]], None]:
     return lambda fields: fields["run"].update(config=fields["run"]["config"] + text)
 
 
-def _of_a_script(text: str) -> Callable[[dict[str, Any]], None]:
-    """Return a state that no run has saved: only the [model] of its configuration is known to be right."""
-
-    def change(fields: dict[str, Any]) -> None:
-        fields.update(applied_updates=1)
-        _toml(text)(fields)
-
-    return change
-
-
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another model": (lambda fields: fields["params"][0].update(name="x"), "x"),
     "no model": (lambda fields: fields["run"].update(config=""), "vocab_size"),

@@ -147,5 +147,6 @@ def judge_torch(facts: Mapping[str, Any], on_driver: int, visible: str | None) -
     if on_driver:
         chosen = "" if visible is None else f", CUDA_VISIBLE_DEVICES {visible!r}"
         told = facts["problem"] or (facts["cuda"] or "a build for CPUs") + f", {count} of {on_driver} card(s){chosen}"
-        findings.append(found("torch's CUDA", told, not count))
+        listed = on_driver if visible is None else len([name for name in visible.split(",") if name.strip()])
+        findings.append(found("torch's CUDA", told, count < max(1, listed)))
     return findings

@@ -47,11 +47,16 @@ def advise(config: Config, plan: MemoryPlan, memory: int) -> list[Advice]:
     for section, choices in _kinds(job):
         changes = [(changed, keys) for keys in choices if (changed := _changed(job, section, keys))]
         place = bisect_left(changes, True, key=lambda change: _peak(plan, change[0]) <= memory)
-        for changed, keys in changes[min(place, len(changes) - 1) :][:1]:
-            least = _peak(plan, changed)
-            if least <= memory or least < (1 - SAVES) * peak:
-                found.append(Advice(_words(job, section, keys), least))
-                job, peak = changed, least
+        if not changes:
+            continue
+        changed, keys = changes[min(place, len(changes) - 1)]
+        least = _peak(plan, changed)
+        if least <= memory or least < (1 - SAVES) * peak:
+            words, dp_size = _words(job, section, keys), changed.parallelism.dp_size
+            if config.parallelism.dp_size and dp_size != job.parallelism.dp_size and "dp_size" not in keys:
+                words += f", parallelism.dp_size = {dp_size}"  # which the file sets
+            found.append(Advice(words, least))
+            job, peak = changed, least
         if peak <= memory:
             break
     return found

@@ -50,6 +50,7 @@ def refusing(number: int) -> Callable[..., None]:
 
 BROKEN: dict[str, tuple[Callable[[], Finding | list[Finding]], str, str]] = {
     "no driver": (lambda: cards.judge_driver(8, [], "there is no nvidia-smi"), "driver", "there is no nvidia-smi"),
+    "wrong CUDA_VISIBLE_DEVICES": (lambda: judged_torch(visible="0,9", cards=[H100["name"]]), "torch's CUDA", "'0,9'"),
     "a card is lost": (lambda: cards.judge_driver(8, with_cards(*[{}] * 7), ""), "cards", "7 of 8 card(s)"),
     "two kinds of cards": (
         lambda: cards.judge_driver(2, with_cards({}, {"name": "NVIDIA H200"}), ""), "cards", "NVIDIA H200, driver",
