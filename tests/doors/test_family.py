@@ -17,7 +17,7 @@ from torch import nn
 
 from megamix.cli import main
 from megamix.comm.topology import Topology
-from megamix.config import Config, ParallelismConfig, config_to_toml
+from megamix.config import Config, ConfigError, ParallelismConfig, config_to_toml
 from megamix.model.family import family_of, parameter_count
 from megamix.model.layers import Linear, ParamRule
 from megamix.model.ops import Ops
