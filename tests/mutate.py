@@ -353,6 +353,11 @@ def _end(pid: int) -> None:
             process.kill()
 
 
+def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return the last line of what went wrong, without folders of this machine."""
+    return re.sub(r"/\S*/", "", (report.longreprtext.splitlines() or ["failed"])[-1])[:150]
+
+
 class _Says:
     """Plugin of pytest that writes which test has begun, and which has failed with what."""
 
@@ -368,11 +373,11 @@ class _Says:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._write(report.nodeid, (report.longreprtext.splitlines() or ["failed"])[-1][:150])
+            self._write(report.nodeid, _last_line(report))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._write(report.nodeid, (report.longreprtext.splitlines() or ["failed"])[-1][:150])
+            self._write(report.nodeid, _last_line(report))
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
