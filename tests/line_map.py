@@ -1,4 +1,4 @@
-"""Which tests run which line of the package, and how long each takes: a map for tests/mutate.py.
+"""Map each line of the package to the tests that run it, with the seconds of each, for tests/mutate.py.
 
 `make(folder)` runs all tests once with their lines counted, and this module as a plugin of pytest. Ranks and programs
 that a test starts count for it.

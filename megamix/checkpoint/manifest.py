@@ -155,7 +155,7 @@ class Manifest(Record):
     layout: LayoutRecord
     states: tuple[StateSet, ...]  # the distinct sets: "master" and the optimizer's states, or "buffer" alone
     params: tuple[ParamRecord, ...]
-    # Of a version that saved no frozen parameters: dtype and SHA-256 of each one's values, by name.
+    # Dtype and SHA-256 of each frozen parameter, by name, in checkpoints of a version that saved no frozen values.
     frozen: dict[str, Annotated[str, Field(pattern=r"^torch\.\w+ [0-9a-f]{64}$")]] | None = None
     files: tuple[FileRecord, ...] = ()
 

@@ -1,4 +1,4 @@
-"""What another trainer's key is called here. The names are data, read once a key is unknown: other_trainers.toml."""
+"""Say what another trainer's key is called here, by other_trainers.toml, which is read once a key is unknown."""
 
 import tomllib
 from functools import cache

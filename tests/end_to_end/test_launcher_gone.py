@@ -90,7 +90,7 @@ def test_a_launcher_that_was_stopped_for_long_ends_as_its_run_did(tmp_path, data
 
 
 def test_a_killed_launcher_leaves_no_ranks_and_the_same_command_goes_on(tmp_path, data) -> None:
-    """Whose launcher is killed, as by the kernel for want of memory, needs the GPUs for the next start."""
+    """A user whose launcher the kernel has killed for want of memory needs the GPUs for the next start."""
     config = leaving._config(tmp_path / "job", data)
     job, launcher, ranks = _training(config)
     launcher.kill()

@@ -70,7 +70,7 @@ def codes(rows: int, summed: int, dtype: torch.dtype = E4M3, by_row: bool = True
 
 
 def test_a_sum_of_a_length_that_a_cpu_takes_and_a_gpu_does_not_is_refused() -> None:
-    """Who meets it: a program whose micro-batch has a number of tokens that a GPU cannot sum over."""
+    """A user whose program has a micro-batch with a number of tokens that a GPU cannot sum over."""
     a, b = codes(16, 24), codes(32, 24)
     if fp8.CPU_KNOWS_ROWS:
         scales = {"scale_a": a.factors[:, None], "scale_b": b.factors[None]}
