@@ -21,7 +21,7 @@ from megamix.checkpoint.folder import (
     set_aside,
     unfinished,
 )
-from megamix.checkpoint.manifest import DamagedCheckpoint, check_size, printable, read_manifest, states_text
+from megamix.checkpoint.manifest import DamagedCheckpoint, check_size, read_manifest, states_text
 from megamix.checkpoint.verify import Check, verify_checkpoint, verify_named
 from megamix.config import ConfigError
 from megamix.durable import sync_directory
@@ -132,9 +132,9 @@ def _row(path: Path, check: Check | None) -> tuple[str, ...]:
         if check is not None:
             check(manifest)
     except ConfigError as error:
-        state = printable(f"{state}; refused: {error.problems[0]}")
+        state = f"{state}; refused: {error.problems[0]}"
     except (ValueError, OSError) as error:
-        state = "damaged, set aside" if aside else printable(f"damaged: {error}")
+        state = "damaged, set aside" if aside else f"damaged: {error}"
         step, layout, dated = "", "", path
     return path.name, step, _written(dated), _size(path), layout, state
 

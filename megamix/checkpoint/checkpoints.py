@@ -13,7 +13,7 @@ from pydantic import JsonValue, ValidationError
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import applied_updates, checkpoints
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
-from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord, printable
+from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord
 from megamix.checkpoint.save import Saver
 from megamix.mixed_precision.engine import ShardedEngine
 
@@ -132,6 +132,6 @@ def _judge(progress: Mapping[str, JsonValue]) -> int | str:
                 first = error.errors()[0]
                 where, bad = ".".join(map(str, first["loc"][3::2])), first["input"]  # types stand between the keys
         if isinstance(bad, float):
-            return f"progress.{printable(where, 80)}: {bad} is no JSON number; write None"
-        return f"progress.{printable(where, 80)}: JSON gives no such {type(bad).__name__} or key back; write plain JSON"
+            return f"progress.{where}: {bad} is no JSON number; write None"
+        return f"progress.{where}: JSON gives no such {type(bad).__name__} or key back; write plain JSON"
     return zlib.crc32(json.dumps(dict(progress), sort_keys=True).encode())

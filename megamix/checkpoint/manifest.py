@@ -20,13 +20,6 @@ from megamix.config.load import toml_tables
 
 Count = Annotated[int, Field(ge=0, le=2**53)]  # JSON's numbers are exact up to here in every reader
 _SHOWN = 5  # most problems that an error lists, because a text may have thousands
-_LONGEST = 500  # most characters in one line of an error message
-
-
-def printable(text: str, longest: int = _LONGEST) -> str:
-    """Return any text as one safe line: unprintable characters are escaped, and the end is cut if the text is long."""
-    shown = text if len(text) <= longest else text[:longest] + "..."
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in shown)
 
 
 @contextmanager
@@ -42,7 +35,7 @@ class DamagedCheckpoint(ValueError):
     """The error of a checkpoint that must not be loaded. Each of `problems` is a line that names a file."""
 
     def __init__(self, problems: list[str]):
-        self.problems = [printable(problem) for problem in problems]
+        self.problems = problems
         super().__init__("; ".join(self.problems))
 
 
@@ -101,9 +94,9 @@ class FileRecord(Record):
 
 
 def check_size(path: Path, record: FileRecord) -> None:
-    """Refuse a file that is missing, no ordinary file, or of another size. Raises: ValueError, OSError."""
-    if path.is_symlink() or not path.is_file():
-        raise ValueError(f"{path}: not there, or no ordinary file")
+    """Refuse a file that is missing, or of another size. Raises: ValueError, OSError."""
+    if not path.is_file():
+        raise ValueError(f"{path}: not there, or no file")
     if (size := path.stat().st_size) != record.size:
         raise ValueError(f"{path}: {size} bytes, but {record.size} were written")
 
@@ -112,7 +105,7 @@ class ParamRecord(Record):
     """One whole parameter or persistent buffer, under its first registered name."""
 
     name: str
-    shape: Annotated[tuple[Count, ...], Field(max_length=64)]  # as many dims as numpy's arrays have
+    shape: tuple[Count, ...]
     aliases: tuple[str, ...]
     state_set: Count = Field(default=0, alias="states")  # index of its set in `Manifest.states`
 
@@ -128,11 +121,11 @@ class RunRecord(Record):
     """Holds the values that the caller gets back with the state. A checkpoint keeps them unchanged."""
 
     progress: dict[str, JsonValue] = Field(default_factory=dict)  # such as consumed samples and batches to try again
-    config: Annotated[str, Field(max_length=1 << 20)] = ""  # the effective configuration, TOML
+    config: str = ""  # the effective configuration, TOML
     fingerprints: dict[str, str] = Field(default_factory=dict)  # fingerprints of data files, by configuration key
     code: dict[str, str] = Field(default_factory=dict)  # versions and hashes of sources; empty: not recorded
     # The rule by which every random number follows from its arguments, so there is no generator state to keep.
-    rng_rule: Annotated[str, Field(max_length=10_000)] = ""
+    rng_rule: str = ""
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """Return the configuration as it was written, by section. Raises: ValueError if it is no TOML."""
@@ -201,7 +194,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises: ValueError naming the file, and the field if one is wrong; ConfigError for another version; OSError.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: not there, or no ordinary file")
+        raise ValueError(f"{path}: not there, or no file")
     text = path.read_bytes()
     body, checksum = text[:-_CHECKSUM_LENGTH], text[-_CHECKSUM_LENGTH:]
     if checksum != (_CHECKSUM_LINE % zlib.crc32(body)).encode():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, tiling_problem
 from megamix.checkpoint.folder import MANIFEST, checkpoints
-from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, check_size, naming, printable, read_manifest
+from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, check_size, naming, read_manifest
 from megamix.checkpoint.snapshot import DTYPES
 from megamix.checkpoint.tensor_file import Stored, read_header, verified_chunks
 from megamix.config import ConfigError
@@ -74,7 +74,7 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
 
     Raises: DamagedCheckpoint; ConfigError for a checkpoint of another version.
     """
-    if path.is_symlink() or not path.is_dir():
+    if not path.is_dir():
         raise DamagedCheckpoint([f"{path}: not there, or no folder"])
     try:
         manifest = read_manifest(path / MANIFEST)
@@ -106,7 +106,7 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
         try:
             check(manifest)
         except ConfigError as error:
-            refusal = printable(f"{path}: {'; '.join(error.problems)}")
+            refusal = f"{path}: {'; '.join(error.problems)}"
         except ValueError as error:
             problems.append(f"{path / MANIFEST}: {error}")
     if problems:

@@ -19,7 +19,6 @@ from megamix.config.problems import (
     explain,
     explain_unread,
     nearest,
-    one_line,
     short,
 )
 from megamix.config.sections import SECTIONS, Config
@@ -98,7 +97,7 @@ def toml_tables(text: str) -> Tree:
         raise ValueError("holds plugins that are no names of modules")
     for name, keys in tables.items():
         if not isinstance(keys, dict) and name != "plugins":
-            raise ValueError(f"holds {one_line(name)}, which is no table")
+            raise ValueError(f"holds {name}, which is no table")
     return tables
 
 
@@ -208,7 +207,7 @@ def _import_plugins(layers: Sequence[Layer]) -> str:
         require_plugins([name for name in names if name not in by_user])
         import_plugins(names)
     except PluginError as error:
-        return one_line(str(error))
+        return str(error)
     return ""
 
 
@@ -216,7 +215,7 @@ def _foreign_programs(layers: Sequence[Layer]) -> list[str]:
     """Return a line for each program that a run's folder names and nobody else."""
     origins = {key: layers[_origin(key, layers)] for key in _PROGRAMS if _origin(key, layers) >= 0}
     return [
-        f"{key}: {one_line(layer.name)} names a program, and a run's folder starts none; if you trust it, write it "
+        f"{key}: {layer.name} names a program, and a run's folder starts none; if you trust it, write it "
         "into a file of your own, or on the command line"
         for key, layer in origins.items()
         if setting(layer.tree, key) and not layer.imports
@@ -248,7 +247,7 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[list[Layer], list[str]]:
             layers.append(Layer("the command line", {section: nested}))
         else:
             problems.append(
-                f"{one_line(name)}: got {short(text)} as an override, must be section.key=value; "
+                f"{name}: got {short(text)} as an override, must be section.key=value; "
                 "write for example optimizer.lr=3e-4"
             )
     return layers, problems
@@ -263,7 +262,7 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
     layers: list[Layer] = []
     files: list[str] = []
     while True:
-        files.append(one_line(str(path)))
+        files.append(str(path))
         what = f"base: got {files[-1]}, named by {files[-2]}" if layers else f"config: got {files[-1]}"
         text = _read(path, what)
         if any(os.path.samefile(path, layer.name) for layer in layers):
@@ -300,7 +299,7 @@ def _read(path: Path, what: str) -> str:
     except (OSError, ValueError) as error:  # ValueError: no file can have such a path
         reason = error.strerror if isinstance(error, OSError) else error
         reason = "it is no text in UTF-8, so no TOML" if isinstance(error, UnicodeDecodeError) else reason
-        job = f"a run goes on by the file that began it, or by {one_line(str(path / 'config.toml'))}"
+        job = f"a run goes on by the file that began it, or by {path / 'config.toml'}"
         fix = job if os.path.isfile(path / "config.toml") else "write the path of a TOML file"
         raise ConfigError([f"{what}, cannot be read: {reason}; {fix}"]) from error
 
@@ -311,4 +310,4 @@ def _parse(text: str, what: str) -> dict[str, Any]:
     except ValueError as error:
         other = what.endswith((".json", ".yaml", ".yml"))
         fix = "write it as configs/quickstart.toml is written" if other else "correct that line (text needs quotes)"
-        raise ConfigError([f"{what}, is no TOML: {one_line(str(error))}; {fix}"]) from error
+        raise ConfigError([f"{what}, is no TOML: {error}; {fix}"]) from error

@@ -87,7 +87,7 @@ def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:
     of_tokens = f"{item.key.removesuffix('_steps')}_tokens"
     instead = f"; write {of_tokens} instead" if of_tokens in READ_WHERE and not setting(tree, of_tokens) else ""
     decision = _decision(item, tree)
-    return f"{item.key} = {short(item.value)} of {one_line(source)} is not read where {decision}: dropped{instead}"
+    return f"{item.key} = {short(item.value)} of {source} is not read where {decision}: dropped{instead}"
 
 
 def _decision(item: Unread, tree: Mapping[str, Any]) -> str:
@@ -108,18 +108,13 @@ def _fields(table: Sequence[int | str], tree: Mapping[str, Any]) -> dict[str, Fi
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{one_line(part)}" for part in loc).lstrip(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 
 def short(value: object) -> str:
-    """Return a value as TOML spells it, or how that begins; what would steer a terminal is escaped."""
-    text = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in value_text(value))
+    """Return a value as TOML spells it, or how that begins."""
+    text = value_text(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def one_line(text: str) -> str:
-    """Return a name or path as it is, unless it would break the line or fill a screen."""
-    return text if text.isprintable() and len(text) <= 300 else short(text)
 
 
 def _explain_unknown(loc: tuple[int | str, ...], value: object, tree: Mapping[str, Any]) -> str:

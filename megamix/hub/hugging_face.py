@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
-from megamix.checkpoint.manifest import naming, printable
+from megamix.checkpoint.manifest import naming
 from megamix.config import DecoderConfig
 from megamix.hub.links import Link, formats, links_of, their_shapes
 from megamix.hub.place import CONFIG, read_json
@@ -83,7 +83,7 @@ class HuggingFaceWeights:
             tied = name == f"{self.form.places['head'].name}.weight" and self.config.tie_embeddings
             if name not in want:
                 if not tied and not _NOT_WEIGHTS.search(name):
-                    problems.append(f"unknown {printable(name)} {list(shape)}")
+                    problems.append(f"unknown {name} {list(shape)}")
             elif shape != want[name]:
                 problems.append(f"{name} has shape {list(shape)}, config.json makes it {list(want[name])}")
             elif dtype not in _FLOATS:
@@ -134,9 +134,7 @@ def _file_names(folder: Path) -> list[str]:
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise ValueError(
-                f"{folder / INDEX} names {printable(name)}, which is no file of the folder; copy the folder again"
-            )
+            raise ValueError(f"{folder / INDEX} names {name}, which is no file of the folder; copy the folder again")
     return names
 
 

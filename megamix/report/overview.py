@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megamix.checkpoint.manifest import printable
 from megamix.progress import duration
 from megamix.report.goodput import Goodput, read_goodput
 from megamix.report.log_file import parsed
@@ -25,9 +24,9 @@ def overview(folders: Sequence[Path]) -> Iterator[str]:
         raise refused[0]
     yield _FORM.format("run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason").rstrip()
     for folder, goodput in found.items():
-        name = printable(folder.resolve().name[-24:])
+        name = folder.resolve().name[-24:]
         if isinstance(goodput, ValueError | OSError):
-            yield _FORM.format(name, "none", *[""] * 5, printable(str(goodput)))
+            yield _FORM.format(name, "none", *[""] * 5, str(goodput))
             continue
         row = _last_row(folder)
         last = goodput.starts[-1]
@@ -40,7 +39,7 @@ def overview(folders: Sequence[Path]) -> Iterator[str]:
             "" if rate is None else f"{rate:,.0f}",
             "" if left_s is None or last.state != "running" else duration(left_s),
             f"{goodput.share:.1%}",
-            printable(last.reason.partition("\n")[0]),
+            last.reason.partition("\n")[0],
         ).rstrip()
 
 

@@ -1,4 +1,6 @@
-"""A malicious checkpoint with right checksums is refused; nothing is executed and nothing large is allocated."""
+"""Whoever loads a checkpoint of other people: a malicious one with right checksums is refused; nothing is executed and
+nothing large is allocated.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import DamagedCheckpoint
 from megamix.checkpoint.verify import verify_checkpoint
-from tests.checkpoint.seal import SHARD, body_of, edit, seal
+from tests.checkpoint.seal import SHARD, edit, seal
 from tests.checkpoint.state import save_steps
 
 SLACK = 8 << 20  # bytes: the chunks that a file is read into (2 MiB), and what Python itself takes
@@ -42,15 +44,6 @@ def _named(name: str) -> Make:
     def make(path: Path) -> None:
         shutil.copy(path / SHARD, path.parent / "outside.safetensors")
         edit(path, lambda fields: fields["files"][0].update(name=name))
-
-    return make
-
-
-def _replaced(old: bytes, new: bytes) -> Make:
-    def make(path: Path) -> None:
-        _fields()(path)
-        assert old in body_of(path)
-        seal(path, body_of(path).replace(old, new, 1))
 
     return make
 
@@ -84,17 +77,6 @@ def _added(key: str, tensor: torch.Tensor | None = None) -> Make:
     return _tensors(lambda held: held.update({key: torch.zeros(1) if tensor is None else tensor}))
 
 
-def _link(path: Path) -> None:
-    target = path.with_name(path.name + "-elsewhere")
-    shutil.move(path, target)
-    path.symlink_to(target)
-
-
-def _pipe(path: Path) -> None:
-    (path / SHARD).unlink()
-    os.mkfifo(path / SHARD)
-
-
 def _out_of_step(path: Path) -> None:
     """Add two blanks to the header, so that no element begins at a multiple of 4."""
     content = (path / SHARD).read_bytes()
@@ -122,9 +104,6 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # kind of harm: (function that makes i
     "a name that leads out": (_named("../outside.safetensors"), "files.0.name"),
     "an absolute name": (_named("/etc/passwd"), "files.0.name"),
     "a name with a line's end": (_named(SHARD + "\n"), "files.0.name"),
-    "a link as tensors": (lambda path: _link(path / SHARD), f"{SHARD}: .*no ordinary file"),
-    "a link as checkpoint": (_link, "no folder"),
-    "a pipe as tensors": (_pipe, f"{SHARD}: .*no ordinary file"),
     "a header without end": (_content(struct.pack("<Q", 2**60) + b"{}"), f"{SHARD}: .*header too large"),
     "a shape beyond the file": (_header("w|master|0", [HUGE], 0, 64), SHARD),
     "a shape that overflows": (_header("w|master|0,0", [HUGE, HUGE], 0, 64), SHARD),
@@ -133,19 +112,11 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # kind of harm: (function that makes i
     "integers": (_added("norm.bias|master|0", torch.zeros(24).int()), "I32, the manifest has F32"),
     "halves": (_added("norm.bias|master|0", torch.zeros(24).half()), "F16, the manifest has F32"),
     "a key that is none": (_added("x"), f"{SHARD}: 'x'"),
-    "an offset without end": (_added("w|master|" + "9" * 9999), f"{SHARD}: 'w"),
     "an offset of other dims": (_added("w|master|0,0"), f"{SHARD}: .* 2 dims"),
     "an offset before the start": (_tensors(_before_the_start), "norm.bias: .*is no box"),
     "elements twice": (_tensors(_twice), "norm.bias: .*overlap"),
     "elements missing": (_tensors(lambda held: held.popitem()), "elements are there"),
     "an unknown parameter": (_added("w|master|0"), f"{SHARD}: .*no state"),
-    "dims without end": (
-        _fields(params=[{"name": "w", "shape": [2] * 30_000, "aliases": []}]),
-        f"{MANIFEST}: params.0.shape",
-    ),
-    "a count beyond all": (_fields(applied_updates=2**64), f"{MANIFEST}: applied_updates"),
-    "digits without end": (_replaced(b'"applied_updates": 2', b'"applied_updates": ' + b"9" * 10**5), MANIFEST),
-    "brackets without end": (_replaced(b'"params": [', b'"params": [' + b"[" * 10**5), f"{MANIFEST}: the text"),
     "a number as text": (_fields(applied_updates="2"), f"{MANIFEST}: applied_updates"),
     "a field nobody knows": (_fields(extra=1), f"{MANIFEST}: extra"),
     "a dtype nobody knows": (_fields(states=[{"master": "F32", "exp_avg": "C64"}]), f"{MANIFEST}: states.0.exp_avg"),
@@ -201,3 +172,13 @@ def test_a_rewritten_checkpoint_with_nothing_wrong_passes(ready: Path, tmp_path:
     shutil.copytree(ready, path)
     _tensors(lambda held: None)(path)
     assert verify_checkpoint(path).manifest.params == verify_checkpoint(ready).manifest.params
+
+
+def test_a_checkpoint_may_be_linked_from_another_disk(ready: Path, tmp_path: Path) -> None:
+    """Whoever moves checkpoints, or a large file of one, to a larger disk and leaves a link."""
+    path = tmp_path / "checkpoint"
+    shutil.copytree(ready, tmp_path / "elsewhere")
+    shutil.move(tmp_path / "elsewhere" / SHARD, tmp_path / SHARD)
+    (tmp_path / "elsewhere" / SHARD).symlink_to(tmp_path / SHARD)
+    path.symlink_to(tmp_path / "elsewhere")
+    assert verify_checkpoint(path).manifest == verify_checkpoint(ready).manifest

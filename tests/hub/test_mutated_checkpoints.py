@@ -1,5 +1,5 @@
-"""`generate`, `evaluate` and `export` report in one line what is wrong in a manifest that has a valid checksum but that
-no run wrote.
+"""Whoever uses a checkpoint of another version, or of a program's own: `generate`, `evaluate` and `export` report in
+one line what is wrong in its manifest.
 """
 
 from __future__ import annotations
