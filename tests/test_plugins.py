@@ -1,5 +1,5 @@
-"""Names that plugins register are checked in configurations like built-in ones; a plugin is imported only if the user
-names it.
+"""Whoever writes a plugin, or gets a configuration that names one: names that plugins register are checked in
+configurations like built-in ones; a plugin is imported only if the user names it.
 """
 
 from __future__ import annotations

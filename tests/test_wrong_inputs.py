@@ -1,4 +1,6 @@
-"""A user's mistake is answered by one message with field, value and fix, without a traceback; nothing is written."""
+"""Whoever mistypes a command: a user's mistake is answered by one message with field, value and fix, without a
+traceback; nothing is written.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`megamix checkpoint ls` and `verify` distinguish complete, damaged and unfinished checkpoints and use no damaged one;
-a stray file does not stop them.
+"""Whoever looks into a folder after a crash: `megamix checkpoint ls` and `verify` distinguish complete, damaged and
+unfinished checkpoints and use no damaged one; a stray file does not stop them.
 """
 
 from __future__ import annotations

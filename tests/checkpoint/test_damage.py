@@ -1,5 +1,5 @@
-"""A changed bit, and a short, missing or foreign file, are refused with the file's name on every rank, and the older
-checkpoint is loaded; no good file is refused.
+"""Whoever has a disk that rots, or copies half a folder: a changed bit, and a short, missing or foreign file, are
+refused with the file's name on every rank, and the older checkpoint is loaded; no good file is refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A disk that is full, read-only or gone fails a save in the same way on every rank, with one line; older checkpoints
-still load.
+"""Whoever fills a disk, or loses it: a disk that is full, read-only or gone fails a save in the same way on every rank,
+with one line; older checkpoints still load.
 """
 
 from __future__ import annotations

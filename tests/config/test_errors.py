@@ -1,4 +1,4 @@
-"""Every mistake is reported, at once, with field, value and a fix that works."""
+"""Whoever writes a configuration: every mistake is reported, at once, with field, value and a fix that works."""
 
 import copy
 import re

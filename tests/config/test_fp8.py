@@ -1,4 +1,4 @@
-"""Settings of products in FP8 that do not go together are refused, with a fix that works."""
+"""Whoever configures FP8: settings of products in FP8 that do not go together are refused, with a fix that works."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A base configuration that is a folder, a circle, no text or no TOML is refused with one line; any bytes load or are
-refused; CONFIG may be a pipe.
+"""Whoever names a wrong file as base, or whose editor slips: a base configuration that is a folder, a circle, no text
+or no TOML is refused with one line; any bytes load or are refused; CONFIG may be a pipe.
 """
 
 from __future__ import annotations

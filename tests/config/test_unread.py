@@ -1,5 +1,6 @@
-"""A key that would not be read is refused, or dropped and reported, over any layers. The shown configuration has no
-such key and loads as the same; every command of the pages is accepted.
+"""Whoever sets a key that another one makes meaningless: a key that would not be read is refused, or dropped and
+reported, over any layers. The shown configuration has no such key and loads as the same; every command of the pages is
+accepted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Over thirty kinds of bad records are left out and listed by place and reason; the records beside them are kept."""
+"""Whoever prepares texts from the web: over thirty kinds of bad records are left out and listed by place and reason;
+the records beside them are kept.
+"""
 
 import gzip
 import hashlib

@@ -1,4 +1,6 @@
-"""A token file reads back as it was written, in every dtype, and every kind of damage is found."""
+"""Whoever copies token files, or has a disk that rots: a token file reads back as it was written, in every dtype, and
+every kind of damage is found.
+"""
 
 import bisect
 import struct

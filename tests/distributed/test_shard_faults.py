@@ -1,6 +1,7 @@
-"""With `Sharding(shard="parameters")` ranks whose passes diverge get errors that name the unit or the gradients for
-which they wait: no rank gets the weights of another unit or step, and no process dies. If all ranks end a step, they
-can continue. Code that reads weights outside a unit's output also has them in backward, or is refused.
+"""Whoever writes a loop in which ranks take different ways: with `Sharding(shard="parameters")` ranks whose passes
+diverge get errors that name the unit or the gradients for which they wait: no rank gets the weights of another unit or
+step, and no process dies. If all ranks end a step, they can continue. Code that reads weights outside a unit's output
+also has them in backward, or is refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A job on one node listens on loopback alone, even if the machine's name has another address; a pickle that another
-user writes into its store is not executed, although plain torchrun executes it.
+"""Whoever trains on a machine with other users: a job on one node listens on loopback alone, even if the machine's name
+has another address; a pickle that another user writes into its store is not executed, although plain torchrun executes
+it.
 """
 
 from __future__ import annotations

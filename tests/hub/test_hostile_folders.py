@@ -1,5 +1,6 @@
-"""A Hugging Face folder whose config.json, tensors and index do not go together is refused with one line, and no name
-in it leads out of it; a weight that is not finite is reported by tensor and place.
+"""Whoever downloads a model of other people, or edits its config.json: a Hugging Face folder whose config.json, tensors
+and index do not go together is refused with one line, and no name in it leads out of it; a weight that is not finite is
+reported by tensor and place.
 """
 
 from __future__ import annotations

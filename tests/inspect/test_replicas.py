@@ -1,6 +1,6 @@
-"""A bit that differs in any copy of any parameter is found and named on all ranks; so is a counter or a state of any
-loss-scale rule, with its values; undamaged copies are never accused. Without half parameters between steps, counters
-and loss scale are still compared.
+"""Whoever has memory that flips bits: a bit that differs in any copy of any parameter is found and named on all ranks;
+so is a counter or a state of any loss-scale rule, with its values; undamaged copies are never accused. Without half
+parameters between steps, counters and loss scale are still compared.
 """
 
 from __future__ import annotations

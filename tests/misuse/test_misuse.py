@@ -1,5 +1,5 @@
-"""Each of 113 ways to misuse the library gives what a plain torch loop gives, or is refused with words, on one rank and
-on two, with each `shard`; none silently trains something else.
+"""Whoever comes from a plain torch loop: each of 113 ways to misuse the library gives what a plain torch loop gives, or
+is refused with words, on one rank and on two, with each `shard`; none silently trains something else.
 """
 
 from __future__ import annotations

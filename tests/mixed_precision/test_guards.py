@@ -1,5 +1,5 @@
-"""Arguments of a wrong kind, and changes of the module that training would not notice, are refused with a fix; an
-average of weights and a loss in half are logged.
+"""Whoever writes a training script: arguments of a wrong kind, and changes of the module that training would not
+notice, are refused with a fix; an average of weights and a loss in half are logged.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Two Parameters that share elements, such as a head with the data of an embedding, are refused by both names if the
-engine would untie them; slices of one vector, one file or one matrix, and expanded tensors, are accepted.
+"""Whoever ties weights in a way of his own: two Parameters that share elements, such as a head with the data of an
+embedding, are refused by both names if the engine would untie them; slices of one vector, one file or one matrix, and
+expanded tensors, are accepted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A write to a half parameter that moves no version counter, as through `.data`, is refused by the parameter's name on
-every rank in the same call: two steps after a first, second, 64th or examined step, or after `whole_parameters()`; at
-once before weights are returned or saved. The engine's own writes are never refused.
+"""Whoever writes to weights between steps: a write to a half parameter that moves no version counter, as through
+`.data`, is refused by the parameter's name on every rank in the same call: two steps after a first, second, 64th or
+examined step, or after `whole_parameters()`; at once before weights are returned or saved. The engine's own writes are
+never refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A pipeline schedule's demands on stages, layers and micro-batches are checked with the configuration; errors name
-field, value and fix.
+"""Whoever configures a pipeline: a pipeline schedule's demands on stages, layers and micro-batches are checked with the
+configuration; errors name field, value and fix.
 """
 
 from __future__ import annotations

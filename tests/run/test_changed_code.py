@@ -1,5 +1,6 @@
-"""A checkpoint that the present code cannot load, such as that of a plugin with other states, is refused with words by
-`--check` and by a start; nothing is renamed, and with the old code back the run continues.
+"""Whoever changes a plugin under a run: a checkpoint that the present code cannot load, such as that of a plugin with
+other states, is refused with words by `--check` and by a start; nothing is renamed, and with the old code back the run
+continues.
 """
 
 from __future__ import annotations

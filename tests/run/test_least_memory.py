@@ -1,6 +1,6 @@
-"""A job that this machine's memory, control group, `ulimit -v` or GPU cannot hold is refused at its start, and reported
-by `--check`; a job that runs out of memory ends with status 4, and the launcher prints the bytes that its ranks hold.
-No lower bound is too high.
+"""Whoever starts a job that is too large for the machine: a job that this machine's memory, control group, `ulimit -v`
+or GPU cannot hold is refused at its start, and reported by `--check`; a job that runs out of memory ends with status 4,
+and the launcher prints the bytes that its ranks hold. No lower bound is too high.
 """
 
 from __future__ import annotations

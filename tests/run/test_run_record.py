@@ -1,5 +1,5 @@
-"""A checkpoint that the present code contradicts, because a plugin or a model of it has changed, is refused by name and
-stays; what runs of every loss-scale rule save is taken.
+"""Whoever updates megamix or a plugin under a run: a checkpoint that the present code contradicts, because a plugin or
+a model of it has changed, is refused by name and stays; what runs of every loss-scale rule save is taken.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A setting that may change between two starts of a run changes, and is reported; any other setting is refused by its
-key, with a fix. Whatever changes, no whole checkpoint is renamed, and with the first configuration the run continues.
+"""Whoever edits the configuration of a run: a setting that may change between two starts of a run changes, and is
+reported; any other setting is refused by its key, with a fix. Whatever changes, no whole checkpoint is renamed, and
+with the first configuration the run continues.
 """
 
 from __future__ import annotations

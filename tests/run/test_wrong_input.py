@@ -1,5 +1,5 @@
-"""Wrong input is answered before any time is spent, by one message with field, value and fix; nothing is written and
-torch is not imported.
+"""Whoever mistypes a job: wrong input is answered before any time is spent, by one message with field, value and fix;
+nothing is written and torch is not imported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A run folder has one job at a time: a second job is refused with the holder's name, and the lock of a dead job is
-taken over.
+"""Whoever starts the same job twice: a run folder has one job at a time: a second job is refused with the holder's
+name, and the lock of a dead job is taken over.
 """
 
 from __future__ import annotations

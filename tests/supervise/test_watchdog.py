@@ -1,5 +1,5 @@
-"""A rank that is killed, stopped, asleep or in another collective is named, and all ranks end, within the time limit
-and two seconds; stacks are left; a rank with a slow disk is waited for.
+"""Whoever loses a rank among many: a rank that is killed, stopped, asleep or in another collective is named, and all
+ranks end, within the time limit and two seconds; stacks are left; a rank with a slow disk is waited for.
 """
 
 from __future__ import annotations
