@@ -1,6 +1,6 @@
 """Whoever starts the machines of a job by hand: ranks that were started with different data, settings, meshes, versions
 or sources all end with status 2, and a message with keys, values and ranks; settings that may differ are not compared;
-a silent rank and junk in the store are reported.
+a silent rank is reported.
 """
 
 from __future__ import annotations
