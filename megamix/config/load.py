@@ -32,7 +32,7 @@ from megamix.config.unread import (
     with_defaults,
     without_defaults,
 )
-from megamix.plugins import MODULE, PluginError, import_plugins, require_plugins
+from megamix.plugins import PluginError, import_plugins, require_plugins
 
 # Keys that are not set, as an effective configuration lists them. There is one, unless data.split, data.valid and all
 # others are set.
@@ -83,31 +83,11 @@ def config_from_dict(*trees: Mapping[str, Any]) -> Config:
     return _build([Layer("configuration", dict(tree)) for tree in trees], [], "configuration", lambda line: None)
 
 
-def toml_tables(text: str) -> Tree:
-    """Return a saved configuration as it was written, section by section.
-
-    Raises: ValueError if the text is no TOML, or not made of tables; the message goes on with "the configuration".
-    """
-    try:
-        tables = tomllib.loads(text)
-    except ValueError as error:
-        raise ValueError(f"is no TOML: {error}") from None
-    plugins = tables.get("plugins", [])
-    if not isinstance(plugins, list) or not all(isinstance(name, str) and MODULE.fullmatch(name) for name in plugins):
-        raise ValueError("holds plugins that are no names of modules")
-    for name, keys in tables.items():
-        if not isinstance(keys, dict) and name != "plugins":
-            raise ValueError(f"holds {name}, which is no table")
-    return tables
-
-
 def effective_tables(text: str) -> Tree:
     """Return what an effective configuration says, for comparing two: the keys that are read, and the defaults of all
     others, which a file that was written before a key came need not know.
-
-    Raises: ValueError, as `toml_tables`.
     """
-    read, _ = drop_unread(toml_tables(text))
+    read, _ = drop_unread(tomllib.loads(text))
     return with_defaults(Config, read)
 
 

@@ -178,10 +178,8 @@ def _configured_end_token(path: Path) -> str | None:
     """Return the eos_token of a tokenizer_config.json: a text, or an object with the text as its content. Return None
     if the file has none or cannot be read.
     """
-    if not path.is_file():  # opening a FIFO would wait
-        return None
     try:
         token = json.loads(path.read_text(encoding="utf-8"))["eos_token"]
         return str(token["content"] if isinstance(token, dict) else token) if token else None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -1,6 +1,5 @@
 """A Hugging Face folder: config.json and safetensors, in one file or in shards, read box by box."""
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +11,8 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import naming
-from megamix.config import DecoderConfig
 from megamix.hub.links import Link, formats, links_of, their_shapes
 from megamix.hub.place import CONFIG, read_json
-from megamix.model.family import family_of
 from megamix.model.formats import OTHERS, Format, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,7 +42,6 @@ class HuggingFaceWeights:
         self._base = "" if based else self.form.base
         shapes = {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
         with naming(folder):
-            _check_tables(self.config, self.form.size_keys["seq_len"], shapes)
             links = links_of(self.form, self.config)
         self._links: dict[str, list[Link]] = {}
         for link in links:
@@ -136,20 +132,3 @@ def _file_names(folder: Path) -> list[str]:
         if Path(name).name != name or not (folder / name).is_file():
             raise ValueError(f"{folder / INDEX} names {name}, which is no file of the folder; copy the folder again")
     return names
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-# Bytes of rotary tables that any model may have: 262,144 positions with heads of 128. No tensor confirms the number of
-# rotary positions, so larger tables may take at most as many bytes as the weights.
-_USUAL_TABLES = 1 << 27
-
-
-def _check_tables(config: DecoderConfig, key: str, shapes: Shapes) -> None:
-    """Refuse tables of positions that take more than is usual and more than the weights. Raises: ValueError."""
-    tables = family_of(config).table_bytes(config)
-    weights = 4 * sum(map(math.prod, shapes.values()))
-    if tables > max(_USUAL_TABLES, weights):
-        raise ValueError(
-            f"{key} is {config.seq_len}: tables of rotary positions of {tables} bytes, the weights take {weights}; "
-            "write the number of positions that the model reads"
-        )

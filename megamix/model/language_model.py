@@ -137,11 +137,6 @@ class LanguageModel(nn.Module):
         return dict(config)
 
     @classmethod
-    def table_bytes(cls, config: Any) -> int:
-        """Return the bytes of tables for seq_len positions that are no parameters: no file's tensors confirm them."""
-        return 0
-
-    @classmethod
     def alike(cls, config: Any) -> list[int]:
         """Return for each layer the first layer with a block of the same kind."""
         first: dict[Hashable, int] = {}

@@ -115,8 +115,3 @@ class Transformer(Decoder):
     @classmethod
     def effective(cls, config: ModelConfig) -> dict[str, Any]:
         return sizes.effective(config)
-
-    @classmethod
-    def table_bytes(cls, config: ModelConfig) -> int:
-        tables = (config.position == "rotary") * (1 if config.window_rope_theta is None else 2)
-        return 4 * config.seq_len * sizes.rotary_dim(config) * tables

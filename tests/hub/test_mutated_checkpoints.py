@@ -38,7 +38,6 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda fields: fields["run"].update(config=fields["run"]["config"].replace("[model]", "[model]\nlater = 1")),
         "later",
     ),
-    "no TOML": (lambda fields: fields["run"].update(config="["), "its configuration is no TOML: Invalid"),
 }
 
 
