@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from megamix.checkpoint.boxes import Box
 from megamix.config import DecoderConfig, ExpertsConfig
@@ -95,37 +96,40 @@ def formats() -> dict[str, Format]:
     return {form.model_type: form for family in families() for form in family.formats}
 
 
-def _misfits(key: str, value: object, values: tuple[object, ...], form: str) -> list[str]:
-    """Return what is in a model and not in a format. Of experts these are the keys that differ, or all of them."""
-    if not isinstance(value, ExpertsConfig):
-        return [f"{key} is {value}, {form} has {' or '.join(map(str, values))}"]
-    theirs = dict(values[0]) if isinstance(values[0], ExpertsConfig) else {}
-    return [
-        f"{key}.{name} is {mine}, {form} has {theirs.get(name, 'no experts')}"
-        for name, mine in value
-        if name not in theirs or mine != theirs[name]
-    ]
+def _meaning(form: Format, config: DecoderConfig) -> dict[str, Any]:
+    """Return what a model loses if its config.json does not hold it, apart from sizes; of experts each key by itself.
+    The losses for balance belong to a training.
+    """
+    not_asked = {*DecoderConfig.model_fields, *form.size_keys, "scaled_init"}
+    meant = {key: value for key, value in family_of(config).effective(config).items() if key not in not_asked}
+    if isinstance(experts := meant.get("experts"), ExpertsConfig):
+        of_experts = experts.model_dump(exclude={"balance_loss", "z_loss"})
+        meant |= {"experts": "a table", **{f"experts.{key}": value for key, value in of_experts.items()}}
+    return meant
+
+
+def _misfits(form: Format, config: DecoderConfig) -> list[str] | None:
+    """Return what of a model does not come back from the format's config.json; None if no model does. Of a format of
+    sizes alone everything does.
+    """
+    try:
+        again = config if type(form).read is Format.read else form.read(form.write(config))
+    except ValueError:
+        return None
+    given, found = _meaning(form, config), _meaning(form, again)
+    differ = [key for key in given if given[key] != found.get(key)]
+    return [f"model.{key} is {given[key]}, {form.model_type} has {found.get(key)}" for key in differ]
 
 
 def format_of(config: DecoderConfig) -> Format:
     """Return the format that can express such a model. Raises: ValueError saying why the nearest format cannot."""
-    given = family_of(config).effective(config)
-    misfits = {
-        form: [
-            misfit
-            for key, values in form.allowed(config).items()
-            if given[key] not in values
-            for misfit in _misfits(f"model.{key}", given[key], values, form.model_type)
-        ]
-        for form in family_of(config).formats
-    }
-    if not misfits:
-        raise ValueError(f"model.family {family_of(config).name!r} names no format of Hugging Face; give it `formats`")
-    nearest = min(misfits, key=lambda form: len(misfits[form]))
-    if misfits[nearest]:
-        known = ", ".join(form.model_type for form in misfits)
-        raise ValueError(
-            f"no family of Hugging Face that is known here ({known}) has such a model; the nearest: "
-            + "; ".join(misfits[nearest])
-        )
-    return nearest
+    family = family_of(config)
+    if not family.formats:
+        raise ValueError(f"model.family {family.name!r} names no format of Hugging Face; give it `formats`")
+    misfits = {form: found for form in family.formats if (found := _misfits(form, config)) is not None}
+    nearest = min(misfits, key=lambda form: len(misfits[form]), default=None)
+    if nearest is not None and not misfits[nearest]:
+        return nearest
+    known = ", ".join(form.model_type for form in family.formats)
+    told = f"; the nearest: {'; '.join(misfits[nearest])}" if nearest else ""
+    raise ValueError(f"no family of Hugging Face that is known here ({known}) has such a model{told}")

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from megamix.config import DecoderConfig, ModelConfig, RopeScaling, model_problems
 from megamix.model.formats import OTHERS, Format, Json, Location, first_problem, shown
-from megamix.model.sizes import effective, head_dim, rotary_dim, window
+from megamix.model.sizes import attention_scale, effective, head_dim, rotary_dim, window
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _MOST_LAYERS = 10_000  # whose lists, with an entry for each layer, are made
@@ -36,14 +36,6 @@ _DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
     "logits_scaling": 1.0, "attn_logit_softcapping": None, "final_logit_softcapping": None,
 }  # fmt: skip
-# Keys of the section [model] that every format can express, beside the sizes and those of every family.
-_ANYWHERE = ("norm_eps", "rope_theta", "rope_scaling", "rotary_dim", "scaled_init")
-# The other keys, each with the value that a format has unless it says otherwise.
-_PLAIN: dict[str, Any] = {
-    key: known.default
-    for key, known in ModelConfig.model_fields.items()
-    if key not in (*DecoderConfig.model_fields, *ROTARY_SIZES, *_ANYWHERE)
-}
 _GPT2 = {
     "embedding": Location("transformer.wte"),
     "position_embedding": Location("transformer.wpe"),
@@ -124,16 +116,9 @@ class GPT2Format(Format):
         names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # reversed: the first name wins
         return {
             **self.sizes_of(effective(config)),
-            "activation_function": names[config.activation], "layer_norm_epsilon": config.norm_eps,
+            "activation_function": names.get(config.activation, "gelu_new"), "layer_norm_epsilon": config.norm_eps,
             "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": 0.0,
         }  # fmt: skip
-
-    def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-        fits = _PLAIN | {
-            "norm": "layernorm", "position": "learned", "bias": True, "qkv_bias": True, "mlp_bias": True,
-            "num_kv_heads": config.num_heads, "head_dim": config.hidden_size // config.num_heads,
-        }  # fmt: skip
-        return {key: (value,) for key, value in fits.items()} | {"activation": ("gelu_tanh", "gelu")}
 
 
 class _Part:
@@ -149,10 +134,6 @@ class _Part:
         """Return the keys of config.json that describe the feature."""
         return {}
 
-    def fits(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the values that the format can express, the nearest ones to those of `config`."""
-        return {}
-
 
 Slides = Callable[[Json, Mapping[str, Any], int], bool]  # (keys, section, layer) -> whether the layer has the window
 _KINDS = ("sliding_attention", "full_attention")
@@ -162,14 +143,12 @@ _KINDS = ("sliding_attention", "full_attention")
 class _Windows(_Part):
     """The windows of layers. `layer_types` names the layers that have one, if it is there; otherwise the rule does.
 
-    `by_layer`: False if transformers reads no `layer_types`. `switch`: whether a key turns windows on. `marks`: whether
-    a window has other effects, so that one as long as any sequence stays.
+    `by_layer`: False if transformers reads no `layer_types`. `switch`: whether a key turns windows on.
     """
 
     rule: Slides = lambda keys, given, layer: True
     by_layer: bool = True
     switch: bool = False
-    marks: bool = False
 
     def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
         layers = _whole(keys, "num_hidden_layers", 1)
@@ -188,8 +167,7 @@ class _Windows(_Part):
             raise ValueError(f"layer_types is {shown(kinds)}, and {told}")
         else:
             slides = [kind == _KINDS[0] for kind in kinds]
-        as_long_as_any_sequence = _at_least(size, keys["max_position_embeddings"]) and not self.marks
-        if not any(slides) or as_long_as_any_sequence:
+        if not any(slides):
             return
         if not _at_least(size, 1):
             raise ValueError(f"sliding_window is {shown(size)}, and must be a positive whole number")
@@ -208,10 +186,6 @@ class _Windows(_Part):
             keys["use_sliding_window"] = any(windows)
         return keys
 
-    def fits(self, config: ModelConfig) -> dict[str, Any]:
-        has_one_size = len({*config.windows} - {0}) == 1
-        return {"windows": config.windows} if has_one_size and (self.by_layer or all(config.windows)) else {}
-
 
 class _Unrotated(_Part):
     """Layers without rotary positions, as SmolLM3 has."""
@@ -228,9 +202,6 @@ class _Unrotated(_Part):
     def write(self, config: ModelConfig) -> dict[str, Any]:
         rotated = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
         return {"no_rope_layers": rotated, "pad_token_id": None}  # the default of it is beyond a small vocabulary
-
-    def fits(self, config: ModelConfig) -> dict[str, Any]:
-        return {"unrotated_layers": config.unrotated_layers}
 
 
 class _Rope(_Part):
@@ -274,10 +245,6 @@ class _PartlyRotated(_Part):
     def write(self, config: ModelConfig) -> dict[str, Any]:
         return {"partial_rotary_factor": rotary_dim(config) / head_dim(config)}
 
-    def fits(self, config: ModelConfig) -> dict[str, Any]:
-        size = head_dim(config)
-        return {"rotary_dim": int(size * (rotary_dim(config) / size)), "rope_scaling": None}
-
 
 class _TwoRopes(_Part):
     """Wavelengths of their own in layers with a window. Newer files have two tables in `rope_parameters`."""
@@ -301,10 +268,6 @@ class _TwoRopes(_Part):
         whole = (_scaling(config) or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
         ropes = {"full_attention": whole, "sliding_attention": {"rope_type": "default", "rope_theta": own}}
         return {"rope_parameters": ropes, "rope_local_base_freq": own}  # transformers 5 reads the first, 4 the second
-
-    def fits(self, config: ModelConfig) -> dict[str, Any]:
-        stretches_all = any(config.windows) and config.rope_scaling is not None and config.window_rope_theta is None
-        return {"window_rope_theta": config.rope_theta if stretches_all else config.window_rope_theta}
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +297,8 @@ class _Experts(_Part):
         }  # fmt: skip
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        assert config.experts is not None
+        if config.experts is None:
+            return {}
         keys: dict[str, Any] = {
             "num_experts": config.experts.num_experts, "num_local_experts": config.experts.num_experts,
             "num_experts_per_tok": config.experts.top_k, self.width: config.experts.ffn_hidden_size,
@@ -344,14 +308,6 @@ class _Experts(_Part):
         if self.mixes:
             keys |= {"mlp_only_layers": [*range(config.experts.dense_layers)], "decoder_sparse_step": 1}
         return keys
-
-    def fits(self, config: ModelConfig) -> dict[str, Any]:
-        if config.experts is None:
-            return {"experts": "a table"}
-        fixed = {"score": "softmax", "scale": 1.0, "num_groups": 1, "shared_ffn_hidden_size": None, "bias_rate": 0.0}
-        fixed |= {} if self.mixes else {"dense_layers": 0}
-        fixed |= {} if self.normalize is not None else {"normalize": True}
-        return {"experts": config.experts.model_copy(update=fixed)}
 
 
 class _GemmaFactors(_Part):
@@ -372,13 +328,9 @@ class _GemmaFactors(_Part):
         given["attention_scale"] = None if scalar == keys["head_dim"] else scalar**-0.5
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        scale = _first_set(config.attention_scale, head_dim(config) ** -0.5)
-        return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": _scalar(scale)}
-
-    def fits(self, config: ModelConfig) -> dict[str, Any]:
-        scale = config.attention_scale
-        nearest = None if scale is None else _scalar(scale) ** -0.5
-        return {"embedding_scale": math.sqrt(config.hidden_size), "attention_scale": nearest}
+        # The whole number of which the factor of the products of queries and keys is 1 / sqrt(number).
+        number = max(1, round(max(attention_scale(config), 1e-9) ** -2))
+        return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": number}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -418,7 +370,6 @@ class RotaryFormat(Format):
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         values = effective(config)
-        values["attention_scale"] = _first_set(config.attention_scale, head_dim(config) ** -0.5)
         keys = {
             **self.sizes_of(values), "rms_norm_eps": config.norm_eps,
             "attention_bias": False, "attention_dropout": 0.0,
@@ -429,13 +380,6 @@ class RotaryFormat(Format):
         for part in (*self.parts, _Rope()):
             keys |= part.write(config)
         return keys
-
-    def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-        bias = "bias" in self.named and config.bias
-        fits = _PLAIN | {"rotary_dim": head_dim(config), "bias": bias, "qkv_bias": bias, "mlp_bias": bias, **self.block}
-        for part in self.parts:
-            fits |= part.fits(config)
-        return {key: (value,) for key, value in fits.items() if key not in self.named}
 
 
 def _possible(model: ModelConfig) -> ModelConfig:
@@ -481,11 +425,6 @@ def _scaling(config: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.rule, **{key: value for key, value in values.items() if value is not None}}
 
 
-def _scalar(scale: float) -> int:
-    """Return Gemma's whole number for a factor of the products of queries and keys, 1 / sqrt(number)."""
-    return max(1, round(max(scale, 1e-9) ** -2))
-
-
 def _at_least(value: Any, other: Any) -> bool:
     return isinstance(value, int) and isinstance(other, int) and value >= other
 
@@ -525,9 +464,7 @@ _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _QWEN = {"max_position_embeddings": 32768, "max_window_layers": 28}
 _QWEN_WINDOWS = _Windows(lambda keys, given, layer: layer >= _whole(keys, "max_window_layers", 0), switch=True)
 _SMOL_WINDOWS = _Windows(lambda keys, given, layer: layer in given.get("unrotated_layers", ()), switch=True)
-_GEMMA3_WINDOWS = _Windows(
-    lambda keys, given, layer: (layer + 1) % _whole(keys, "sliding_window_pattern", 1) != 0, marks=True
-)
+_GEMMA3_WINDOWS = _Windows(lambda keys, given, layer: (layer + 1) % _whole(keys, "sliding_window_pattern", 1) != 0)
 FORMATS: tuple[Format, ...] = (
     GPT2Format("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, GPT2_SIZES, ModelConfig),
     RotaryFormat("llama", "LlamaForCausalLM", named=_BIASES),
@@ -583,7 +520,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     RotaryFormat(
         "olmo3", "Olmo3ForCausalLM", places=_OLMO, block=_OLMO_BLOCK, named=_BIAS,
-        parts=(_Windows(lambda keys, given, layer: (layer + 1) % 4 != 0, marks=True), _TwoRopes()),
+        parts=(_Windows(lambda keys, given, layer: (layer + 1) % 4 != 0), _TwoRopes()),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_local_base_freq": 500000.0},
     ),
     RotaryFormat(

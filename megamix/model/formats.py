@@ -50,12 +50,6 @@ class Format:
         """
         return self.sizes_of(dict(config))
 
-    def allowed(self, config: Any) -> dict[str, tuple[Any, ...]]:
-        """Return the values that this format can express, by key of the section [model]. A key that is left out may
-        have any value.
-        """
-        return {}
-
     def config_of(self, json: Json, **values: Any) -> Any:
         """Build the section from these values and the sizes in config.json. Raises: ValueError naming a key."""
         values["init_std"] = json.get("initializer_range", 0.02)

@@ -140,11 +140,38 @@ def _attention_params(config: ModelConfig) -> int:
     )
 
 
+def attention_scale(config: ModelConfig) -> float:
+    """Return the factor of the products of queries and keys."""
+    latent = config.latent_attention
+    size = latent.unrotated_dim + latent.rotary_dim if latent else head_dim(config)
+    return size**-0.5 if config.attention_scale is None else config.attention_scale
+
+
+def window_rope_theta(config: ModelConfig) -> float | None:
+    """Return theta of the layers with a window; None if there are none, or if they are stretched as the others are."""
+    if config.window_rope_theta is None and config.rope_scaling is None:
+        return config.rope_theta if any(config.windows) else None
+    return config.window_rope_theta if any(config.windows) else None
+
+
+def windows(config: ModelConfig) -> tuple[int, ...]:
+    """Return the window of each layer; nothing if no layer has one."""
+    return tuple(window(config, layer) for layer in range(config.num_layers)) if any(config.windows) else ()
+
+
+def unrotated_layers(config: ModelConfig) -> tuple[int, ...]:
+    return tuple(sorted({*config.unrotated_layers}))
+
+
 def effective(config: ModelConfig) -> dict[str, Any]:
-    """Return the section's values; values that are not set are replaced by those in effect."""
-    sizes = (head_dim, rotary_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias)
-    windows = config.windows if any(config.windows) else ()
-    return dict(config) | {size.__name__: size(config) for size in sizes} | {"windows": windows}
+    """Return the section's values; values that are not set, or that could be written otherwise, are replaced by those
+    in effect.
+    """
+    values = (
+        head_dim, rotary_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias, attention_scale, window_rope_theta,
+        windows, unrotated_layers,
+    )  # fmt: skip
+    return dict(config) | {value.__name__: value(config) for value in values}
 
 
 # Dense peak of FP16 and BF16 products in operations per second, by the driver's name of the device. A slice of a device

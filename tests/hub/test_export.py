@@ -213,6 +213,17 @@ def test_a_format_does_not_lose_what_a_windows_layers_rotate_by() -> None:
     assert format_of(ModelConfig(**SMALL, **OLMO, windows=[4, 0], rope_scaling=YARN, window_rope_theta=1e4)) is form
 
 
+def test_a_window_as_long_as_any_sequence_comes_back_from_a_format() -> None:
+    form = format_of(config := ModelConfig(**SMALL, windows=[16]))
+    assert (form.model_type, form.read(form.write(config)).windows) == ("mistral", (16,))
+
+
+def test_keys_that_say_the_same_in_other_words_are_in_no_format_s_way() -> None:
+    assert format_of(ModelConfig(**SMALL, windows=[4, 4], window_rope_theta=1e4)).model_type == "mistral"
+    assert format_of(ModelConfig(**SMALL, attention_scale=6**-0.5)).model_type == "llama"
+    assert format_of(ModelConfig(**SMALL, unrotated_layers=[1, 0])).model_type == "smollm3"
+
+
 def test_the_nearest_format_of_a_mixture_is_a_mixture_and_differs_in_single_keys() -> None:
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "score": "sigmoid", "bias_rate": 0.0}
     with pytest.raises(ValueError, match=r"the nearest: model.experts.score is sigmoid, mixtral has softmax$"):
