@@ -111,7 +111,9 @@ class Collectives:
         """Return every rank's row, in rank order; wait for the result. It is meant for small rows. Shapes: row (n,) ->
         (size, n).
         """
-        return row.unsqueeze(0)
+        table, pending = self.start_table(row)
+        pending.wait()
+        return table
 
     def start_table(self, row: Tensor) -> tuple[Tensor, Pending]:
         """Start what `table` does. Return the table to be filled, and its collective."""
@@ -199,11 +201,6 @@ class _ManyRanks(Collectives):
     def exchange(self, sent: Tensor, arrived: Tensor, to: Sequence[int], of: Sequence[int]) -> Pending:
         group = self.axis.group
         return Pending(dist.all_to_all_single(arrived, sent, [*of], [*to], group=group, async_op=True))
-
-    def table(self, row: Tensor) -> Tensor:
-        table = row.new_empty(self.axis.size, row.numel())
-        _all_gather(table.view(-1), row, group=self.axis.group)
-        return table
 
     def start_table(self, row: Tensor) -> tuple[Tensor, Pending]:
         table = row.new_empty(self.axis.size, row.numel())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.foreign_params import readers_of
 from megamix.supervise.console import say
 
 _SHOWN = 3  # most tensors that the console shows; the file has all
@@ -68,13 +69,7 @@ def _tensors(engine: ShardedEngine | None, error: BaseException) -> Iterator[tup
         if issubclass(type(value), Tensor):  # not `isinstance`, which asks objects what they are
             nodes.append(value.grad_fn)
             yield words, value
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [node for node, _ in node.next_functions]
+    for node in readers_of(nodes):
         for name in dir(node):
             saved = getattr(node, name, None) if name.startswith("_raw_saved_") else None
             for one in saved if isinstance(saved, list | tuple) else [saved]:

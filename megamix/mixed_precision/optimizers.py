@@ -9,12 +9,10 @@ with `coefficients` if the equation needs the update's number.
 import fnmatch
 import inspect
 import logging
-import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar, Self
 
 import torch
@@ -83,7 +81,7 @@ class Optimizer:
     group, may each be such a sequence, too.
     """
 
-    lr: float | Sequence[float]
+    lr: NotNegativeByUpdate
     weight_decay: NotNegativeByUpdate = 0.0
     groups: tuple[ParamGroup, ...] = ()
 
@@ -111,9 +109,6 @@ class Optimizer:
                         f"{setting} of group {group.pattern!r} is {getattr(group, setting)}, but {type(self).__name__} "
                         f"takes no {setting} by group; leave it out"
                     )
-        table = self.lr_table()
-        if not table or not all(math.isfinite(lr) and lr >= 0 for lr in table):
-            raise ValueError(f"lr must be a finite number of at least 0, or a sequence of such, got {self.lr!r}")
         check(self)
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
@@ -148,17 +143,8 @@ class Optimizer:
         return lengths
 
     def lr_table(self) -> list[float]:
-        """Return the learning rates: one for each update, or a single one for all. Empty: `lr` is neither a number nor
-        a sequence of numbers.
-        """
-        # A set or mapping has no order, and an iterator can be read only once. float() also takes True, and each letter
-        # of a text of digits.
-        if isinstance(self.lr, bool | str | bytes | Iterator | Set | Mapping):
-            return []
-        try:
-            return [float(self.lr)] if isinstance(self.lr, Real) else [*map(float, self.lr)]  # type: ignore[arg-type]
-        except (OverflowError, TypeError, ValueError):
-            return []
+        """Return the learning rates: one for each update, or a single one for all."""
+        return [*table_of(self.lr)]
 
     def own_and_groups(self, setting: str) -> list[Any]:
         """Return the optimizer's own value of a setting, and those of the groups that have one."""

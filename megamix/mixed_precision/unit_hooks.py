@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
 from itertools import chain
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES, is_namedtuple_class, tree_leaves
 
-from megamix.mixed_precision.foreign_params import LEAF
+from megamix.mixed_precision.foreign_params import LEAF, readers_of
 
 Member = TypeVar("Member")
 OnForward = Callable[[Any, nn.Module, object], None]  # takes the hook's `given`, the module and its output
@@ -109,20 +108,12 @@ def on_reads(gather: Gather, member_of: Mapping[nn.Parameter, Member], loss: Ten
     Such operations lie on a path from the loss that passes no output of a member: a penalty on a weight, or a loss that
     a member has put into a list.
     """
-    readers: dict[Any, list[Any]] = {}  # for each node: the nodes that read its result
-    todo: list[Any] = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        for read, _ in () if node is None or _OnGradient in node.metadata else node.next_functions:
-            if read is not None:
-                if read not in readers:
-                    todo.append(read)
-                readers.setdefault(read, []).append(node)
+    readers = readers_of([loss.grad_fn], hidden=_OnGradient)
     for leaf in [node for node in readers if node.name() == LEAF and node.variable in member_of]:
         yield member_of[leaf.variable]
         todo = [leaf]
         while todo:
-            for node in readers.get(todo.pop(), ()):
+            for node in readers[todo.pop()]:
                 _tell(gather, member_of[leaf.variable], math.inf, node)
                 if len(node.next_functions) == 1:  # the result may be a view, so operations that read it count, too
                     todo.append(node)
@@ -152,10 +143,8 @@ class _OnGradient:
         gather.before_backward(self._member(), self._turn)
 
 
-# Types that hold no tensor: most attributes of modules have one of them. A dataclass is added if all its fields have
-# such types.
+# Types that hold no tensor: most attributes of modules have one of them.
 _PLAIN: set[type] = {bool, int, float, str, type(None), frozenset, torch.dtype, torch.device}
-_PLAIN_NAMES = {"bool", "int", "float", "str", "frozenset"}
 
 
 def tensors_in(given: object, without: Collection[int] = ()) -> list[Tensor]:
@@ -174,20 +163,10 @@ def tensors_in(given: object, without: Collection[int] = ()) -> list[Tensor]:
         elif kind is list or kind is tuple:
             todo.extend(one)
         elif is_dataclass(kind):
-            todo.extend([getattr(one, name, None) for name in _field_names(kind)])
+            todo.extend([getattr(one, field.name, None) for field in fields(kind)])
         elif kind in SUPPORTED_NODES or is_namedtuple_class(kind):  # also a library's own output class
             todo.extend(tree_leaves(one))
     return found
-
-
-@cache
-def _field_names(kind: type[Any]) -> list[str]:
-    """Return the names of a dataclass's fields that may hold tensors."""
-    declared = ((field.name, getattr(field.type, "__name__", str(field.type))) for field in fields(kind))
-    names = [name for name, written in declared if written.partition("[")[0] not in _PLAIN_NAMES]
-    if not names:
-        _PLAIN.add(kind)
-    return names
 
 
 class Attributes:

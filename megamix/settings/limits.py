@@ -65,8 +65,9 @@ class ByUpdate(Limits):
     def numbers(self, value: object) -> object:
         """Return the number, or all of them as a tuple. Raises: TypeError or ValueError saying what they must be."""
         own = partial(_own, Annotated[float, Limits(power_of_two=False, **self._bounds)])
-        # A set or mapping has no order, and an iterator can be read only once.
-        if not isinstance(value, Iterable) or isinstance(value, str | bytes | Iterator | Set | Mapping):
+        # A set or mapping has no order, and an iterator can be read only once. A tensor without dims has no numbers.
+        is_one = isinstance(value, str | bytes | Iterator | Set | Mapping) or getattr(value, "ndim", 1) == 0
+        if is_one or not isinstance(value, Iterable):
             return own(value)
         if numbers := tuple(map(own, value)):
             return numbers

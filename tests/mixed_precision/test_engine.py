@@ -394,8 +394,8 @@ WRONG_SETTINGS = [
         r"a ModuleList has no forward, .* Pass the modules that it holds, e\.g\. \[\*model\.blocks\]",
     ),
     (lambda: single_device(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])), "must lie on one device"),
-    (lambda: AdamW(lr=-1.0), "lr must be a finite number of at least 0"),
-    (lambda: AdamW(lr=[]), "lr must be a finite number of at least 0, or a sequence"),
+    (lambda: AdamW(lr=-1.0), "lr of AdamW must be at least 0, got -1.0"),
+    (lambda: AdamW(lr=[]), "lr of AdamW must have at least one number"),
     (lambda: AdamW(lr=1.0, betas=(0.9, 1.0)), "betas of AdamW must be less than 1"),
     (lambda: NAG(lr=1.0, momentum=1.0), "momentum of NAG must be less than 1, got 1.0; leave it out for 0.9"),
     (
