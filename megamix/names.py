@@ -1,6 +1,7 @@
 """Names of parameters, buffers and modules as in the plain model, without the parts that torch's wrappers add."""
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 _Named = TypeVar("_Named")
@@ -12,6 +13,11 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 def plain_name(name: str) -> str:
     """Return a name without any part that a wrapper has put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name matches one of these shell patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def prefix_of(path: str) -> str:

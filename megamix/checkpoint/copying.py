@@ -4,11 +4,11 @@ import contextlib
 import os
 from pathlib import Path
 
-from megamix.checkpoint.folder import MANIFEST, Files, applied_updates, checkpoints, name_for, unfinished
+from megamix.checkpoint.folder import MANIFEST, Files, applied_updates, checkpoints, name_for
 from megamix.checkpoint.manifest import DamagedCheckpoint, check_size, read_manifest
+from megamix.checkpoint.save import begin
 from megamix.checkpoint.tensor_file import verified_chunks
 from megamix.checkpoint.verify import verify_checkpoint
-from megamix.durable import aside_name
 
 
 def copy_checkpoint(source: Path, folder: Path, files: Files | None = None) -> Path:
@@ -22,16 +22,11 @@ def copy_checkpoint(source: Path, folder: Path, files: Files | None = None) -> P
     manifest, text = read_manifest(source / MANIFEST), (source / MANIFEST).read_bytes()
     for record in manifest.files:
         check_size(source / record.name, record)
-    for path in unfinished(folder):
-        files.remove_tree(path)
     for path in checkpoints(folder):
         if applied_updates(path) == manifest.applied_updates and (path / MANIFEST).read_bytes() == text:
             return path
-    need, free = sum(record.size for record in manifest.files) + len(text), files.free_space(folder)
-    if need > free:
-        raise OSError(f"{folder}: the copy takes {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free")
-    begun = folder / aside_name(source.name)
-    files.make_directory(begun)
+    need = sum(record.size for record in manifest.files) + len(text)
+    begun = folder / begin(folder, manifest.applied_updates, need, files)
     try:
         for record in manifest.files:
             files.write_file(begun / record.name, verified_chunks(source / record.name, record))

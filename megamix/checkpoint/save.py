@@ -27,10 +27,6 @@ log = logging.getLogger("megamix")
 Stays = Callable[[Path], bool]  # returns whether an old checkpoint stays
 
 
-def _none_stays(path: Path) -> bool:
-    return False
-
-
 def save(folder: Path, snapshot: Snapshot, all_or_none: AllOrNone, files: Files | None = None) -> Path:
     """Write a checkpoint, and return its path when it is on the disk. Every rank must call it, and gets the same path.
 
@@ -39,7 +35,8 @@ def save(folder: Path, snapshot: Snapshot, all_or_none: AllOrNone, files: Files 
     checkpoints are unchanged.
     """
     files = files or Files()
-    begun = folder / all_or_none.first(lambda: begin(folder, snapshot, files))
+    updates = snapshot.manifest.applied_updates
+    begun = folder / all_or_none.first(lambda: begin(folder, updates, snapshot.largest_size, files))
     try:
         written = all_or_none.every(lambda: write_rank(begun, all_or_none.rank, chunks(snapshot.parts), files))
         saved: Path = folder / all_or_none.first(lambda: commit(begun, snapshot.manifest, written, files))
@@ -51,19 +48,18 @@ def save(folder: Path, snapshot: Snapshot, all_or_none: AllOrNone, files: Files 
     return saved
 
 
-def begin(folder: Path, snapshot: Snapshot, files: Files) -> str:
-    """Make a fresh folder for the files, and return its name. Raises: OSError, also if there is too little disk
-    space.
+def begin(folder: Path, applied_updates: int, need: int, files: Files) -> str:
+    """Make a fresh folder for the files, which need at most so many bytes, and return its name. Remove what killed
+    saves have left. Raises: OSError, also if there is too little disk space.
     """
     if not folder.is_dir():
         files.make_directory(folder)
         files.sync_directory(folder.parent)
     for path in unfinished(folder):
         files.remove_tree(path)
-    need, free = snapshot.largest_size, files.free_space(folder)
-    if need > free:
+    if need > (free := files.free_space(folder)):
         raise OSError(f"{folder}: a checkpoint takes {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free")
-    name = aside_name(f"step_{snapshot.manifest.applied_updates:08d}")
+    name = aside_name(f"step_{applied_updates:08d}")
     files.make_directory(folder / name)
     return name
 
@@ -91,7 +87,7 @@ def commit(begun: Path, manifest: Manifest, written: Sequence[dict[str, str | in
     return name
 
 
-def remove_old(folder: Path, keep: int, saved: Path, files: Files, stays: Stays = _none_stays) -> None:
+def remove_old(folder: Path, keep: int, saved: Path, files: Files, stays: Stays = lambda path: False) -> None:
     """Remove all checkpoints but the `keep` newest, `saved` and those that stay. A failure loses nothing, so it is only
     logged. One rank calls it, after a save and before the next one. The disk may take long to free the files, so it
     runs beside other work.
@@ -126,7 +122,7 @@ class Saver:
         saved: Callable[[Path], None],
         failed: Callable[[Exception], None],
         files: Files | None = None,
-        stays: Stays = _none_stays,
+        stays: Stays = lambda path: False,
         frozen: bool = True,
     ):
         if type(keep) is not int or keep < 2:

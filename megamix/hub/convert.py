@@ -101,7 +101,7 @@ def write_checkpoint(
         ),
     )  # fmt: skip
     files = Files()
-    begun = folder / begin(folder, Snapshot(manifest, []), files)
+    begun = folder / begin(folder, 0, Snapshot(manifest, []).largest_size, files)
     most = file_size // 4  # elements of a file; a larger parameter is cut
     parts = (
         StateBox(name, BUFFER if name in buffers else MASTER, box)

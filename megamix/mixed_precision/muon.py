@@ -43,7 +43,7 @@ from megamix.mixed_precision.update_slice import (
     UpdateScalars,
     UpdateSlice,
 )
-from megamix.names import by_plain_name
+from megamix.names import by_plain_name, matches
 from megamix.settings.optimizers import MuonSettings, Triple
 
 MOMENTUM = "momentum_buffer"
@@ -91,12 +91,12 @@ class Muon(MuonSettings, AdamW):
             raise ValueError(f"{said}; write ns_steps={len(self.ns_table)}")
 
     def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        by_adamw = _matches(name, self.adamw) or (_matches(name, self.tables) and not _matches(name, self.matrix))
+        by_adamw = matches(name, self.adamw) or (matches(name, self.tables) and not matches(name, self.matrix))
         if not 2 <= len(shape) <= 3 or 1 in shape[-2:] or by_adamw:
             return ()
         rows, count = shape[-2], math.prod(shape[:-2])
         for pattern, parts in self.fused.items():
-            if fnmatch.fnmatchcase(name, pattern):
+            if matches(name, [pattern]):
                 if sum(parts) != rows or min(parts) < 1:
                     raise ValueError(f"fused[{pattern!r}] is {[*parts]}, whose sum must be the {rows} rows of {name}")
                 return (*parts,) * count
@@ -119,7 +119,7 @@ class Muon(MuonSettings, AdamW):
     def for_model(self, model: nn.Module) -> Self:
         no_maps, known = _params_of(model, _NO_MAPS), (*self.tables, *self.matrix, *self.adamw)
         params = by_plain_name(model.named_parameters(remove_duplicate=False))
-        found = [name for name, one in params.items() if one in no_maps and one.dim() > 1 and not _matches(name, known)]
+        found = [name for name, one in params.items() if one in no_maps and one.dim() > 1 and not matches(name, known)]
         return replace(self, tables=(*self.tables, *map(glob.escape, found)))
 
     def doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -138,8 +138,8 @@ class Muon(MuonSettings, AdamW):
         for name, param in by_plain_name(model.named_parameters()).items():
             rows = self.matrices(name, shapes[name]) if name in shapes else ()
             alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # a pattern for this parameter in all layers
-            is_clear = param in maps and not _matches(name, FUSED)
-            if rows and not is_clear and alike not in told and not _matches(name, [*self.fused, *self.matrix]):
+            is_clear = param in maps and not matches(name, FUSED)
+            if rows and not is_clear and alike not in told and not matches(name, [*self.fused, *self.matrix]):
                 told.add(alike)
                 yield (
                     f"Muon makes {alike}, {[*shapes[name]]}, orthogonal as {len(rows)} matrix(es). If that is right, "
@@ -226,10 +226,6 @@ def _is_sequence(values: object, kind: type) -> bool:
 def _params_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
     own = (module.parameters(recurse=False) for module in model.modules() if isinstance(module, kinds))
     return {*chain.from_iterable(own)}
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ runs the equation. Your own optimizer is a frozen dataclass derived from `Optimi
 with `coefficients` if the equation needs the update's number.
 """
 
-import fnmatch
 import inspect
 import logging
 import re
@@ -36,6 +35,7 @@ from megamix.mixed_precision.update_slice import (
     UpdateSlice,
     table_of,
 )
+from megamix.names import matches
 from megamix.settings.limits import NotNegativeByUpdate, check
 from megamix.settings.optimizers import GroupSettings
 
@@ -157,7 +157,7 @@ class Optimizer:
         return getattr(self, setting) if own is None else own
 
     def _group(self, name: str) -> ParamGroup | None:
-        return next((group for group in self.groups if fnmatch.fnmatchcase(name, group.pattern)), None)
+        return next((group for group in self.groups if matches(name, [group.pattern])), None)
 
     def group_of(self, name: str, shape: tuple[int, ...]) -> UpdateGroup:
         """Return the values that one parameter shares with its group. `shape`: as in `states`.
@@ -194,7 +194,7 @@ class Optimizer:
         `shapes`: those of all parameters that the ranks train. `model`: this rank's part of the model.
         """
         for pattern in (group.pattern for group in self.groups):
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in shapes):
+            if not any(matches(name, [pattern]) for name in shapes):
                 yield f"the optimizer's group {pattern!r} matches no parameter of the model"
 
     def warn_of_doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:

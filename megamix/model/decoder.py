@@ -151,12 +151,6 @@ class Decoder(LanguageModel):
         )
 
     @classmethod
-    def shapes(cls, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        params = cls.sketch(config).named_parameters(remove_duplicate=False)
-        shapes = {name: tuple(param.shape) for name, param in params}
-        return {name: shape for name, shape in shapes.items() if name != HEAD_WEIGHT or not config.tie_embeddings}
-
-    @classmethod
     def aliases(cls, config: DecoderConfig) -> dict[str, set[str]]:
         return {EMBEDDING_WEIGHT: {HEAD_WEIGHT}} if config.tie_embeddings else {}
 

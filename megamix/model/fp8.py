@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from megamix.model.language_model import LanguageModel
 from megamix.model.layers import Linear
 from megamix.model.ops import Ops, Product
 from megamix.model.wide import apply
+from megamix.names import matches
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALVES = torch.float16, torch.bfloat16
@@ -195,19 +195,15 @@ def fp8_names(family: type[LanguageModel], config: Any, section: FP8Config) -> l
     layers = (block.named_modules(prefix=f"blocks.{number}") for number, block in enumerate(whole.blocks))
     linear = [name for layer in layers for name, module in layer if isinstance(module, Linear)]
     for pattern in section.but:
-        if not any(_matches(name, [pattern]) for name in linear):
+        if not any(matches(name, [pattern]) for name in linear):
             raise ValueError(
                 f'precision.fp8.but: got "{pattern}", the name of no linear layer of the blocks; write names or '
                 f"patterns of them, as {linear[0] if linear else ''} (head, embedding and experts stay half anyway)"
             )
-    names = [name for name in linear if not _matches(name, section.but)]
+    names = [name for name in linear if not matches(name, section.but)]
     if not names:
         raise ValueError(f'{got}, but all linear layers are left out; write recipe = "none", or leave out fewer')
     return names
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def in_words(model: LanguageModel, section: FP8Config, *, on_cpu: bool) -> str:

@@ -175,7 +175,9 @@ class LanguageModel(nn.Module):
 
         Raises: as `sketch`.
         """
-        raise NotImplementedError
+        others = {name for tied in cls.aliases(config).values() for name in tied}
+        params = cls.sketch(config).named_parameters(remove_duplicate=False)  # blocks that are alike are one module
+        return {name: tuple(param.shape) for name, param in params if name not in others}
 
     @classmethod
     def aliases(cls, config: Any) -> dict[str, set[str]]:

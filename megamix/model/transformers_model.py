@@ -216,10 +216,6 @@ class TransformersModel(LanguageModel):
             raise ValueError(f"config.json: transformers computes no such model: {_told(error)}") from None
 
     @classmethod
-    def shapes(cls, config: TransformersConfig) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(param.shape) for name, param in cls.sketch(config).named_parameters()}
-
-    @classmethod
     def aliases(cls, config: TransformersConfig) -> dict[str, set[str]]:
         first: dict[nn.Parameter, str] = {}
         found: dict[str, set[str]] = {}

@@ -87,7 +87,7 @@ def test_a_copy_that_has_no_room_is_not_begun(source: Path, target: Path) -> Non
         def free_space(self, path: Path) -> int:
             return 1000
 
-    with pytest.raises(OSError, match="the copy takes 0 MiB, 0 MiB are free"):
+    with pytest.raises(OSError, match="a checkpoint takes 0 MiB, 0 MiB are free"):
         copy_checkpoint(source, target, Full())
     assert listing(target) == []
 

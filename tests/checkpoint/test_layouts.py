@@ -199,7 +199,7 @@ def _save_simulated(folder: Path, ranks: list[list[Part]]) -> Path:
         params=tuple(ParamRecord(name=name, shape=shape, aliases=()) for name, shape in SHAPES.items()),
     )  # fmt: skip
     files = Files()
-    begun = folder / begin(folder, Snapshot(manifest, []), files)
+    begun = folder / begin(folder, 3, Snapshot(manifest, []).largest_size, files)
     for parts in ranks:
         for part in parts:
             part.tensor.copy_(_want(part))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 from megamix.config import Config, ModelConfig, stages_per_rank
 from megamix.model import sizes
+from megamix.names import matches
 from megamix.tools.plan.time_work import Recompute, TimedJob, Traffic
 
 # Bytes a parameter that an update and its statistics move, with states in FP32 and in BF16 (docs/design.md).
@@ -54,7 +53,7 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
 def _fp8_share(config: Config) -> float:
     """Return the share of the layers whose products are in FP8; a layer is left out if one pattern names all of it."""
     fp8, layers = config.precision.fp8, range(config.model.num_layers)
-    half = sum(any(fnmatchcase(f"blocks.{layer}.", pattern) for pattern in fp8.but) for layer in layers)
+    half = sum(matches(f"blocks.{layer}.", fp8.but) for layer in layers)
     return 0.0 if fp8.recipe == "none" else 1 - half / len(layers)
 
 
