@@ -39,39 +39,30 @@ def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None
 
     `counters`: the caller's own counters by name, which must be equal on every rank.
     It costs one pass over the half parameters and this rank's masters, one gather of 8 bytes per bucket from its
-    owners, one gather of two such numbers from every rank, and one wait for the device.
+    owners, one gather of two such numbers from every rank, and a wait for the device.
     Raises: DamagedMemory on all ranks alike, after a closer look at every element.
     """
     engine.check_module()
     engine.wait()
     agree = torch.stack([_copies_agree(engine, *shared) for shared in _buckets_by_owners(engine)]).all()
-    row = torch.stack([agree.long(), _state_hash(engine, counters or {})])
+    state = _state(engine, counters or {})
+    told = torch.full_like(agree, int(fingerprint(state)[:15], 16), dtype=torch.int64)
+    row = torch.stack([agree.long(), told])
     by_rank = engine.world.table(row).tolist()
     problems = []
     if wrong := [rank for rank, (ok, _) in enumerate(by_rank) if not ok]:
         problems.append(_describe(engine, wrong))
     if len({state for _, state in by_rank}) > 1:
-        problems += _disagreements(engine, counters or {}) or ["no counter differs at a second look"]
+        problems += _disagreements(engine, state)
     if problems:
         raise DamagedMemory(f"memory does not hold what was written: {'; '.join(problems)}")
 
 
-def _state(engine: ShardedEngine) -> dict[str, Tensor]:
-    """Return the tensors on the device of every rank that must be equal on all ranks."""
+def _state(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> dict[str, Numbers]:
+    """Return everything that must be equal on all ranks; waits for the device."""
     scale = {f"loss_scale.{name}": getattr(engine.loss_scale, name) for name in engine.loss_scale.state_names}
-    return {"applied_updates": engine.applied_updates, "skipped_steps": engine.skipped_steps, **scale}
-
-
-def _state_hash(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> Tensor:
-    """Return a hash of the bits of everything that must be equal on every rank: INT64 ()."""
-    state = _state(engine)
-    # A number that fills a tensor: a tensor made of a list would be copied to the device, and the host would wait.
-    told = int(fingerprint(dict(counters))[:15], 16)
-    parts = [torch.full((1,), told, device=engine.device), *state.values()]
-    rows = [part.reshape(-1).view(torch.uint8) for part in parts]
-    end = rows[0].new_zeros(-sum(row.numel() for row in rows) % (8 * ROW))
-    words = torch.cat([*rows, end]).view(torch.int64)
-    return shard_hashes(words, 1, torch.int64)[0]
+    state = {"applied_updates": engine.applied_updates, "skipped_steps": engine.skipped_steps, **scale}
+    return {**{name: value.tolist() for name, value in state.items()}, **counters}
 
 
 def _buckets_by_owners(engine: ShardedEngine) -> ItemsView[Collectives, list[Bucket]]:
@@ -159,9 +150,8 @@ def _differences(dtype: torch.dtype, owners: Collectives, buckets: list[Bucket])
     return found
 
 
-def _disagreements(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> list[str]:
+def _disagreements(engine: ShardedEngine, own: Mapping[str, Numbers]) -> list[str]:
     """Return a phrase for each counter and state that is not equal on all ranks. Every rank must call it."""
-    own = {name: state.tolist() for name, state in _state(engine).items()} | dict(counters)
     by_rank = gather_json(engine.world, own, engine.device)
     return [line for name in own if (line := _disagreement(name, [values[name] for values in by_rank]))]
 

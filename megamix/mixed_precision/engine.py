@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -40,7 +40,7 @@ from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding
-from megamix.mixed_precision.step import Examination, StepProgress, StepResult, entry, put_table
+from megamix.mixed_precision.step import StepProgress, StepResult, entry, put_table
 from megamix.mixed_precision.tallies import Tallies
 from megamix.mixed_precision.unit_gather import UnitGather
 from megamix.mixed_precision.unseen_writes import UnseenWrites
@@ -357,7 +357,10 @@ class ShardedEngine:
             by_piece, peaks, stats = self._sum_and_agree("step()")
             # The scale that this step's backward used. `update_` below may change the scale for the next step.
             scale_used = self.progress.scale_used
-            with self._grads.freed_after(), self._examined() as examination:
+            examination = None if self._examiner is None else self._examiner.examination
+            with ExitStack() as ends:  # also of an update that fails: the next step would use its sums as its own
+                ends.callback(self._grads.reset)
+                ends.callback(self._end_examination)
                 with self.clock.span("update"):
                     number = self.applied_updates + 1
                     scalars, grad_norm = decide(stats, scale_used, self.clip_grad, number)
@@ -388,15 +391,6 @@ class ShardedEngine:
                 tallied=tallied,
                 examination=examination,
             )
-
-    @contextmanager
-    def _examined(self) -> Iterator[Examination | None]:
-        """Let a requested examination observe the update inside the block, then end it."""
-        examination = None if self._examiner is None else self._examiner.examination
-        try:
-            yield examination
-        finally:
-            self._end_examination()
 
     def probe_loss_scale(self) -> None:
         """Show the gradients so far to the loss scale, then drop them; call it in place of the first `step()`.

@@ -174,14 +174,6 @@ class GradReduce:
         for bucket in self._buckets:
             self.wait(bucket)
 
-    @contextmanager
-    def freed_after(self) -> Iterator[None]:
-        """Free the step's sums after the block, even if it fails: the next step would otherwise use them as its own."""
-        try:
-            yield
-        finally:
-            self.reset()
-
     def discard(self) -> None:
         """Drop the step's gradients, including those that a failed backward has left in `param.grad`."""
         for _, param in self._params():

@@ -284,12 +284,8 @@ def _refuse_untrained(hf: Any) -> None:
     buffer that is saved with the parameters.
     """
     parameters = [name for name, param in hf.named_parameters() if not param.requires_grad]
-    buffers = [
-        f"{path}.{name}"
-        for path, module in hf.named_modules()
-        for name, table in module._buffers.items()
-        if table is not None and name not in module._non_persistent_buffers_set
-    ]
+    saved = hf.state_dict().keys()
+    buffers = [name for name, _ in hf.named_buffers() if name in saved]
     for names, what in ((parameters, "a parameter without a gradient"), (buffers, "a buffer that is saved")):
         if names:
             raise ValueError(
