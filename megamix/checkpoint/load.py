@@ -129,12 +129,11 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, 
         for part in owned_parts(engine):
             part.tensor.fill_(math.nan)
         raise
-    # The line is about the whole model, so one rank writes it.
-    if anew and not manifest.weights_only and all_or_none.rank == 0:
-        _tell_of_new_states(manifest, engine)
-    _fit_average(manifest, engine, tells=all_or_none.rank == 0)
-    if all_or_none.rank == 0:
-        _tell_of_frozen(manifest, engine)
+    if engine.average_decay is not None and not _has_average(manifest):
+        engine.begin_average()
+    if rank == 0:  # the lines are about the whole model
+        for line in _changes(manifest, engine, anew and not manifest.weights_only):
+            log.warning("%s", line)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
     if not manifest.weights_only:
@@ -172,29 +171,25 @@ def _sets(manifest: Manifest, engine: ShardedEngine) -> Iterator[tuple[str, tupl
         yield spec.name, spec.full_shape, own, other
 
 
-def _fit_average(manifest: Manifest, engine: ShardedEngine, *, tells: bool) -> None:
-    """Start the engine's average from the loaded masters if the checkpoint has none."""
-    is_saved, is_kept = any(AVERAGE in states for states in manifest.states), engine.average_decay is not None
-    if is_kept and not is_saved:
-        engine.begin_average()
-    if tells and is_kept != is_saved and not manifest.weights_only:
+def _has_average(manifest: Manifest) -> bool:
+    return any(AVERAGE in states for states in manifest.states)
+
+
+def _changes(manifest: Manifest, engine: ShardedEngine, anew: bool) -> Iterator[str]:
+    """Yield what the engine has otherwise than the checkpoint. `anew`: as in `load`."""
+    counts = Counter[str]()
+    for _, _, states, held in _sets(manifest, engine) if anew else ():
+        counts.update([states_text(new)] if (new := dict(states.items() - held.items())) else ())
+    for states_of_some, number in counts.items():
+        yield f"another optimizer's checkpoint: {states_of_some} of {number} parameters begin at zero"
+    is_kept = engine.average_decay is not None
+    if is_kept != _has_average(manifest) and not manifest.weights_only:
         told = "starts from the masters: the checkpoint has none" if is_kept else "is dropped: none is kept from now on"
-        log.warning("the average of the weights %s", told)
-
-
-def _tell_of_frozen(manifest: Manifest, engine: ShardedEngine) -> None:
+        yield f"the average of the weights {told}"
     saved = {param.name for param in manifest.params}
     if left := [name for name in frozen_params(engine) if name not in saved]:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        log.warning("frozen parameters stay as the model has them: the checkpoint has no %s%s", left[0], more)
-
-
-def _tell_of_new_states(manifest: Manifest, engine: ShardedEngine) -> None:
-    counts = Counter[str]()
-    for _, _, states, saved in _sets(manifest, engine):
-        counts.update([states_text(new)] if (new := dict(states.items() - saved.items())) else ())
-    for states_of_some, number in counts.items():
-        log.warning("another optimizer's checkpoint: %s of %d parameters begin at zero", states_of_some, number)
+        yield f"frozen parameters stay as the model has them: the checkpoint has no {left[0]}{more}"
 
 
 def _agree_on(problems: list[list[str]]) -> None:

@@ -9,7 +9,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ def tell_live_tensors(folder: Path, rank: int, engine: ShardedEngine | None, err
     """
     with contextlib.suppress(Exception):
         rows = _rows(engine, error)
-        total = sum(row.nbytes for row in rows)
+        total = sum(nbytes for nbytes, *_ in rows)
         lines = [f"{total / 2**20:12.2f} MiB of live tensors"]
-        lines += [f"{row.nbytes / 2**20:12.2f} MiB {row.number:6} x {row.words}" for row in rows]
+        lines += [f"{nbytes / 2**20:12.2f} MiB {number:6} x {words}" for nbytes, number, words in rows]
         path = folder / f"memory_rank{rank}.txt"
         path.write_text("\n".join([f"{error}", *lines, ""]), encoding="utf-8")
         if engine is not None and engine.device.type == "cuda":  # pragma: CUDA only
@@ -40,16 +40,8 @@ def tell_live_tensors(folder: Path, rank: int, engine: ShardedEngine | None, err
         say("\n".join(told), sys.stderr)
 
 
-class _Row(NamedTuple):
-    """The live storages that have the same words."""
-
-    nbytes: int
-    number: int
-    words: str
-
-
-def _rows(engine: ShardedEngine | None, error: BaseException) -> list[_Row]:
-    """Return the live storages, the largest first."""
+def _rows(engine: ShardedEngine | None, error: BaseException) -> list[tuple[int, int, str]]:
+    """Return the bytes, the number and the words of the live storages with the same words, the largest first."""
     rows: dict[str, list[int]] = defaultdict(list)
     known: set[int] = set()
     for words, tensor in _tensors(engine, error):
@@ -59,7 +51,7 @@ def _rows(engine: ShardedEngine | None, error: BaseException) -> list[_Row]:
                 if storage.device.type != "meta" and storage._cdata not in known and storage.nbytes():
                     known.add(storage._cdata)
                     rows[f"{words}, {str(tensor.dtype)[6:]} {(*tensor.shape,)}"].append(storage.nbytes())
-    return sorted((_Row(sum(sizes), len(sizes), words) for words, sizes in rows.items()), reverse=True)
+    return sorted(((sum(sizes), len(sizes), words) for words, sizes in rows.items()), reverse=True)
 
 
 def _tensors(engine: ShardedEngine | None, error: BaseException) -> Iterator[tuple[str, Tensor]]:

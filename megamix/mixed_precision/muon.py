@@ -295,16 +295,16 @@ class MuonUpdate(BucketUpdate):
                 yield from home.held(self._muon)
 
     def in_turn(self, buckets: Iterable[Bucket], step: StepScalars) -> Iterator[Bucket]:
-        under_way: deque[_UnderWay] = deque()
+        under_way: deque[tuple[Bucket, Iterator[bool]]] = deque()  # buckets, each with its stages that are to come
 
         def advance() -> Iterator[Bucket]:
             # The newest bucket goes first: its values travel while the older buckets compute.
-            ended = [next(one.stages, True) for one in reversed(under_way)]
+            ended = [next(stages, True) for _, stages in reversed(under_way)]
             while under_way and ended.pop():
-                yield under_way.popleft().bucket
+                yield under_way.popleft()[0]
 
         for bucket in buckets:
-            under_way.append(_UnderWay(bucket, self._stages(bucket, step)))
+            under_way.append((bucket, self._stages(bucket, step)))
             yield from advance()
         while under_way:
             yield from advance()
@@ -393,14 +393,6 @@ class MuonUpdate(BucketUpdate):
                 arrived[place].copy_(part)
 
 
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A bucket, and its stages that are still to come."""
-
-    bucket: Bucket
-    stages: Iterator[bool]
-
-
 def _plan(muon: Muon, buckets: Sequence[Bucket], topology: Topology) -> dict[Bucket, _Exchange]:
     """Return the exchange of each bucket with matrices. Every rank must call it."""
     exchanges: dict[Bucket, _Exchange] = {}
@@ -437,30 +429,22 @@ def _exchange(muon: Muon, among: Collectives, found: BucketMatrices, device: tor
     mine = sorted(found.parts[rank], key=home)  # stable: pieces with one home stay in the order of their matrices
     coming = [part for own in found.parts for part in own if home(part) == rank]
     ends = accumulate(part.numel for part in coming)
-    placed = [_Placed(part, slice(end - part.numel, end)) for part, end in zip(coming, ends, strict=True)]
-    placed.sort(key=lambda one: (*block(one.part), one.part.first))
+    # Each piece with its place in the tensor that has arrived.
+    placed = [(part, slice(end - part.numel, end)) for part, end in zip(coming, ends, strict=True)]
+    placed.sort(key=lambda one: (*block(one[0]), one[0].first))
     blocks: dict[int, list[_Block]] = {}
-    for _, group in groupby(placed, key=lambda one: block(one.part)):
-        together = [*group]
-        part = together[0].part
-        blocks.setdefault(part.matrix, []).append(_Block(part.rows, part.columns, [one.place for one in together]))
+    for _, group in groupby(placed, key=lambda one: block(one[0])):
+        parts, places = zip(*group, strict=True)
+        blocks.setdefault(parts[0].matrix, []).append(_Block(parts[0].rows, parts[0].columns, [*places]))
     return _Exchange(
         among,
         mine,
         scales=[muon.lr_scale(matrices[part.matrix].rows, matrices[part.matrix].columns) for part in mine],
         to=[sum(part.numel for part in mine if home(part) == other) for other in range(among.axis.size)],
         of=[sum(part.numel for part in own if home(part) == rank) for own in found.parts],
-        homes=[_Home(matrices[number], parts, states(matrices[number])) for number, parts in blocks.items()],
+        homes=[_Home(matrices[number], of_it, states(matrices[number])) for number, of_it in blocks.items()],
         travels=bool(found.sent),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A piece of a matrix, and its place in the tensor that has arrived."""
-
-    part: MatrixPiece
-    place: slice
 
 
 def orthogonalised(momentum: Tensor, muon: Muon) -> Tensor:

@@ -76,8 +76,12 @@ class Decoder(LanguageModel):
     @property
     def units(self) -> list[nn.Module]:
         """Return the parts that run one after the other. None reads another's parameters, unless they are tied."""
-        tables = (self.embedding, self.position_embedding)
-        return [*(table for table in tables if table is not None), *self.blocks, self.head]
+        return [*self.inputs, *self.blocks, self.head]
+
+    @property
+    def inputs(self) -> list[nn.Module]:
+        """Return the tables that make hidden states of tokens."""
+        return [table for table in (self.embedding, self.position_embedding) if table is not None]
 
     def block(self, config: Any, layer: int) -> nn.Module:
         """Build the block of a layer. The block is called with hidden states, half (B, T, hidden_size), the rotary
@@ -142,9 +146,8 @@ class Decoder(LanguageModel):
     def costs(cls, config: DecoderConfig) -> Costs:
         """Return the cost of each part of a model of this configuration."""
         model = cls.sketch(config)
-        tables = (model.embedding, model.position_embedding)
         return Costs(
-            first=Cost.of(*(table for table in tables if table is not None)),
+            first=Cost.of(*model.inputs),
             blocks=[Cost.of(block) for block in model.blocks],
             last=Cost.of(model.norm, model.head),
             tied_params=model.head.weight.numel() if config.tie_embeddings else 0,

@@ -191,9 +191,8 @@ def fp8_names(family: type[LanguageModel], config: Any, section: FP8Config) -> l
     got = f'precision.fp8.recipe: got "{section.recipe}"'
     if not issubclass(family, Decoder):
         raise ValueError(f'{got}, but a {family.__name__} computes by modules of its own; write recipe = "none"')
-    whole = family.sketch(config)
-    layers = (block.named_modules(prefix=f"blocks.{number}") for number, block in enumerate(whole.blocks))
-    linear = [name for layer in layers for name, module in layer if isinstance(module, Linear)]
+    modules = family.sketch(config).blocks.named_modules(prefix="blocks", remove_duplicate=False)
+    linear = [name for name, module in modules if isinstance(module, Linear)]
     for pattern in section.but:
         if not any(matches(name, [pattern]) for name in linear):
             raise ValueError(

@@ -132,9 +132,7 @@ class Stage(nn.Module):
 
 def _modules(model: Decoder, first: bool, layers: range, last: bool) -> Iterator[nn.Module]:
     if first:
-        yield model.embedding
-        if model.position_embedding is not None:
-            yield model.position_embedding
+        yield from model.inputs
     yield from (model.blocks[layer] for layer in layers)
     if last:
         yield from (model.norm, model.head)
