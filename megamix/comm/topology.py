@@ -71,7 +71,8 @@ class Topology:
         Raises: ValueError if there is no such axis.
         """
         if names == ("ep",):
-            return self._axis(self._ep_places)
+            first = self.owners.rank // self.ep_size * self.ep_size
+            return self._axis(self._places(self._sharded)[first : first + self.ep_size])
         _require_axes(names)
         return self._axis(self._places(names))
 
@@ -141,11 +142,6 @@ class Topology:
             return self._axis(self._places(self._sharded)[self.owners.rank % self.ep_size :: self.ep_size])
         holders = self._named(lambda kind: kind.weights != "copied")
         return self.along(*(name for name in holders if name not in ("pp", divided)))
-
-    @property
-    def _ep_places(self) -> list[int]:
-        first = self.owners.rank // self.ep_size * self.ep_size
-        return self._places(self._sharded)[first : first + self.ep_size]
 
     @property
     def _sharded(self) -> list[str]:

@@ -53,7 +53,8 @@ def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None
     if wrong := [rank for rank, (ok, _) in enumerate(by_rank) if not ok]:
         problems.append(_describe(engine, wrong))
     if len({state for _, state in by_rank}) > 1:
-        problems += _disagreements(engine, state)
+        states = gather_json(engine.world, state, engine.device)
+        problems += [line for name in state if (line := _disagreement(name, [values[name] for values in states]))]
     if problems:
         raise DamagedMemory(f"memory does not hold what was written: {'; '.join(problems)}")
 
@@ -150,14 +151,8 @@ def _differences(dtype: torch.dtype, owners: Collectives, buckets: list[Bucket])
     return found
 
 
-def _disagreements(engine: ShardedEngine, own: Mapping[str, Numbers]) -> list[str]:
-    """Return a phrase for each counter and state that is not equal on all ranks. Every rank must call it."""
-    by_rank = gather_json(engine.world, own, engine.device)
-    return [line for name in own if (line := _disagreement(name, [values[name] for values in by_rank]))]
-
-
 def _disagreement(name: str, by_rank: Sequence[Numbers]) -> str:
-    """Return a phrase with the ranks' values at the first place where they differ; empty if all are equal."""
+    """Return a phrase with a counter's values at the first place where ranks differ; empty if all are equal."""
     rows = [numbers if isinstance(numbers, Sequence) else [numbers] for numbers in by_rank]
     if len({len(row) for row in rows}) > 1:
         return _who_holds_what(f"the length of {name}", [len(row) for row in rows])

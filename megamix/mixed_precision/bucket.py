@@ -214,9 +214,8 @@ class Bucket:
             self.params.copy_(full)
 
     def allocate_params(self) -> None:
-        """Give the half parameters memory."""
-        if self.storage.params_pass:
-            allocate(self.params)
+        """Give the half parameters memory. They have it only for a time."""
+        allocate(self.params)
 
     def show_params(self) -> None:
         """Let the module's Parameters be read again, after their values have arrived."""
@@ -464,10 +463,6 @@ class Bucket:
     def shown(self) -> Tensor:
         """Return the values whose casts the half parameters are: FP32 (shard_numel,)."""
         return self.average if self.average is not None and self.shows_average else self.master
-
-    def gather_shown(self) -> Tensor:
-        """Return the shown values of all owners: FP32 (padded_numel,). All owners must call it."""
-        return self.owners.gather(self.shown).view(-1)
 
     def cast_shown(self) -> None:
         """Overwrite this rank's half parameters with the casts of its shown values."""

@@ -411,8 +411,7 @@ class ShardedEngine:
         self._guard.check()
         self._unseen_writes.refuse_told()
         self._release_for_write(call)  # waits for gathers that no forward has awaited, e.g. of a skipped unit
-        if self._unseen_writes.due:
-            self._unseen_writes.look(self._kept_buckets)
+        self._unseen_writes.look_if_due(self._kept_buckets)
         self._grads.wait_all()
         with self.clock.span("update"):
             rows = [bucket.row_stats(self._row_stats) for bucket in self.buckets]

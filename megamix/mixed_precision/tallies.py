@@ -29,11 +29,8 @@ class Tallies:
         for name, tally in self._moving.items():
             _check_rule(name, tally)
         self._counts = torch.zeros(sum(self._sizes), dtype=torch.float32, device=device)
-        for module, counts in zip(counted.values(), self._split(self._counts), strict=True):
+        for module, counts in zip(counted.values(), torch.split(self._counts, self._sizes), strict=True):
             module.connect(counts, progress)
-
-    def _split(self, counts: Tensor) -> list[Tensor]:
-        return [*torch.split(counts, self._sizes)]
 
     def reset(self) -> None:
         """Forget what the step has counted."""
@@ -45,7 +42,7 @@ class Tallies:
             return {}
         summed = self._readers.sum_whole(self._counts)
         self.reset()
-        return dict(zip(self._by_name, self._split(summed), strict=True))
+        return dict(zip(self._by_name, torch.split(summed, self._sizes), strict=True))
 
     @torch.no_grad()
     def move(self, counts: Mapping[str, Tensor], skipped: Tensor) -> None:

@@ -412,7 +412,7 @@ class UnitGather:
         for unit in units:
             if unit in self._live:
                 self._await(unit)  # a gather under way still writes this memory
-                self._unseen_writes.before_free(unit.buckets)
+                self._unseen_writes.look_if_due(unit.buckets)
                 for bucket in unit.buckets:
                     bucket.free_params()
                 del self._live[unit]

@@ -37,7 +37,6 @@ class UnseenWrites:
         self._places = {bucket: number_of([place[piece.spec.name] for piece in bucket.pieces]) for bucket in buckets}
         self.found = torch.zeros((), dtype=torch.float64, device=device)
         self._slots = [HostSlot(device) for _ in range(_LAG)]
-        self._looked = False  # True: buckets were compared since `found` was zero
         self.asked = False  # True: calls of all ranks need the result of the next step's agreement
         self._steps = 0  # steps since masters and half parameters were written from outside
 
@@ -54,7 +53,6 @@ class UnseenWrites:
     def look(self, buckets: Iterable[Bucket]) -> None:
         """Compare these buckets, which must have memory, and keep the first parameter that differs in `found`."""
         for one in buckets:
-            self._looked = True
             half, master = one.param_shard, one.shown
             size = tuned.HASH_CHUNK if half.is_cpu else tuned.HASH_CHUNK_GPU
             both = zip(torch.split(half, size), torch.split(master, size), strict=True)
@@ -62,8 +60,8 @@ class UnseenWrites:
             by_piece = torch.stack(torch._foreach_max(torch.split(rows, one.piece_rows)))
             torch.maximum(self.found, (by_piece * self._places[one]).amax(), out=self.found)
 
-    def before_free(self, buckets: Iterable[Bucket]) -> None:
-        """Compare these buckets in a step that is checked, before their memory is freed and a write to it is lost."""
+    def look_if_due(self, buckets: Iterable[Bucket]) -> None:
+        """Compare these buckets in a step that is checked: before their memory is freed, or else at the step's end."""
         if self.due:
             self.look(buckets)
 
@@ -72,7 +70,7 @@ class UnseenWrites:
         if self.due or self.asked:
             self._slots[self._steps % _LAG].write(by_rank.amax())
             self.asked = False
-        self._clear()
+        self.found.zero_()
         self._steps += 1
 
     def refuse_told(self) -> None:
@@ -93,15 +91,10 @@ class UnseenWrites:
 
     def forget(self) -> None:
         """Forget all results: masters were written from outside, and all half parameters are now their casts."""
-        self._clear()
+        self.found.zero_()
         self._steps = 0
         for slot in self._slots:
             slot.read_once()
-
-    def _clear(self) -> None:
-        if self._looked:
-            self.found.zero_()
-            self._looked = False
 
     def _refuse(self, number: int) -> None:
         if number:

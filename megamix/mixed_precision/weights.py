@@ -46,7 +46,7 @@ def full_weights(model: nn.Module, buckets: Sequence[Bucket], entries: Entries, 
     """
     trained: dict[str, Tensor] = {}
     for bucket in buckets:
-        flat = bucket.gather_shown()
+        flat = bucket.owners.gather(bucket.shown).view(-1)
         for slot in bucket.plan.slots:
             value = _whole(flat[slot.start : slot.end], slot.spec, links).to("cpu", copy=True)
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)

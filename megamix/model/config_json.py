@@ -124,10 +124,11 @@ class GPT2Format(Format):
 class _Part:
     """A feature of some formats that takes more than a key to read or to write."""
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
-        """Add to the section [model] what config.json says of the feature. Take away keys that no other may see.
+    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+        """Add to the section [model] what config.json says of the feature, and to `problems` reasons to refuse it. Take
+        away keys that no other may see.
 
-        Raises: ValueError with the reason to refuse it.
+        Raises: ValueError with a reason, if nothing can be added.
         """
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class _Windows(_Part):
     by_layer: bool = True
     switch: bool = False
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
         layers = _whole(keys, "num_hidden_layers", 1)
         size, kinds = keys["sliding_window"], keys.get("layer_types")
         if self.switch and not keys.get("use_sliding_window"):
@@ -190,7 +191,7 @@ class _Windows(_Part):
 class _Unrotated(_Part):
     """Layers without rotary positions, as SmolLM3 has."""
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
         layers, rotated = _whole(keys, "num_hidden_layers", 1), keys.get("no_rope_layers")
         if rotated is None:
             interval = _whole(keys, "no_rope_layer_interval", 1)
@@ -209,18 +210,16 @@ class _Rope(_Part):
     `rope_parameters`.
     """
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
         rope = _rope_table(keys)
         theta: float = _first_set(rope.get("rope_theta"), keys.get("rope_theta"), 10000.0)
-        problems = [
+        problems += [
             f"partial_rotary_factor is {shown(table['partial_rotary_factor'])}, megamix rotates whole heads"
             for table in (keys, rope)
             if table.get("partial_rotary_factor") not in (None, 1, 1.0)
         ]
         if any(isinstance(value, Mapping) for value in rope.values()):
             problems.append("rope_parameters differ by layer, megamix has one table for all layers")
-        if problems:
-            raise ValueError("; ".join(problems))
         given |= {"rope_theta": theta, "rope_scaling": _read_scaling(rope, keys["max_position_embeddings"])}
         if given["rope_scaling"] is None and given.get("window_rope_theta") == theta:
             given["window_rope_theta"] = None
@@ -233,7 +232,7 @@ class _Rope(_Part):
 class _PartlyRotated(_Part):
     """A share of each head that rotates, as in Phi, whose wavelengths megamix does not stretch."""
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
         rope = _rope_table(keys)
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise ValueError(f"rope_scaling is {shown(rope)}, megamix does not stretch Phi's wavelengths")
@@ -249,7 +248,7 @@ class _PartlyRotated(_Part):
 class _TwoRopes(_Part):
     """Wavelengths of their own in layers with a window. Newer files have two tables in `rope_parameters`."""
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
+    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
         rope, windowed = keys.get("rope_parameters"), {}
         if rope:
             if not isinstance(rope, Mapping) or not all(isinstance(rope.get(kind), Mapping) for kind in _KINDS):
@@ -282,13 +281,11 @@ class _Experts(_Part):
     normalize: str | None = None
     mixes: bool = False
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
-        problems = _unlike(keys, "decoder_sparse_step", 1, (1,)) + _unlike(keys, "clip_qkv", None, (None,))
+    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+        problems += _unlike(keys, "decoder_sparse_step", 1, (1,)) + _unlike(keys, "clip_qkv", None, (None,))
         dense: Any = (keys.get("mlp_only_layers") or []) if self.mixes else []
         if not isinstance(dense, list) or dense != [*range(len(dense))]:
             problems.append(f"mlp_only_layers is {shown(dense)}, megamix has layers without experts before all others")
-        if problems:
-            raise ValueError("; ".join(problems))
         count: Any = keys.get("num_experts")
         given["experts"] = {
             "num_experts": keys["num_local_experts"] if count is None else count,
@@ -313,17 +310,15 @@ class _Experts(_Part):
 class _GemmaFactors(_Part):
     """Gemma's activation, and its factors, which follow from sizes."""
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any]) -> None:
-        problems = _unlike(keys, "hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
+    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+        problems += _unlike(keys, "hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
         if "attention_softcap" not in given:
             problems += _unlike(keys, "attn_logit_softcapping", None, (None,))  # transformers' Gemma 3 does not read it
         if keys.get("use_bidirectional_attention"):
             problems.append("use_bidirectional_attention is set, attention in megamix is causal")
         scalar: Any = keys.get("query_pre_attn_scalar", 256)
         if not _at_least(scalar, 1):
-            problems.append(f"query_pre_attn_scalar is {shown(scalar)}, and must be a positive whole number")
-        if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError(f"query_pre_attn_scalar is {shown(scalar)}, and must be a positive whole number")
         given["embedding_scale"] = math.sqrt(keys["hidden_size"])
         given["attention_scale"] = None if scalar == keys["head_dim"] else scalar**-0.5
 
@@ -351,14 +346,14 @@ class RotaryFormat(Format):
     def read(self, json: Json) -> ModelConfig:
         keys = {**_DEFAULTS, **self.defaults, **json}
         given = {**self.block, **{ours: keys[theirs] for ours, theirs in self.named.items()}}
-        problems = []
+        problems = list[str]()
         if self.block.get("activation") != "geglu":
             problems += _unlike(keys, "hidden_act", "silu", ("silu", "swish"))
         for key in ("attention_bias", "attention_out_bias", "mlp_bias"):
             problems += _unlike(keys, key, False, (False, True))
         for part in (*self.parts, _Rope()):
             try:
-                part.read(keys, given)
+                part.read(keys, given, problems)
             except ValueError as error:
                 problems.append(str(error))
             except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # a file that is damaged

@@ -24,7 +24,7 @@ from megamix.machine import torch_version
 from megamix.model.decoder import Decoder
 from megamix.model.language_model import LanguageModel
 from megamix.model.layers import Linear
-from megamix.model.ops import Ops, Product
+from megamix.model.ops import Ops, Product, change_ops
 from megamix.model.wide import apply
 from megamix.names import matches
 
@@ -168,18 +168,15 @@ def use_fp8(model: LanguageModel, section: FP8Config) -> list[str]:
 
 def compute_in_fp8(layers: Iterable[tuple[str, nn.Module]], section: FP8Config) -> None:
     """Let these layers compute their products as the section says. Raises: ValueError naming one that no GPU takes."""
-    changed = dict[Ops, Ops]()
-    for name, layer in layers:
-        if isinstance(layer, Linear):
-            if any(size % MULTIPLE for size in layer.weight.shape):
-                raise ValueError(
-                    f'precision.fp8.recipe: got "{section.recipe}", and a GPU takes sizes that are multiples of '
-                    f"{MULTIPLE}, but {name} is {[*layer.weight.shape]} on a rank; take other sizes under [model], or "
-                    f'write but = ["*.{name.split(".", 2)[-1]}"] and so for each layer of such sizes'
-                )
-            if layer.ops not in changed:
-                changed[layer.ops] = replace(layer.ops, product=FP8Product(section, layer.ops.product))
-            layer.ops = changed[layer.ops]
+    linear = {name: layer for name, layer in layers if isinstance(layer, Linear)}
+    for name, layer in linear.items():
+        if any(size % MULTIPLE for size in layer.weight.shape):
+            raise ValueError(
+                f'precision.fp8.recipe: got "{section.recipe}", and a GPU takes sizes that are multiples of '
+                f"{MULTIPLE}, but {name} is {[*layer.weight.shape]} on a rank; take other sizes under [model], or "
+                f'write but = ["*.{name.split(".", 2)[-1]}"] and so for each layer of such sizes'
+            )
+    change_ops(linear.values(), lambda ops: replace(ops, product=FP8Product(section, ops.product)))
 
 
 def fp8_names(family: type[LanguageModel], config: Any, section: FP8Config) -> list[str]:

@@ -106,14 +106,15 @@ class Head(Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table of rows. `divided`: each tensor-parallel rank has some rows. `std`: standard deviation of the
-    initial weights. `scale`: factor of the rows that are returned."""
+    """A table of rows. `divided`: each tensor-parallel rank has some rows. `std`: standard deviation of the initial
+    weights.
+    """
 
-    def __init__(
-        self, num_rows: int, hidden_size: int, ops: Ops, *, std: float, divided: bool = False, scale: float = 1.0
-    ) -> None:
+    scale = 1.0  # factor of the rows that are returned
+
+    def __init__(self, num_rows: int, hidden_size: int, ops: Ops, *, std: float, divided: bool = False) -> None:
         super().__init__(num_rows, hidden_size)
-        self.ops, self.scale, self.rules = ops, scale, {"weight": ParamRule("normal", std, 0 if divided else None)}
+        self.ops, self.rules = ops, {"weight": ParamRule("normal", std, 0 if divided else None)}
 
     def reset_parameters(self) -> None:
         """Draw nothing: the whole model draws its weights."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamix.machine import native_halves, torch_version
 from megamix.model import wide
@@ -126,9 +126,9 @@ class Ops:
     def _computes_wide(self, x: Tensor) -> bool:
         return self._sums_wide(x) and x.dtype not in self.native
 
-    def attention_dtype(self, query: Tensor) -> torch.dtype:
-        """Return the dtype in which a CPU's kernel computes attention."""
-        return torch.float32 if self._computes_wide(query) else query.dtype
+    def compute_dtype(self, x: Tensor) -> torch.dtype:
+        """Return the dtype in which operations on x compute."""
+        return torch.float32 if self._computes_wide(x) else x.dtype
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return the tokens' rows."""
@@ -180,8 +180,7 @@ class Ops:
             return torch._grouped_mm(x, weight.mT, offs=groups.ends)
         if groups.places is not None:
             return wide.apply(wide.PaddedLinear, x, weight, groups.places, max(groups.counts))
-        compute_dtype = torch.float32 if self._computes_wide(x) else x.dtype
-        return wide.apply(wide.GroupedLinear, x, weight, groups.counts, compute_dtype)
+        return wide.apply(wide.GroupedLinear, x, weight, groups.counts, self.compute_dtype(x))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if self._sums_wide(x):
@@ -194,7 +193,7 @@ class Ops:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return wide.apply(wide.SwiGLU, gate, up, torch.float32 if self._computes_wide(gate) else gate.dtype)
+        return wide.apply(wide.SwiGLU, gate, up, self.compute_dtype(gate))
 
     def dropout(self, x: Tensor, share: float) -> Tensor:
         """Zero a share of the elements, drawn by torch's generator, and divide the others by 1 - share.
@@ -316,6 +315,15 @@ class Ops:
             *inputs, 0.0, True, found.rng_state, unused, **_sides(window)
         )
         return grads
+
+
+def change_ops(modules: Iterable[nn.Module], change: Callable[[Ops], Ops]) -> None:
+    """Give the modules that have operations changed ones. Modules that share theirs share the new ones."""
+    changed = dict[Ops, Ops]()
+    for module in modules:
+        if isinstance(ops := getattr(module, "ops", None), Ops):
+            changed[ops] = changed.get(ops) or change(ops)
+            module.ops = changed[ops]  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
 
 
 def _sides(window: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megamix.comm.collectives import Collectives
 from megamix.model.context import Documents
 from megamix.model.decoder import Decoder
-from megamix.model.ops import SEES_ALL, Attend, AttentionRule, Keep, Ops, Segmented
+from megamix.model.ops import SEES_ALL, Attend, AttentionRule, Keep, Ops, Segmented, change_ops
 from megamix.model.span import AttentionPiece, Chunks, Span
 from megamix.model.wide import Crossing, apply, aten
 
@@ -37,22 +37,19 @@ def divide_positions(model: Decoder, cp: Collectives, *, by_heads: bool = False)
         )
     model.span = span = Span(cp.axis.size, cp.axis.rank, by_heads=by_heads)
     way = _ExchangedHeads if by_heads else _GatheredAttention
-    shared = {id(ops): ops for module in model.modules() if isinstance(ops := getattr(module, "ops", None), Ops)}
-    divided = {
-        key: replace(
+
+    def divided(ops: Ops) -> Ops:
+        return replace(
             ops,
             attend=way(cp, ops.attend),
             keep=_OwnPositions(span, ops.keep),
             over_sequence=lambda _, counts: cp.gather(counts.flatten()).sum(0).view_as(counts),
         )
-        for key, ops in shared.items()
-    }
+
+    change_ops(model.modules(), divided)
     for block in model.blocks:
         # Backward may run a block again after the forwards of other micro-batches.
         block.register_forward_pre_hook(lambda _, args: span.enter(args[2]))
-    for module in model.modules():
-        if isinstance(ops := getattr(module, "ops", None), Ops):
-            module.ops = divided[id(ops)]  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
 
 
 class _OwnPositions:
@@ -102,7 +99,7 @@ class _GatheredAttention(_DividedAttention):
         if not part.pieces:
             return apply(_BySegments, query, own, part, self._cp, ops, rule.window)
         if not rule.window:
-            return apply(_InPieces, query, own, part, self._cp, ops.attention_dtype(query))
+            return apply(_InPieces, query, own, part, self._cp, ops.compute_dtype(query))
         # Pieces have no window: gather keys and values, keep them, and attend with a mask.
         gather, sum_own = (partial(way, part=part, cp=self._cp) for way in (_gather, _sum_own))
         key, value = apply(Crossing, own, gather, sum_own).transpose(2, 3)

@@ -24,8 +24,8 @@ from megamix.mixed_precision.weights import put_parameter
 from megamix.model.cross_entropy import SLOPE_SCALE
 from megamix.model.decoder import Branch, Decoder
 from megamix.model.language_model import LanguageModel
-from megamix.model.layers import Embedding, Linear, ParamRule
-from megamix.model.ops import Keep, LookUp, Ops, Product
+from megamix.model.layers import Linear, ParamRule
+from megamix.model.ops import Keep, LookUp, Ops, Product, change_ops
 from megamix.parallel.borders import Border
 
 
@@ -144,20 +144,16 @@ def divide_layers(model: Decoder, border: Border) -> None:
     for module in model.modules():
         if isinstance(module, Branch):
             module.register_forward_pre_hook(lambda _, args: (border.enter(args[0]), *args[1:]))
-        if isinstance(module, Linear) and module.divides == "rows":
-            module.ops = replace(module.ops, product=_Rows(border, module.ops.product))
-    if isinstance(model.embedding, Embedding):  # a middle rank of a pipeline has no embedding
-        ops = model.embedding.ops
-        model.embedding.ops = replace(ops, look_up=_Table(border, ops.look_up))
+    rows = (module for module in model.modules() if isinstance(module, Linear) and module.divides == "rows")
+    change_ops(rows, lambda ops: replace(ops, product=_Rows(border, ops.product)))
+    change_ops([model.embedding], lambda ops: replace(ops, look_up=_Table(border, ops.look_up)))
     model.norm.register_forward_hook(lambda _, args, out: border.enter(out))
     # A head's loss, which has no dim, is the same on every rank already.
     model.head.register_forward_hook(lambda _, args, out: border.join_columns(out) if out.dim() else out)
     model.slopes = partial(vocabulary_slopes, border.tp)
     model.register_forward_pre_hook(lambda _, args: border.begin(_num_positions(*args)))
     if border.sequence:
-        for module in (model, *model.blocks):
-            if hasattr(module, "ops"):  # a block on another rank of the pipeline is an empty module
-                module.ops = replace(module.ops, keep=_OwnPositions(border, module.ops.keep))
+        change_ops((model, *model.blocks), lambda ops: replace(ops, keep=_OwnPositions(border, ops.keep)))
         if model.position_embedding is not None:
             model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
 
