@@ -18,7 +18,7 @@ from megamix.comm.collectives import Collectives, Pending, noting
 from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout, GroupSpan, ParamSpec
 from megamix.mixed_precision.row_stats import RowStats
 from megamix.mixed_precision.settings import Precision, Sharding
-from megamix.mixed_precision.storage import STORAGE, FreedParameter, Storage, allocate, free
+from megamix.mixed_precision.storage import FreedParameter, Storage, allocate, free
 from megamix.mixed_precision.update_slice import AVERAGE, MASTER, States, UpdateGroup, UpdateSlice
 
 log = logging.getLogger("megamix")
@@ -74,7 +74,7 @@ class BucketBytes:
         `owner_adds`: the owner adds up a step's micro-batches. `shard`: the number of the rank's shard; None: the shard
         with the most bytes of states, which is an upper bound for every rank. `averages`: an average is kept.
         """
-        storage = STORAGE[sharding.shard]
+        storage = Storage.of(sharding.shard)
         states = [
             sum((span.end - span.start) * groups[span.group].state_bytes for span in plan.shard_spans(number))
             for number in (plan.unlike_shards() if shard is None else [shard])
@@ -150,7 +150,7 @@ class Bucket:
         self.owners = owners
         self.place = place
         self.precision = precision
-        self.storage = STORAGE[sharding.shard]
+        self.storage = Storage.of(sharding.shard)
         self.bytes = BucketBytes.count(plan, precision, sharding, groups, owner_adds, owners.axis.rank)
         self.spans = plan.shard_spans(owners.axis.rank)  # spans of this rank's shard, one per optimizer group
         self.pieces = plan.shard_pieces(owners.axis.rank)  # parts of parameters in this rank's shard

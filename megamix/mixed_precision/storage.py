@@ -23,12 +23,9 @@ class Storage:
     grads_pass: bool  # gradients have memory from the first gradient to their sum; sums have it until the step ends
     params_pass: bool  # half parameters have memory while their unit computes
 
-
-STORAGE: dict[Shard, Storage] = {
-    "states": Storage(grads_pass=False, params_pass=False),
-    "gradients": Storage(grads_pass=True, params_pass=False),
-    "parameters": Storage(grads_pass=True, params_pass=True),
-}
+    @staticmethod
+    def of(shard: Shard) -> Storage:
+        return Storage(grads_pass=shard != "states", params_pass=shard == "parameters")
 
 
 def allocate(flat: Tensor) -> None:

@@ -33,7 +33,9 @@ class Block(nn.Module):
         self.attention = LatentAttention(config, latent, ops, layer) if latent else Attention(config, ops, layer)
         self.attention_end_norm = _stream_norm(config, ops) if after else None
         self.feed_forward_norm = _stream_norm(config, ops) if before else None
-        self.feed_forward = self._feed_forward(config, ops, layer)
+        experts = sizes.experts(config, layer)
+        inner = sizes.ffn_hidden_size(config)
+        self.feed_forward = Experts(config, experts, ops) if experts else FeedForward(config, ops, inner)
         self.feed_forward_end_norm = _stream_norm(config, ops) if after else None
 
     def forward(
@@ -46,11 +48,6 @@ class Block(nn.Module):
             x = x + self._end(self.attention(hidden, rotary, documents, cache), self.attention_end_norm)
         with normed(self.selective, self.feed_forward_norm, x) as hidden:
             return x + self._end(self.feed_forward(hidden), self.feed_forward_end_norm)
-
-    def _feed_forward(self, config: ModelConfig, ops: Ops, layer: int) -> nn.Module:
-        if (experts := sizes.experts(config, layer)) is not None:
-            return Experts(config, experts, ops)
-        return FeedForward(config, ops, sizes.ffn_hidden_size(config))
 
     def _end(self, branch: Tensor, norm: nn.Module | None) -> Tensor:
         """Return what is added to the residual stream."""

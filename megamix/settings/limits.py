@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, fields
 from functools import partial
+from itertools import filterfalse
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -69,9 +70,13 @@ class ByUpdate(Limits):
         is_one = isinstance(value, str | bytes | Iterator | Set | Mapping) or getattr(value, "ndim", 1) == 0
         if is_one or not isinstance(value, Iterable):
             return own(value)
-        if numbers := tuple(map(own, value)):
-            return numbers
-        raise ValueError("must have at least one number")
+        numbers = tuple(one if type(one) is float else own(one) for one in value)
+        if not numbers:
+            raise ValueError("must have at least one number")
+        # A long run has a number for each of a million updates, so of floats only the extremes are looked at.
+        for one in (min(numbers), max(numbers), *filterfalse(math.isfinite, numbers)):
+            own(one)
+        return numbers
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> object:
         return {"type": "float", **self._bounds}

@@ -158,6 +158,7 @@ def test_parameters_and_operations_are_those_counted_by_hand(query_rank: int | N
     assert fewest_params(config) == 2 * block + 2 * 61 * 32
     assert parameter_count(config) == 2 * block + 2 * 61 * 32 + norms
     assert flops_per_token(config) == 6 * (2 * block + 61 * 32) + 2 * 6 * 4 * (12 + 10) * 24
+    assert sum(table.nbytes for table in Transformer(config).buffers()) == 4 * 24 * 4
 
 
 def test_a_compiled_block_computes_the_same() -> None:
