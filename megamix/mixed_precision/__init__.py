@@ -30,7 +30,7 @@ weights        weights into the engine and out of it
 module_guard   the check that the module keeps its parameters, each in its place
 
 The stages, in the order in which the data flows:
-foreign_params  parameters that a loss reads and the module does not have
+foreign_params  the graph of a loss, and parameters in it that the module does not have
 grad_reduce    gradients into their buckets by hooks, and buckets to their owners while backward runs
 grad_stats     one agreement of all ranks: overflow, norm, loss; and the multiplier that follows from it
 group_scalars  each group's settings at this update, on the device: betas, momentum, weight decay

@@ -28,7 +28,9 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Format:
-    """The format of one `model_type`. If config.json holds more than sizes, a subclass reads and writes it."""
+    """The format of one `model_type`. If config.json holds more than sizes, a subclass reads and writes it. A model is
+    exported in the first format whose `read` gives it back from what `write` has written.
+    """
 
     model_type: str
     architecture: str

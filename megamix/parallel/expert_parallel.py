@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megamix.comm.collectives import Collectives
 from megamix.model.decoder import Decoder
-from megamix.model.experts import Compute, Experts, Routes, SortedRows, at_own_experts
+from megamix.model.experts import AtExperts, Compute, Experts, Routes, SortedRows, at_own_experts
 from megamix.model.ops import host_counts
 from megamix.model.wide import Crossing, apply
 from megamix.values import has_values
@@ -30,12 +30,13 @@ def divide_experts(model: Decoder, ep: Collectives, *, gathers: bool = False) ->
     """Make experts whose stacks are this rank's blocks compute for all ranks of `ep`. Their calls are collective then,
     in evaluation, too. `gathers`: each rank gets all tokens, and the host waits for nothing.
     """
-    way = _Gather(ep) if gathers else _Exchange(ep)
+    exchange, gather = _Exchange(ep), _Gather(ep)
+    way: AtExperts = torch.compiler.disable(gather.compute) if gathers else exchange  # type: ignore[no-untyped-call]  # untyped in torch
     for module in model.modules():
         if isinstance(module, Experts):
             module.at_experts = way
-    if isinstance(way, _Exchange):
-        model.around_recompute = way.around_recompute
+    if not gathers:
+        model.around_recompute = exchange.around_recompute
 
 
 class _Exchange:
@@ -148,12 +149,8 @@ class _Gather:
 
     def __init__(self, ep: Collectives):
         self._ep = ep
-        self._all: Callable[..., Tensor] = torch.compiler.disable(self._compute_all)  # type: ignore[no-untyped-call]  # untyped in torch
 
-    def __call__(self, x: Tensor, routes: Routes, compute: Compute) -> Tensor:
-        return self._all(x, routes, compute)
-
-    def _compute_all(self, x: Tensor, routes: Routes, compute: Compute) -> Tensor:
+    def compute(self, x: Tensor, routes: Routes, compute: Compute) -> Tensor:
         all_x, all_weights = (apply(Crossing, own, self._gathered, self._summed) for own in (x, routes.weights))
         num_here = len(routes.counts) // self._ep.axis.size
         rows = _RowsHere.among(self._gathered(routes.experts) - self._ep.axis.rank * num_here, num_here)
