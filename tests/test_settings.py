@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 from torch import nn
 
@@ -380,6 +381,14 @@ def test_numbers_of_numpy_become_python_s_own() -> None:
     assert repr(scales[0]) == repr(scales[1])
     assert type(StaticLossScale(np.float32(1024)).max_scale) is float
     assert type(engine_of(clip_grad=np.float32(1.0), grad_accum_steps=np.int64(2)).clip_grad) is float
+
+
+def test_rates_for_each_update_may_be_an_array_or_a_tensor() -> None:
+    """Whoever computes a schedule by numpy or torch."""
+    for rates in (np.array([0.5, 0.25]), torch.tensor([0.5, 0.25])):
+        assert AdamW(lr=rates).lr == (0.5, 0.25)
+    with pytest.raises(TypeError, match="lr of AdamW must be a number"):
+        AdamW(lr=torch.ones(2, 2))
 
 
 def test_what_a_class_works_out_is_no_setting() -> None:

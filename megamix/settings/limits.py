@@ -5,7 +5,7 @@ them.
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from itertools import filterfalse
@@ -63,12 +63,11 @@ class ByUpdate(Limits):
     last. A job takes a number.
     """
 
-    def numbers(self, value: object) -> object:
+    def numbers(self, value: Any) -> object:
         """Return the number, or all of them as a tuple. Raises: TypeError or ValueError saying what they must be."""
         own = partial(_own, Annotated[float, Limits(power_of_two=False, **self._bounds)])
-        # A set or mapping has no order, and an iterator can be read only once. A tensor without dims has no numbers.
-        is_one = isinstance(value, str | bytes | Iterator | Set | Mapping) or getattr(value, "ndim", 1) == 0
-        if is_one or not isinstance(value, Iterable):
+        value = value.tolist() if getattr(value, "ndim", 0) else value  # an array of numpy or torch
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence):
             return own(value)
         numbers = tuple(one if type(one) is float else own(one) for one in value)
         if not numbers:
