@@ -17,7 +17,7 @@ from megamix.arguments import print_lines
 from megamix.config import ConfigError
 from megamix.machine import set_torch_environment
 from megamix.progress import ProgressLine
-from megamix.tools.bench.host_bench import HostSettings, host
+from megamix.tools.bench.host_bench import host
 from megamix.tools.bench.ranks import Settings
 from megamix.tools.bench.report import Result, append_line, describe_machine, machine_line, progress
 from megamix.tools.bench.sides import SIDES, SIZES, Work, fitted, sides_at_once
@@ -51,7 +51,7 @@ def run(
         "update": lambda s: update(s if s.card else replace(s, work=Work(model=GPT_20M))),
         "train": partial(train, names=sides),
         "step": step,
-        "host": lambda s: host(HostSettings(rounds=s.rounds, tell=s.tell)),
+        "host": host,
         **{name: partial(layout, name) for name in ("tp2", "pp2", "cp2")},
         "startup": startup,
     }

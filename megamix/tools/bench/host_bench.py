@@ -9,9 +9,9 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -41,23 +41,7 @@ def small_model(width: int, layers: int) -> ModelConfig:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSettings:
-    """Size of the measurement."""
-
-    rounds: int = 9
-    tell: Callable[..., object] = dict
-    steps: int = 5  # steps of a turn
-    layers: int = 48  # a multiple of PARTS
-    width: int = 32
-    work: Work = field(default_factory=lambda: Work(micro_batch_size=1))
-
-    def of(self, layers: int) -> Work:
-        return replace(self.work, model=small_model(self.width, layers))
-
-
-@dataclass(frozen=True, slots=True)
-class Sitting:
+class Sitting(NamedTuple):
     """Sides that take turns at each of the cases, each side on ranks of its own."""
 
     ranks: int
@@ -88,9 +72,12 @@ class Unjoined(Ours):
             tuned.LEAST_UNIT = least
 
 
-def sittings(settings: HostSettings) -> list[Sitting]:
+def sittings(work: Work, layers: int, width: int) -> list[Sitting]:
     """Return the sittings. Each case differs from another in one thing, so their difference is its cost."""
-    layers, of = settings.layers, settings.of
+
+    def of(layers: int) -> Work:
+        return replace(work, micro_batch_size=1, model=small_model(width, layers))
+
     small = {
         ALONE: of(layers),
         JOINED: replace(of(layers), blocks_a_unit=PARTS),
@@ -150,18 +137,18 @@ class HostCase:
         return [ms - bare for ms, bare in zip(self.cpu_ms[side], self.cpu_ms[BARE], strict=True)]
 
 
-def measure(sitting: Sitting, settings: HostSettings) -> dict[str, HostCase]:
+def measure(sitting: Sitting, settings: Settings, steps: int) -> dict[str, HostCase]:
     """Take the turns of all sides at all cases, round by round, in rotated order."""
     measured = {}
     for case, work in sitting.cases.items():
         on_meta = make_model(replace(work, device="meta"))
-        described = Settings(work=work, rounds=settings.rounds, ranks=sitting.ranks)
+        described = replace(settings, work=work, ranks=sitting.ranks)
         measured[case] = HostCase(described, len([*on_meta.parameters()]), {}, {})
     with ExitStack() as stack:
         pools = {}
         for name, build in sitting.sides.items():
             progress(f"host: {name}, on {sitting.ranks} rank(s)")
-            actor = partial(HostRank, Side(name, build, settings.steps), sitting.cases)
+            actor = partial(HostRank, Side(name, build, steps), sitting.cases)
             pools[name] = stack.enter_context(start_ranks(name, actor, world_size=sitting.ranks))
             for case in sitting.cases:
                 measured[case].first[name] = pools[name].call(HostRank.begin, case, FIRST_STEPS)[0]
@@ -173,17 +160,20 @@ def measure(sitting: Sitting, settings: HostSettings) -> dict[str, HostCase]:
     return measured
 
 
-def host(settings: HostSettings) -> Result:
-    """Measure ours, torch's ways and a loop by hand beside forward and backward alone."""
+def host(settings: Settings, layers: int = 48, width: int = 32, steps: int = 5) -> Result:
+    """Measure ours, torch's ways and a loop by hand beside forward and backward alone.
+
+    `layers`: a multiple of PARTS. `steps`: of a turn.
+    """
     measured: dict[str, HostCase] = {}
-    for sitting in sittings(settings):
-        measured |= measure(sitting, settings)
+    for sitting in sittings(settings.work, layers, width):
+        measured |= measure(sitting, settings, steps)
     columns = ("case: side", "CPU ms a step", "ms over bare", "us a tensor", "share of ddp's", "graphs")
     rows = [row for case in (ALONE, TWO) for row in _rows(case, measured[case])]
     described = {case: of_case.settings.described() for case, of_case in measured.items()}
     raw = {case: {"cpu_ms": of_case.cpu_ms, "first": of_case.first} for case, of_case in measured.items()}
     notes = [*_growth(measured), *how_multiplied(settings.work.device)]
-    return Result("host", {"steps": settings.steps, "cases": described}, raw, columns, rows, _goals(measured), notes)
+    return Result("host", {"steps": steps, "cases": described}, raw, columns, rows, _goals(measured), notes)
 
 
 def _rows(case: str, measured: HostCase) -> Iterator[tuple[str, ...]]:

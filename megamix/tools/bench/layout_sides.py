@@ -19,7 +19,7 @@ from megamix.comm.topology import Topology
 from megamix.config import ParallelismConfig
 from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.mixed_precision.settings import Sharding
 from megamix.model.decoder import Decoder
 from megamix.model.language_model import LanguageModel
 from megamix.parallel.build import build_model, drawn
@@ -32,12 +32,7 @@ SCHEDULE = "1f1b"
 
 
 def _make_part(
-    work: Work,
-    dtype: torch.dtype,
-    topology: Topology,
-    stages: Sequence[StagePlan] = (),
-    *,
-    sequence_parallel: bool = False,
+    work: Work, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool = False
 ) -> tuple[LanguageModel, ShardedEngine]:
     """Return this rank's part of the model, with the weights that make_model has, and its engine."""
     cpu = torch.device("cpu")
@@ -45,41 +40,41 @@ def _make_part(
         work.model, ParallelismConfig(sequence_parallel=sequence_parallel), topology, cpu, stages
     )
     sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
-    return model, make_engine(work, model, Precision(dtype), sharding, drawn(model, SEED))
+    return model, make_engine(work, model, sharding, drawn(model, SEED))
 
 
 class OursTensorParallel(Ours):
     """megamix with every rank in one tensor-parallel axis."""
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sequence_parallel: bool = True):
+    def __init__(self, work: Work, *, sequence_parallel: bool = True):
         topology = Topology.connect(tp=dist.get_world_size())
-        _, self.engine = _make_part(work, dtype, topology, sequence_parallel=sequence_parallel)
+        _, self.engine = _make_part(work, topology, sequence_parallel=sequence_parallel)
 
 
 class OursPipeline(Ours):
     """megamix with one stage on each rank."""
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, work: Work):
         topology = Topology.connect(pp=dist.get_world_size())
         stages = plan_stages(work.model, topology.pp.size, 1)
-        model, self.engine = _make_part(work, dtype, topology, stages)
+        model, self.engine = _make_part(work, topology, stages)
         own = {topology.pp.rank: stages[topology.pp.rank].layers}
         assert isinstance(model, Decoder)
         border = Handover(topology.pp, len(stages), (work.micro_batch_size, work.model.seq_len))
         self._pipeline = Pipeline(self.engine, model, own, SCHEDULE, border)
-        self._micro_batches = work.micro_batches
+        self.micro_batches = work.micro_batches
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        parts = zip(tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True)
+        parts = zip(tokens.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True)
         self._pipeline.forward_backward(MicroBatch(Batch(*part, None, part[1].numel())) for part in parts)
-        return self.engine.progress.loss_sum / self._micro_batches
+        return self.engine.progress.loss_sum / self.micro_batches
 
 
 class OursContextParallel(Ours):
     """megamix with every rank in one context-parallel axis."""
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
-        _, self.engine = _make_part(work, dtype, Topology.connect(cp=dist.get_world_size()))
+    def __init__(self, work: Work):
+        _, self.engine = _make_part(work, Topology.connect(cp=dist.get_world_size()))
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         return _mean_of_ranks(super()._pass(tokens, targets, last=last))
@@ -88,8 +83,8 @@ class OursContextParallel(Ours):
 class OursOfOwnSequences(Ours):
     """megamix with data-parallel ranks, each with its part of the shared sequences."""
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
-        _, self.engine = _make_part(work, dtype, Topology.connect())
+    def __init__(self, work: Work):
+        _, self.engine = _make_part(work, Topology.connect())
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         own = (x.chunk(dist.get_world_size())[dist.get_rank()] for x in (tokens, targets))
@@ -107,16 +102,16 @@ class TorchTensorParallel(Autocast):
     It uses autocast or, if `sharded`, `fully_shard`.
     """
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
-        self._dtype = product_dtype(dtype, work.device)
+    def __init__(self, work: Work, *, sharded: bool = False):
+        self._dtype = product_dtype(work)
         mesh = _mesh("tp")
         # torch's own operations: DTensor would dispatch every step of our FP32 sums by itself.
         model = self.model = make_model(work, wide=False)
         _divide(model, mesh["tp"])
         if sharded:
-            shard_fully(model, model.blocks, mesh["dp"], self._dtype, dtype)
+            shard_fully(model, model.blocks, mesh["dp"], self._dtype)
             self._dtype = torch.float32  # nothing is left for autocast
-        self._begin(work, dtype)
+        self._begin(work)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         from torch.distributed.tensor.parallel import loss_parallel
@@ -136,9 +131,8 @@ class TorchPipeline(Autocast):
     It uses autocast or, if `sharded`, `fully_shard` with weights that stay gathered over the micro-batches.
     """
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
-        self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
-        self._micro_batches = work.micro_batches
+    def __init__(self, work: Work, *, sharded: bool = False):
+        self._dtype = product_dtype(work)
         mesh, rank = _mesh("pp"), dist.get_rank()
         layers = plan_stages(work.model, dist.get_world_size(), 1)[rank].layers
         model = make_model(work)
@@ -146,16 +140,16 @@ class TorchPipeline(Autocast):
         self.model = Stage(model, layers)
         if sharded:
             blocks = [model.blocks[layer] for layer in layers]
-            shard_fully(self.model, blocks, mesh["dp"], dtype, dtype, reshard_after_forward=False)
+            shard_fully(self.model, blocks, mesh["dp"], work.half, reshard_after_forward=False)
             self._dtype = torch.float32  # nothing is left for autocast
         stage = dist.pipelining.PipelineStage(
             self.model, rank, dist.get_world_size(), torch.device("cpu"), group=mesh["pp"].get_group()
         )
         self._schedule = SCHEDULES[SCHEDULE](stage, work.micro_batches, self._mean, scale_grads=False)
-        self.optimizer = self._make_optimizer(self.model, work)
+        self._begin(work)
 
     def _mean(self, loss: Tensor, targets: Tensor) -> Tensor:
-        return loss / self._micro_batches  # cheaper than dividing the gradients, as the schedule would
+        return loss / self.micro_batches  # cheaper than dividing the gradients, as the schedule would
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []

@@ -83,7 +83,7 @@ class Settings:
         """Return the settings for the line of JSON."""
         model = self.work.model
         of_all = {"rounds": self.rounds, "ranks": self.ranks, "threads": 1, "parameters": parameter_count(model)}
-        return asdict(self.work) | of_all | {"model": model.model_dump()}
+        return asdict(self.work) | of_all | {"model": model.model_dump(), "dtype": str(self.work.half)}
 
     def figures(self, turns: Sequence[Turn]) -> dict[str, float]:
         """Return what a turn of all ranks has reached: tokens/s of all; on GPUs the peak of a rank's memory, and the

@@ -60,6 +60,12 @@ class Work:
     clip_grad: float = 1.0
     compile_update: bool = True  # ours; a side compiles its model if `model` says so
     device: str = "cpu"  # device of every rank; "cuda" is the GPU that the pool gave the rank
+    dtype: torch.dtype | None = None  # of every product; None: the half dtype of the device
+
+    @property
+    def half(self) -> torch.dtype:
+        """Return the dtype to train in."""
+        return self.dtype or half_of(self.device)
 
 
 SIZES = {
@@ -165,12 +171,12 @@ class _Blocks(nn.Sequential):
         return bool(self[0].is_repeated)
 
 
-def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+def product_dtype(work: Work) -> torch.dtype:
     """Return the dtype in which autocast and torch's own operations multiply.
 
-    It is `dtype`, or FP32 on a CPU without arithmetic in `dtype`, where products would take up to 100 times as long.
+    It is `work.half`, or FP32 on a CPU without arithmetic in it, where products would take up to 100 times as long.
     """
-    return torch.float32 if device == "cpu" and dtype not in native_halves() else dtype
+    return torch.float32 if work.device == "cpu" and work.half not in native_halves() else work.half
 
 
 def half_of(device: str) -> torch.dtype:
@@ -181,20 +187,22 @@ def half_of(device: str) -> torch.dtype:
 
 def how_multiplied(device: str) -> list[str]:
     """Return a note if products of BF16 are not computed in BF16."""
-    if product_dtype(torch.bfloat16, device) == torch.bfloat16:
+    if device == "cuda" or torch.bfloat16 in native_halves():
         return []
     return ["this CPU has no arithmetic in BF16: every side computes wide, in FP32 on halves; torch's layouts in FP32"]
 
 
 def make_engine(
-    work: Work, model: LanguageModel, precision: Precision, sharding: Sharding, fill: Fill | None = None,
+    work: Work, model: LanguageModel, sharding: Sharding, fill: Fill | None = None,
     optimizer: Callable[..., AdamW] = AdamW,
 ) -> ShardedEngine:  # fmt: skip
     """Return an engine by the rules of `work`, with a running clock. Every rank must call it."""
+    # 2**16 holds for these steps. Without it the search for the largest scale, from 2**24 down, would be timed.
+    loss_scale = DynamicLossScale(init_scale=2.0**16) if work.half == torch.float16 else None
     engine = ShardedEngine(
         model,
         optimizer(lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay),
-        precision,
+        Precision(work.half, loss_scale=loss_scale),
         sharding,
         clip_grad=work.clip_grad,
         grad_accum_steps=work.micro_batches,
@@ -209,18 +217,14 @@ class Ours(Engine):
     """megamix. `fp8`: recipe of products in FP8."""
 
     def __init__(
-        self, work: Work, dtype: torch.dtype | None = None, *,
+        self, work: Work, *,
         shard: Shard = "states", optimizer: Callable[..., AdamW] = AdamW, fp8: str = "none",
     ):  # fmt: skip
-        self.micro_batches, dtype = work.micro_batches, dtype or half_of(work.device)
+        self.micro_batches = work.micro_batches
         model = make_model(work)
         if fp8 != "none":
             use_fp8(model, FP8Config.model_validate({"recipe": fp8}))
-        # 2**16 holds for these steps. Without it the search for the largest scale, from 2**24 down, would be timed.
-        loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
-        precision = Precision(dtype, loss_scale=loss_scale)
-        sharding = Sharding(model.units, shard=shard)
-        self.engine = make_engine(work, model, precision, sharding, optimizer=optimizer)
+        self.engine = make_engine(work, model, Sharding(model.units, shard=shard), optimizer=optimizer)
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         loss: Tensor = self.engine(tokens, targets)
@@ -240,9 +244,9 @@ class Ours(Engine):
 class ForwardBackward(Engine):
     """Our half model with its gradients dropped: no optimizer and no other rank. Its speed is the ceiling of ours."""
 
-    def __init__(self, work: Work, dtype: torch.dtype | None = None):
+    def __init__(self, work: Work):
         self.micro_batches = work.micro_batches
-        self.model = make_model(work).to(dtype or half_of(work.device))
+        self.model = make_model(work).to(work.half)
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         loss: Tensor = self.model(tokens, targets)
@@ -259,8 +263,8 @@ class ByHand(ForwardBackward):
     Half parameters; FP32 masters, copied to and fro by torch's _foreach calls; AdamW(fused=True) on the masters.
     """
 
-    def __init__(self, work: Work, dtype: torch.dtype | None = None):
-        super().__init__(work, dtype)
+    def __init__(self, work: Work):
+        super().__init__(work)
         self._clip_grad = work.clip_grad
         self._params: list[Tensor] = [*self.model.parameters()]
         self._masters = [param.detach().float() for param in self._params]
@@ -308,21 +312,20 @@ def fused_adamw(
 class Autocast(Engine):
     """Autocast and AdamW(fused=True) on one rank: weights, gradients and states FP32, and in FP16 a GradScaler."""
 
-    def __init__(self, work: Work, dtype: torch.dtype | None = None):
-        dtype = dtype or half_of(work.device)
-        self._dtype = product_dtype(dtype, work.device)
+    def __init__(self, work: Work):
+        self._dtype = product_dtype(work)
         model: nn.Module = make_model(work)
-        if self._dtype != dtype:
-            model = _HalfForward(model, dtype)
+        if self._dtype != work.half:
+            model = _HalfForward(model, work.half)
         self.model: nn.Module = self._distributed(model)
-        self._begin(work, dtype)
+        self._begin(work)
 
-    def _begin(self, work: Work, dtype: torch.dtype) -> None:
-        """Make what all of torch's ways have. `dtype`: of the products."""
+    def _begin(self, work: Work) -> None:
+        """Make what all of torch's ways have."""
         self._clip_grad, self.micro_batches = work.clip_grad, work.micro_batches
         # A user of torch compiles the loss, too. Our head's multiplies in place, which autocast leaves in FP32.
         self._compiled_loss = torch.compile(_cross_entropy, dynamic=False) if work.model.compile else None
-        self._scaler = torch.amp.GradScaler(work.device, enabled=dtype == torch.float16)
+        self._scaler = torch.amp.GradScaler(work.device, enabled=work.half == torch.float16)
         self.optimizer = self._make_optimizer(self.model, work)
 
     def _distributed(self, model: nn.Module) -> nn.Module:
@@ -372,10 +375,10 @@ class Ddp(Autocast):
             return super()._pass(tokens, targets, last=last)
 
 
-def plain(work: Work, dtype: torch.dtype | None = None) -> Autocast:
+def plain(work: Work) -> Autocast:
     """Return training by torch's own means: DDP, or on one rank its model as it is."""
     several = dist.is_initialized() and dist.get_world_size() > 1
-    return (Ddp if several else Autocast)(work, dtype)
+    return (Ddp if several else Autocast)(work)
 
 
 class Zero(Ddp):
@@ -395,28 +398,22 @@ class Fsdp(Autocast):
     `settings`: keywords of every fully_shard.
     """
 
-    def __init__(
-        self, work: Work, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, **settings: Any
-    ):
+    def __init__(self, work: Work, **settings: Any):
         from torch.distributed.device_mesh import init_device_mesh
 
         join_a_group(work.device)
-        dtype = dtype or half_of(work.device)
         self._dtype = torch.float32  # nothing is left for autocast
         model = self.model = make_model(work)
         mesh = init_device_mesh(work.device, (dist.get_world_size(),))
-        shard_fully(model, model.blocks, mesh, dtype, reduce_dtype or dtype, **settings)
-        self._begin(work, dtype)
+        shard_fully(model, model.blocks, mesh, work.half, **settings)
+        self._begin(work)
 
 
-def shard_fully(
-    root: nn.Module, blocks: Iterable[nn.Module], mesh: Any, dtype: torch.dtype, reduce_dtype: torch.dtype,
-    **settings: Any,
-) -> None:  # fmt: skip
+def shard_fully(root: nn.Module, blocks: Iterable[nn.Module], mesh: Any, dtype: torch.dtype, **settings: Any) -> None:
     """Apply `fully_shard` to each block and to the root, in mixed precision."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     for module in (*blocks, root):
         fully_shard(module, mesh=mesh, mp_policy=policy, **settings)
 

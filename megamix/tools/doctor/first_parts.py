@@ -70,9 +70,9 @@ def _losses(side: Engine, work: Work, steps: int) -> list[float]:
     return [float(loss) for loss in losses]
 
 
-def trained(work: Work, dtype: torch.dtype, **sharding: Any) -> str:
+def trained(work: Work, **sharding: Any) -> str:
     """Take a few steps, and return a hash of the FP32 weights."""
-    side = Ours(work, dtype, **sharding)
+    side = Ours(work, **sharding)
     _losses(side, work, FEW)
     weights = side.engine.full_weights().values()
     return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).hexdigest()
@@ -83,17 +83,18 @@ def smoke() -> Iterator[Finding]:
     work = replace(SIZES["3M"], device=DEVICE, compile_update=ON_GPU)
     halves = [torch.float16] if precision() is _FP16 else [torch.bfloat16, torch.float16]
     for dtype in halves:
-        ours, by_hand = (_losses(kind(work, dtype), work, STEPS) for kind in (Ours, ByHand))
+        of_dtype = replace(work, dtype=dtype)
+        ours, by_hand = (_losses(kind(of_dtype), work, STEPS) for kind in (Ours, ByHand))
         apart = max(abs(a - b) for a, b in zip(ours, by_hand, strict=True))
         wrong = not (apart < 0.02 and ours[-1] < ours[0] - 0.1)
         seen = f"loss {ours[0]:.3f} to {ours[-1]:.3f}, at most {apart:.2g} apart"
         yield found("smoke", seen, wrong, of=str(dtype).removeprefix("torch."))
     cards = torch.cuda.device_count() if ON_GPU else 1
     cards = 1 << (min(4, cards).bit_length() - 1)  # the mean of 1, 2 or 4 equal halves is exact, in any order of sums
-    alone = trained(work, halves[0])
+    alone = trained(work)
     with RankPool(cards, on_gpus=ON_GPU) as ranks:
         for shard in ("states", "gradients", "parameters"):
-            bits = {*ranks.call(partial(trained, work, halves[0], shard=shard))}
+            bits = {*ranks.call(partial(trained, work, shard=shard))}
             seen = f"{'the' if bits == {alone} else 'other'} bits, {cards} rank(s)"
             yield found("shards", seen, bits != {alone}, of=shard)
     if cards == 1:

@@ -20,7 +20,6 @@ from megamix.tools.bench.host_bench import (
     UNJOINED,
     First,
     HostCase,
-    HostSettings,
     Sitting,
     Unjoined,
     a_further,
@@ -32,13 +31,13 @@ from megamix.tools.bench.ranks import Settings
 from megamix.tools.bench.sides import Ours, Work, make_model
 from tests.tools.bench.tiny import WORK, fork_ranks
 
-TINY = HostSettings(rounds=1, steps=1, layers=4, width=8, work=replace(WORK, micro_batch_size=1, lr=1e-3))
+TINY = Settings(work=replace(WORK, lr=1e-3), rounds=1)
 
 
 @pytest.mark.uncounted
 def test_the_bench_runs_from_end_to_end_and_all_sides_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_ranks(monkeypatch)
-    result = host(TINY)
+    result = host(TINY, layers=4, width=8, steps=1)
     assert set(result.raw) == {ALONE, JOINED, SHALLOW, HALF, CUT, TWO}
     for case, raw in result.raw.items():
         trained = {name: first.losses for name, first in raw["first"].items() if name != BARE}
@@ -56,7 +55,7 @@ def test_the_bench_runs_from_end_to_end_and_all_sides_train_the_same(monkeypatch
 
 def test_cases_differ_in_one_thing_each() -> None:
     tensors, units = {}, {}
-    for sitting in sittings(HostSettings()):
+    for sitting in sittings(Work(), 48, 32):
         for case, work in sitting.cases.items():
             model = make_model(replace(work, device="meta"))
             tensors[case] = len([*model.parameters()])
@@ -68,7 +67,7 @@ def test_cases_differ_in_one_thing_each() -> None:
 
 
 def test_a_side_joins_no_units_and_its_engine_alone() -> None:
-    work = replace(TINY.of(16), blocks_a_unit=1)
+    work = replace(TINY.work, model=small_model(8, 16))
     joined, unjoined = Ours(work, shard="parameters"), Unjoined(work)
     assert len(unjoined.engine.buckets) > 16 > len(joined.engine.buckets)
     assert len(Ours(work, shard="parameters").engine.buckets) == len(joined.engine.buckets)
@@ -130,7 +129,7 @@ def test_a_turn_is_taken_by_each_side_in_rotated_order(monkeypatch: pytest.Monke
     monkeypatch.setattr(host_bench, "start_ranks", lambda name, *_, **__: Pool(name))
     work = replace(WORK, model=small_model(8, 2))
     sitting = Sitting(2, {"a": object, "b": object}, {"one": work, "two": work})
-    measured = host_bench.measure(sitting, replace(TINY, rounds=2))
+    measured = host_bench.measure(sitting, replace(TINY, rounds=2), 1)
     assert called == [
         ("one", "a"), ("one", "b"), ("two", "a"), ("two", "b"),
         ("one", "b"), ("one", "a"), ("two", "b"), ("two", "a"),

@@ -1,7 +1,6 @@
 """Ours and torch alone train the same thing on a layout, and tokens of a model that several ranks share count once."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ def _sides(name: str) -> list[Side]:
 def _losses(name: str, dtype: torch.dtype, steps: int) -> dict[str, list[float]]:
     traces = {}
     for side in _sides(name):
-        of_dtype = Side(side.name, partial(side.build, dtype=dtype))
-        losses = torch.tensor(TrainRank(of_dtype, SMALL[name]).losses(steps), dtype=torch.float64)
+        losses = torch.tensor(TrainRank(side, replace(SMALL[name], dtype=dtype)).losses(steps), dtype=torch.float64)
         dist.all_reduce(losses, op=dist.ReduceOp.MAX)  # only one rank of a pipeline knows the loss, the other says 0
         traces[side.name] = losses.tolist()
     return traces

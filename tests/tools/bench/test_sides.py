@@ -20,39 +20,32 @@ from megamix.tools.bench.sides import Ddp, ForwardBackward, Fsdp, Ours, Work, Ze
 from tests.distributed.late_gather import late_gathers
 from tests.tools.bench.tiny import WORK
 
-FP32 = {
-    "ours": partial(Ours, dtype=torch.float32),
-    "gradients": partial(Ours, dtype=torch.float32, shard="gradients"),
-    "parameters": partial(Ours, dtype=torch.float32, shard="parameters"),
-    "ddp": partial(Ddp, dtype=torch.float32),
-    "zero": partial(Zero, dtype=torch.float32),
-    "fsdp2": partial(Fsdp, dtype=torch.float32, reduce_dtype=torch.float32),
-    "resharded": partial(Fsdp, dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True),
-}
-HALF = {
+SIDES = {
     "ours": Ours,
-    "fp16": partial(Ours, dtype=torch.float16),
+    "gradients": partial(Ours, shard="gradients"),
     "parameters": partial(Ours, shard="parameters"),
     "ddp": Ddp,
     "zero": Zero,
     "fsdp2": Fsdp,
-    "ddp in fp16": partial(Ddp, dtype=torch.float16),
-    "fsdp2 in fp16": partial(Fsdp, dtype=torch.float16),
+    "resharded": partial(Fsdp, reshard_after_forward=True),
 }
+HALF = {name: SIDES[name] for name in ("ours", "parameters", "ddp", "zero", "fsdp2")}
+FP16 = {name: SIDES[name] for name in ("ours", "ddp", "fsdp2")}
 
 
-def _losses(builds: dict[str, Any], steps: int) -> dict[str, list[float]]:
+def _losses(builds: dict[str, Any], steps: int, dtype: torch.dtype | None = None) -> dict[str, list[float]]:
     """Return the mean over the ranks, which is the number that all of them minimise."""
     traces = {}
     for name, build in builds.items():
-        losses = torch.tensor(TrainRank(Side(name, build), WORK).losses(steps), dtype=torch.float64)
+        rank = TrainRank(Side(name, build), replace(WORK, dtype=dtype))
+        losses = torch.tensor(rank.losses(steps), dtype=torch.float64)
         dist.all_reduce(losses)
         traces[name] = (losses / dist.get_world_size()).tolist()
     return traces
 
 
 def test_all_sides_agree_on_the_losses_in_fp32(run_ranks) -> None:
-    traces, other = run_ranks(_losses, 2, FP32, 4)
+    traces, other = run_ranks(_losses, 2, SIDES, 4, torch.float32)
     assert traces == other
     for name, losses in traces.items():
         assert losses == pytest.approx(traces["ours"], abs=1e-5), name
@@ -60,9 +53,10 @@ def test_all_sides_agree_on_the_losses_in_fp32(run_ranks) -> None:
 
 
 def test_all_sides_train_in_half_precision_to_nearly_the_same_losses(run_ranks) -> None:
-    truth = run_ranks(_losses, 2, {"ours": FP32["ours"]}, 3)[0]["ours"]
-    for name, losses in run_ranks(_losses, 2, HALF, 3)[0].items():
-        assert losses == pytest.approx(truth, abs=2e-2), name
+    truth = run_ranks(_losses, 2, {"ours": Ours}, 3, torch.float32)[0]["ours"]
+    for builds, dtype in ((HALF, torch.bfloat16), (FP16, torch.float16)):
+        for name, losses in run_ranks(_losses, 2, builds, 3, dtype)[0].items():
+            assert losses == pytest.approx(truth, abs=2e-2), (name, dtype)
 
 
 def _turns() -> list[Any]:
@@ -150,14 +144,13 @@ def test_plain_torch_multiplies_in_half_alone_where_blocks_are_compiled(monkeypa
         losses = TrainRank(Side("plain", plain), work).losses(2)
     assert products.dtypes == {torch.bfloat16}
     assert losses == pytest.approx(
-        TrainRank(Side("ours", partial(Ours, dtype=torch.float32)), WORK).losses(2), abs=2e-2
+        TrainRank(Side("ours", Ours), replace(WORK, dtype=torch.float32)).losses(2), abs=2e-2
     )
 
 
 def test_without_bf16_arithmetic_no_side_multiplies_in_bf16(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CPU_HALVES, "wide")
-    sides = {name: HALF[name] for name in ("ours", "parameters", "ddp", "zero", "fsdp2")}
-    sides |= {"forward and backward": ForwardBackward, "muon": partial(Ours, optimizer=Muon)}
+    sides = HALF | {"forward and backward": ForwardBackward, "muon": partial(Ours, optimizer=Muon)}
     for layout, bench in train_bench.LAYOUTS.items():
         work = replace(bench.work, model=WORK.model.model_copy(update={"tie_embeddings": False}))
         divided = {f"{layout} {side.name}": side.build for side in (bench.ours, *bench.peers, *bench.others)}
