@@ -15,6 +15,7 @@ import torch
 
 from megamix.config import ModelConfig
 from megamix.tools.bench.report import paired_ratio, show, spread
+from megamix.tools.bench.sides import Work
 from megamix.tools.bench.update_bench import COMPILED, GPT_20M, LIBRARY, LIBRARY_STATS, STATS, UpdateRank
 
 TINY = ModelConfig(vocab_size=512, seq_len=64, hidden_size=64, num_layers=2, num_heads=2)
@@ -79,7 +80,7 @@ def passes_fused(rank: UpdateRank) -> list[Pass]:
 
 
 def measure(small: bool = False) -> Findings:
-    rank = UpdateRank(TINY if small else GPT_20M, torch.float16, try_compiler=not small)
+    rank = UpdateRank(Work(model=TINY if small else GPT_20M, dtype=torch.float16, compile_update=not small))
     numel = rank.num_params()
     source, target = torch.ones(numel), torch.zeros(numel)
     passes = [Pass("", COPY, 8, lambda: target.copy_(source)), *passes_by_hand(numel), *passes_fused(rank)]

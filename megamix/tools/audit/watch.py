@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -153,11 +154,8 @@ def losses_told(watch: Watch) -> Iterator[None]:
             watch.losses = [one.detach() for one in tensors_in(tensors)]
         backward(tensors, *args, **kwargs)
 
-    torch.autograd.backward = run
-    try:
+    with mock.patch.object(torch.autograd, "backward", run):
         yield
-    finally:
-        torch.autograd.backward = backward
 
 
 def flushed(values: Tensor, dtype: torch.dtype) -> Tensor | None:

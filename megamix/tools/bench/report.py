@@ -82,10 +82,7 @@ class Result:
         return "\n".join([*lines, *(goal.line() for goal in self.goals), *self.notes])
 
     def json_line(self, machine: dict[str, Any]) -> str:
-        goals = [
-            {"text": goal.text, "value": goal.value, "bound": goal.bound, "at_least": goal.at_least, "met": goal.met}
-            for goal in self.goals
-        ]
+        goals = [asdict(goal) | {"value": goal.value, "met": goal.met} for goal in self.goals]
         return json.dumps(asdict(self) | {"machine": machine, "goals": goals})
 
 

@@ -64,25 +64,22 @@ def update_bytes(optimizer: AdamW) -> int:
 class UpdateRank:
     """Tensors of a step and every variant that works on them.
 
-    The update is of the parameters of `model` in the engine's default buckets, on one rank and on torch's default
-    device. `calls`: timed calls of each variant in a round.
+    The update is of the parameters of the work's model in the engine's default buckets, on one rank and on torch's
+    default device. `calls`: timed calls of each variant in a round.
     """
 
-    def __init__(
-        self, model: ModelConfig, dtype: torch.dtype, calls: int = 5, try_compiler: bool = True,
-        optimizer: AdamW = ADAMW,
-    ):  # fmt: skip
+    def __init__(self, work: Work, optimizer: AdamW = ADAMW, calls: int = 5):
         self._calls, device = calls, torch.get_default_device()
         self._optimizer, alone = optimizer, Collectives(Axis())
         with torch.device("meta"):
-            described = Transformer(model)
+            described = Transformer(work.model)
         census = take_census(described, self._optimizer, Topology(), Sharding())
         self._groups = census.groups
         self.layout = build_layout(census.specs, [1])
-        self._buckets = make_buckets(self.layout, [alone], self._groups, Precision(dtype), Sharding(), device)
+        self._buckets = make_buckets(self.layout, [alone], self._groups, Precision(work.half), Sharding(), device)
         torch.manual_seed(0)
         for bucket in self._buckets:
-            bucket.params = torch.zeros(bucket.plan.padded_numel, dtype=dtype)
+            bucket.params = torch.zeros(bucket.plan.padded_numel, dtype=work.half)
             bucket.param_shard = bucket.params
             bucket.make_grads()
             bucket.grads.normal_(0, 1e-2)  # far from the subnormal numbers, which take a CPU many times as long
@@ -91,7 +88,7 @@ class UpdateRank:
 
         choose = partial(choose_kernels, self._optimizer, self._groups, self._buckets, alone)
         self.variants: dict[str, Callable[[], object]] = {}
-        for kernels in (choose(try_compiler), choose(False)):
+        for kernels in (choose(work.compile_update), choose(False)):
             update, stats = (COMPILED, STATS) if kernels.path == "compiled" else (LIBRARY, LIBRARY_STATS)
             self.variants[update] = partial(self._update, kernels.update)
             self.variants[stats] = partial(self._stats, kernels.row_stats)
@@ -179,7 +176,7 @@ def update(
         for case in cases:
             progress(f"update: building {case[1]} with {case[0]} thread(s)")
             dtype, optimizer = KINDS[case[1]]
-            actor = partial(UpdateRank, work.model, dtype, calls, work.compile_update, optimizer)
+            actor = partial(UpdateRank, replace(work, dtype=dtype), optimizer, calls)
             pool = start_ranks(f"update {case[1]}", actor, threads=case[0], device=work.device)
             ranks[case] = stack.enter_context(pool)
             ranks[case].call(UpdateRank.seconds, 0)  # first calls compile and allocate

@@ -195,7 +195,7 @@ def test_update_goals_are_ratios_of_rates() -> None:
 
 def test_the_bytes_of_an_update_are_those_of_its_tensors() -> None:
     for name, (dtype, optimizer) in update_bench.KINDS.items():
-        rank = UpdateRank(MODEL, dtype, try_compiler=False, optimizer=optimizer)
+        rank = UpdateRank(replace(WORK, dtype=dtype), optimizer)
         once, twice = [], []  # bytes read or written once, and bytes read and written
         for bucket in rank._buckets:
             once += [bucket.grads, bucket.params]
@@ -211,7 +211,7 @@ def test_the_bytes_of_an_update_are_those_of_its_tensors() -> None:
 
 def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # speed is not tested here
-    rank = UpdateRank(MODEL, torch.bfloat16, calls=1)
+    rank = UpdateRank(replace(WORK, compile_update=True), calls=1)
     before = [bucket.master.clone() for bucket in rank._buckets]
     seconds = rank.seconds(3)
     assert [*seconds] == [*rank.variants][3:] + [*rank.variants][:3]

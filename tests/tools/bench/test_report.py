@@ -55,7 +55,9 @@ def test_every_line_of_the_file_is_json_with_all_rounds_and_versions(tmp_path: P
     first, second = map(json.loads, file.read_text().splitlines())
     assert first == second
     assert first["raw"] == raw
-    assert first["goals"] == [{"text": "speed", "value": 1.0, "bound": 2.0, "at_least": True, "met": False}]
+    assert first["goals"] == [
+        {"text": "speed", "measured": 1.0, "value": 1.0, "bound": 2.0, "at_least": True, "met": False}
+    ]
     assert {"date", "cpu", "cores", "vector_units", "load", "torch", "python", "megamix"} <= set(first["machine"])
     assert "MISSED 1.000 >= 2  speed\na note" in result.text()
 
