@@ -6,19 +6,18 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from megamix.config import Config, FirstLayers, axis_sizes, check_world_size
 from megamix.config.checks import check_config
 from megamix.config.toml_text import value_text
-from megamix.mixed_precision.settings import Shard
 from megamix.model.sizes import num_repeated
+from megamix.tools.plan.layouts import SHARDS
 from megamix.tools.plan.limits import MOST_RANKS
 from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
 
 MOST_TP = 8  # ranks; more would cross machines of 8 GPUs in every layer
 SAVES = 0.1  # share of the peak that a change saves at least, if the job does not fit with it
-SHARDS: tuple[Shard, ...] = get_args(Shard)
 Keys = Mapping[str, Any]
 
 
@@ -30,7 +29,7 @@ class Advice:
     peak: int  # bytes
 
 
-def by_shard(config: Config, plan: MemoryPlan) -> Iterator[tuple[Shard, int | str]]:
+def by_shard(config: Config, plan: MemoryPlan) -> Iterator[tuple[str, int | str]]:
     """Yield the peak with each `parallelism.shard`, in bytes, or why the job cannot have it."""
     for shard in SHARDS:
         changed = config.with_keys(parallelism={"dp_size": plan.axes["dp"], "shard": shard})

@@ -33,10 +33,7 @@ class Filling:
 
 
 class EngineMemory:
-    """Bytes of one rank, the one with the most pieces.
-
-    All ranks hold the same, but for the tables and for states that not all parameters have.
-    """
+    """Bytes of one rank. All ranks hold the same, but for the tables and for states that not all parameters have."""
 
     def __init__(
         self, buckets: Sequence[BucketBytes], precision: Precision, groups: Sequence[UpdateGroup],
@@ -73,8 +70,11 @@ class EngineMemory:
         }
 
     def tables(self) -> int:
-        """Return the bytes of the tables of the pieces' borders and places, and of learning rates."""
-        pieces = most_pieces([bucket.plan for bucket in self.buckets])
+        """Return the bytes of the tables of the pieces' borders and places, and of learning rates.
+
+        A rank that owned a piece of each parameter would have as many; others have some bytes less.
+        """
+        pieces = sum(len(bucket.plan.slots) for bucket in self.buckets)
         return torch.int64.itemsize * (pieces + len(self.buckets)) + FP32 * (pieces + self._num_updates)
 
     # Temporary memory.
@@ -189,16 +189,3 @@ class EngineMemory:
         if self.compiled:
             return 0
         return FP32 * tuned.chunk(tuned.STATS_CHUNK, bucket.shard_numel, on_gpu=self.on_gpu)
-
-
-def most_pieces(buckets: Sequence[BucketPlan]) -> int:
-    """Return how many parts of parameters the rank with the most parts owns.
-
-    Ranks with equal layouts differ in nothing else of their memory.
-    """
-    counts = [0] * max(bucket.num_shards for bucket in buckets)
-    for bucket in buckets:
-        for slot, end in zip(bucket.slots, bucket.padded_ends(), strict=True):
-            for shard in range(slot.start // bucket.shard_numel, (end - 1) // bucket.shard_numel + 1):
-                counts[shard] += 1
-    return max(counts)

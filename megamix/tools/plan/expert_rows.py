@@ -27,14 +27,9 @@ def expert_rows(config: Config, plan: MemoryPlan, limit: int | None) -> ExpertRo
     worst = tokens * section.ep_size * min(experts.top_k, experts.num_experts // section.ep_size)
     even = worst if section.ep_method == "gather" else tokens * experts.top_k  # a gather has room for the worst
     worst_peak = plan_memory(config, plan.axes["dp"], plan.machine, crowded=True).peak
-    factor = None if limit is None or limit < plan.peak else _factor(worst / even, plan.peak, worst_peak, limit)
-    return ExpertRows(even, worst, worst_peak, factor)
-
-
-def _factor(most: float, even_peak: int, worst_peak: int, limit: int) -> float:
-    """Return a factor of the even rows, at most `most`, that fits.
-
-    The bytes at any moment are linear in the rows, and the peak is their maximum. So between both ends the peak lies on
-    the straight line or below, and this factor fits.
-    """
-    return most if worst_peak <= limit else 1 + (most - 1) * (limit - even_peak) / (worst_peak - even_peak)
+    if limit is None or limit < plan.peak:
+        return ExpertRows(even, worst, worst_peak, None)
+    # The bytes at any moment are linear in the rows, and the peak is their maximum. So between both ends the peak lies
+    # on the straight line or below, and this share of the further rows fits.
+    share = 1.0 if worst_peak <= limit else (limit - plan.peak) / (worst_peak - plan.peak)
+    return ExpertRows(even, worst, worst_peak, 1 + (worst / even - 1) * share)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -98,13 +98,11 @@ def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | 
     return None if is_divided or is_across or 4 * size > sum(spec.numel for spec in specs) else size
 
 
-@dataclass(slots=True)
-class _Update:
+class _Update(NamedTuple):
     """Bytes of one bucket's update."""
 
-    stages: deque[int]  # maximum of each stage that has not begun
+    stages: tuple[int, int, int] = (0, 0, 0)  # maximum of each stage
     between: int = 0  # bytes that one stage leaves for the next
-    left: int = 0  # bytes that are left now
 
 
 def _update_of(
@@ -112,7 +110,7 @@ def _update_of(
     turn_of: Callable[[int, int], int],
 ) -> _Update:  # fmt: skip
     if homes is None or rank >= len(homes.parts):
-        return _Update(deque([0]))
+        return _Update()
     on_gpu, ns_dtype, shard = engine.on_gpu, optimizer.ns_dtype, bucket.plan.shard_numel
     of_span = engine.update()
     if not engine.compiled:
@@ -125,10 +123,9 @@ def _update_of(
     momentum = (FP32 + size) * shard + max(sent, of_span)
     direction = FP32 * shard + max(of_span, sent + FP32 * max(pieces, default=0) * (size < FP32))
     if not homes.sent:
-        return _Update(deque([max(momentum, sent + turn, direction)]))
+        return _Update((max(momentum, sent + turn, direction), 0, 0))
     both = sent + arrived  # both live until an exchange has ended
-    stages = deque([max(momentum, both), max(both, arrived + turn), max(both, direction)])
-    return _Update(stages, both)
+    return _Update((max(momentum, both), max(both, arrived + turn), max(both, direction)), both)
 
 
 def _turn(optimizer: Muon, rows: int, columns: int, *, on_gpu: bool) -> int:
@@ -142,16 +139,10 @@ def _turn(optimizer: Muon, rows: int, columns: int, *, on_gpu: bool) -> int:
 
 
 def _most_under_way(updates: Sequence[_Update]) -> int:
-    """Return the peak bytes if each bucket's next stage begins with the next bucket, the newest bucket first."""
-    most, under_way = 0, deque[_Update]()
-    for newest in (*updates, None, None):  # the last bucket has two more stages
-        if newest is not None:
-            under_way.append(newest)
-        for update in reversed(under_way):
-            if update.stages:
-                update.left = 0
-                most = max(most, update.stages.popleft() + sum(other.left for other in under_way))
-                update.left = update.between if update.stages else 0
-        while under_way and not under_way[0].stages:
-            under_way.popleft()
-    return most
+    """Return the peak bytes if each bucket's next stage begins with the next bucket: three are under way at a time."""
+    row = [_Update(), _Update(), *updates, _Update(), _Update()]
+    return max(
+        update.stages[2 - place] + sum(other.between for other in row[at : at + 3]) - update.between
+        for at in range(len(row) - 2)
+        for place, update in enumerate(row[at : at + 3])
+    )

@@ -12,11 +12,10 @@ from megamix.arguments import Failed
 from megamix.comm.topology import Topology
 from megamix.config import Config, ConfigError
 from megamix.machine import has_gpu
-from megamix.mixed_precision.settings import Shard
 from megamix.run.least_memory import amount
 from megamix.tools.plan.activations import Machine
-from megamix.tools.plan.advice import Advice, advise, by_shard
-from megamix.tools.plan.expert_rows import ExpertRows, expert_rows
+from megamix.tools.plan.advice import advise, by_shard
+from megamix.tools.plan.expert_rows import expert_rows
 from megamix.tools.plan.limits import RESERVED
 from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
 
@@ -29,20 +28,12 @@ def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | No
     if limit is None and machine == "gpu" and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory - RESERVED
     plan = plan_memory(config, dp_size, machine)
-    if not as_json:
-        yield from _table(plan)  # printed before the changes, which take longer to count
-    experts = expert_rows(config, plan, limit)
-    if experts is not None and not as_json:
-        yield from _expert_rows(config, experts)
-    shards = dict(by_shard(config, plan))
-    if not as_json:
-        yield from _shard_rows(config, plan, shards, limit)
-    advice = advise(config, plan, limit) if limit is not None and plan.peak > limit else []
     if as_json:
-        record = _record(plan, limit, experts, shards, advice)
+        record = _record(config, plan, limit)
         yield (str if record["fits"] is not False else Failed)(json.dumps(record, indent=2))
-    else:
-        yield from _verdict(plan, limit, advice)
+        return
+    for part in (_table, _expert_rows, _shard_rows, _verdict):  # each is printed before the next, which takes longer
+        yield from part(config, plan, limit)
 
 
 def require_fit(config: Config, dp_size: int, limit: int) -> str:
@@ -63,22 +54,18 @@ def require_fit(config: Config, dp_size: int, limit: int) -> str:
     raise ConfigError([f"--memory: got {amount(limit)}, but {peak}; {fix}"], "job")
 
 
-def _record(
-    plan: MemoryPlan,
-    limit: int | None,
-    experts: ExpertRows | None,
-    shards: dict[Shard, int | str],
-    advice: list[Advice],
-) -> dict[str, object]:
-    fits = None if limit is None else plan.peak <= limit
+def _record(config: Config, plan: MemoryPlan, limit: int | None) -> dict[str, object]:
+    fits, experts = None if limit is None else plan.peak <= limit, expert_rows(config, plan, limit)
+    advice = advise(config, plan, limit) if limit is not None and not fits else []
     return {
         **dataclasses.asdict(plan), "resident": plan.resident, "peak": plan.peak, "peak_phase": plan.peak_phase,
-        "memory": limit, "fits": fits, "experts": experts and dataclasses.asdict(experts), "shards": shards,
+        "memory": limit, "fits": fits, "experts": experts and dataclasses.asdict(experts),
+        "shards": dict(by_shard(config, plan)),
         "advice": [dataclasses.asdict(one) for one in advice],
     }  # fmt: skip
 
 
-def _table(plan: MemoryPlan) -> Iterator[str]:
+def _table(config: Config, plan: MemoryPlan, limit: int | None) -> Iterator[str]:
     kind = "a GPU" if plan.machine == "gpu" else "a CPU"
     mesh = Topology.place(0, ep_size=plan.ep_size, **plan.axes)
     of_stage = f"; those of pp rank {plan.pp_rank}, which need the most" if mesh.pp.size > 1 else ""
@@ -97,21 +84,24 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
     yield from _rows(beside, plan.host, sum(plan.host.values()))
 
 
-def _expert_rows(config: Config, experts: ExpertRows) -> Iterator[str]:
+def _expert_rows(config: Config, plan: MemoryPlan, limit: int | None) -> Iterator[str]:
+    experts = expert_rows(config, plan, limit)
+    if experts is None:
+        return
     yield "rows of a layer's experts on this rank, of a micro-batch"
     if experts.worst == experts.even:
-        yield f"  {'however tokens choose':<36} {experts.even:>12,}"
+        yield _cells("however tokens choose", f"{experts.even:,}")
         return
-    yield f"  {'even routing, as counted above':<36} {experts.even:>12,}"
-    yield f"  {'if all tokens choose experts here':<36} {experts.worst:>12,}, peak {amount(experts.worst_peak)}"
+    yield _cells("even routing, as counted above", f"{experts.even:,}")
+    yield _cells("if all tokens choose experts here", f"{experts.worst:,}") + f", peak {amount(experts.worst_peak)}"
     if experts.factor is not None:
-        most = f"  {'the most that fits, of the even rows':<36} {experts.factor:>12.2f} times as many"
+        most = _cells("the most that fits, of the even rows", f"{experts.factor:.2f}") + " times as many"
         saves = config.model.recompute != "full" and experts.factor < experts.worst / experts.even
         yield most + '; model.recompute = "full" keeps the least of a row' * saves
 
 
-def _shard_rows(config: Config, plan: MemoryPlan, shards: dict[Shard, int | str], limit: int | None) -> Iterator[str]:
-    own, count = config.parallelism.shard, plan.grad_accum_steps
+def _shard_rows(config: Config, plan: MemoryPlan, limit: int | None) -> Iterator[str]:
+    own, count, shards = config.parallelism.shard, plan.grad_accum_steps, dict(by_shard(config, plan))
     stay = count > 1 and config.parallelism.accumulate == "local"
     yield "the peak by parallelism.shard" + f'; gradients stay for {count} micro-batches (accumulate = "local")' * stay
     fits = [shard for shard, peak in shards.items() if isinstance(peak, int) and peak <= (limit or 0)]
@@ -127,17 +117,21 @@ def _rows(title: str, sizes: dict[str, int], total: int) -> Iterator[str]:
 
 
 def _row(name: str, size: int) -> str:
-    return f"  {name:<36} {amount(size):>12}"
+    return _cells(name, amount(size))
 
 
-def _verdict(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> Iterator[str]:
+def _cells(name: str, figure: str) -> str:
+    return f"  {name:<36} {figure:>12}"
+
+
+def _verdict(config: Config, plan: MemoryPlan, limit: int | None) -> Iterator[str]:
     if limit is None:
         return
     if plan.peak <= limit:
         yield f"fits: {amount(limit - plan.peak)} of {amount(limit)} are left at the peak"
         return
     yield Failed(f"does NOT fit: the peak ({plan.peak_phase}) is {amount(plan.peak - limit)} more than {amount(limit)}")
-    for number, one in enumerate(advice):
+    for number, one in enumerate(advice := advise(config, plan, limit)):
         left = limit - one.peak
         verdict = f"fits, {amount(left)} left" if left >= 0 else f"{amount(-left)} too much"
         yield f"  {'and ' * (number > 0)}{one.change}: {amount(one.peak)}, {verdict}"

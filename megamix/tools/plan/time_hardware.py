@@ -46,14 +46,14 @@ class Hardware:
         )
 
 
-def load_hardware(name: str, folder: Path = FOLDER) -> Hardware:
+def load_hardware(name: str) -> Hardware:
     """Return the rates in the file `name`.toml.
 
     Raises: ValueError if there is no such file.
     """
-    path = folder / f"{name}.toml"
+    path = FOLDER / f"{name}.toml"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in folder.glob("*.toml")))
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
         raise ValueError(f'hardware: got "{name}", known are {known}; write one of them')
     return Hardware(**tomllib.loads(path.read_text(encoding="utf-8")))
 

@@ -84,6 +84,9 @@ class Passes(NamedTuple):
     def total(self) -> float:
         return self.forward + self.inputs + self.weights
 
+    def times(self, factor: float) -> Passes:
+        return Passes(*(factor * seconds for seconds in self))
+
 
 def step_time(job: TimedJob, hardware: Hardware, constants: TimeConstants) -> StepTime:
     """Return the time of a step of `job`."""
@@ -113,9 +116,8 @@ class _Step:
     def time(self) -> StepTime:
         job = self.job
         layers = self.layers
-        products = Passes(*(layers * seconds for seconds in self._layer_products()))
-        head = self._head_products()
-        attention = Passes(*(layers * seconds for seconds in self._attention()))
+        products, attention = self._layer_products().times(layers), self._attention().times(layers)
+        head = self._passes(self.tokens, self.model.vocab_size / job.tp, self.hidden)
         forward_between, backward_between = (layers * seconds for seconds in self._between())
         logits = self._traffic_s(self.tokens / job.tp * self.model.vocab_size * self.cost.logit)
         cast = self._traffic_s(job.traffic.cast_bytes * self.parameters * (3 + job.recompute.products))
@@ -165,16 +167,17 @@ class _Step:
         projections = [query + 2 * key] if job.fused_projections else [query, key, key]
         passes = [self._passes(tokens, columns, self.hidden) for columns in projections]
         passes.append(self._passes(tokens, self.hidden, query))
-        passes += _scaled(self._feed_forward(tokens, self.ffn / job.tp), 1 - share)
+        passes += [each.times(1 - share) for each in self._feed_forward(tokens, self.ffn / job.tp)]
         passes = [self._in_fp8(each) for each in passes]
         if (experts := self.model.experts) is not None:
             # Tokens of each expert fill whole tiles; ranks of ep hold other experts and as many tokens.
             each = tokens * experts.top_k * job.ep / experts.num_experts
             filled = tokens * experts.top_k * ceil(each / TILE_ROWS) * TILE_ROWS / each
-            passes += _scaled(self._feed_forward(filled, experts.ffn_hidden_size / job.tp), share)
+            of_experts = self._feed_forward(filled, experts.ffn_hidden_size / job.tp)
             if shared := experts.shared_ffn_hidden_size:
-                passes += _scaled(self._feed_forward(tokens, shared / job.tp), share)
-        return _sum(passes)
+                of_experts += self._feed_forward(tokens, shared / job.tp)
+            passes += [each.times(share) for each in of_experts]
+        return Passes(*map(sum, zip(*passes, strict=True)))
 
     def _in_fp8(self, passes: Passes) -> Passes:
         job, hardware = self.job, self.hardware
@@ -188,9 +191,6 @@ class _Step:
         first = self._passes(tokens, inner, self.hidden)
         last = self._passes(tokens, self.hidden, inner)
         return [first, first, last] if self.gated else [first, last]
-
-    def _head_products(self) -> Passes:
-        return self._passes(self.tokens, self.model.vocab_size / self.job.tp, self.hidden)
 
     def _attention(self) -> Passes:
         """Return the seconds of a layer's scores and weighted sums, which have no weights."""
@@ -329,11 +329,3 @@ class _Step:
             return seconds
         seconds += job.micro_batches * self.layers * HOST_LAYER_S
         return max(0.0, seconds - device)
-
-
-def _scaled(passes: list[Passes], factor: float) -> list[Passes]:
-    return [Passes(*(factor * seconds for seconds in each)) for each in passes]
-
-
-def _sum(passes: list[Passes]) -> Passes:
-    return Passes(*map(sum, zip(*passes, strict=True)))
