@@ -15,15 +15,18 @@ WIDTH = 120
 _NUMBERS = ("lost", "zeroed", "zeroed_is_exact", "headroom", "update_to_weight", "lr", "at_largest", "at_zero")
 _TOLD = ("name", "dtypes", *_NUMBERS, "parameters", "moments", "direction")  # fields of a row in JSON
 _HEADS = ("store", "compute", "grad", "wire", "sum", "master", "moments", "saved", "lost", "zeroed", "room", "upd/w")
+_SOME = ("direct", "at max", "at 0")  # columns that are left out if no row has them
 _LEGEND = (
     "lost: share of the updates that leave the stored value as it was; zeroed: share of the gradient's elements that\n"
     "underflow (~: an estimate, from zeros in rows and columns that have subnormal numbers); room: doublings of the\n"
     "largest gradient element until its dtype ends; upd/w: rms of the update over rms of the weight, the largest"
 )
-_MATRICES = "direct: dtype in which Muon multiplies matrices and sends them; AdamW moves the parameters without one"
-_CODES = (
-    "compute fp8, at max, at 0: products of codes of one byte, and the shares of codes that are the largest or zero"
-)
+_LEGENDS = {  # by the column that they need
+    "direct": "direct: dtype in which Muon multiplies matrices and sends them; AdamW moves the parameters without one",
+    "at 0": (
+        "compute fp8, at max, at 0: products of codes of one byte, and the shares of codes that are the largest or zero"
+    ),
+}
 _TOO_EARLY = "audit: nothing is known before the step is over; read the report after the block of megamix.audit"
 
 
@@ -47,14 +50,10 @@ def make_rows(facts: Collection[ParamFacts]) -> list[ParamFacts]:
 def _cells(row: ParamFacts) -> list[str]:
     """Return a row's cells, without its name."""
     about = "" if row.zeroed_is_exact or not row.zeroed else "~"
-    numbers = row.lost, row.zeroed, row.headroom, row.update_to_weight
-    forms = "{:.1%}", about + "{:.1%}", "{:.1f}", "{:.1e}"
-    told = (NOWHERE if number is None else form.format(number) for form, number in zip(forms, numbers, strict=True))
-    return [*(row.dtypes[column].partition(" ")[0] for column in COLUMNS), *told]
-
-
-def _share(number: float | None) -> str:
-    return NOWHERE if number is None else f"{number:.1%}"
+    numbers = row.lost, row.zeroed, row.headroom, row.update_to_weight, row.at_largest, row.at_zero
+    forms = "{:.1%}", about + "{:.1%}", "{:.1f}", "{:.1e}", "{:.1%}", "{:.1%}"
+    told = [NOWHERE if number is None else form.format(number) for form, number in zip(forms, numbers, strict=True)]
+    return [*(row.dtypes[column].partition(" ")[0] for column in COLUMNS), *told[:4], row.direction, *told[4:]]
 
 
 @dataclass(slots=True)
@@ -86,25 +85,17 @@ class AuditReport:
         if not (self.rows or self.warnings):
             yield _TOO_EARLY
             return
-        table = [[*_HEADS], *(_cells(row) for row in self.rows)]
-        directions = [row.direction for row in self.rows]
-        if has_matrices := any(kind != NOWHERE for kind in directions):
-            table = [[*cells, more] for cells, more in zip(table, ["direct", *directions], strict=True)]
-        if in_fp8 := any(row.at_zero is not None for row in self.rows):
-            shares = [[_share(row.at_largest), _share(row.at_zero)] for row in self.rows]
-            table = [[*cells, *more] for cells, more in zip(table, [["at max", "at 0"], *shares], strict=True)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        every = zip((*_HEADS, *_SOME), *map(_cells, self.rows), strict=True)
+        columns = [column for column in every if column[0] in _HEADS or {*column[1:]} != {NOWHERE}]
+        widths = [max(map(len, column)) for column in columns]
         names = ["parameters", *(row.name for row in self.rows)]
         room = min(WIDTH - sum(widths) - len(widths), max(map(len, names)))
-        for name, cells in zip(names, table, strict=True):
+        for name, *cells in zip(names, *columns, strict=True):
             line = "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
             yield f"{name:<{room}}{line}" if len(name) <= room else f"{name}\n{'':<{room}}{line}"
         moments = dict.fromkeys(name for row in self.rows for name in row.moments)
         yield _LEGEND
-        if has_matrices:
-            yield _MATRICES
-        if in_fp8:
-            yield _CODES
+        yield from (_LEGENDS[head] for head, *_ in columns if head in _LEGENDS)
         yield f"moments: {', '.join(moments) or 'none'}; loss scale: {self.loss_scale or 'none seen'}"
         unknown = Counter(cell for row in self.rows for cell in row.dtypes.items() if cell[1][0] == UNKNOWN)
         yield from (f"{name} {why} ({number} row(s))" for (name, why), number in unknown.items())

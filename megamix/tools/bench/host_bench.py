@@ -183,9 +183,9 @@ def _rows(case: str, measured: HostCase) -> Iterator[tuple[str, ...]]:
         of_ddp = paired_ratio(over, measured.over(DDP)) if DDP in measured.cpu_ms else None
         yield (
             f"{case}, {measured.tensors} tensors: {side}",
-            show(spread(cpu_ms), 1),
-            "" if side == BARE else show(spread(over), 1),
-            "" if side == BARE else show(spread(a_tensor), 1),
+            show(cpu_ms, 1),
+            "" if side == BARE else show(over, 1),
+            "" if side == BARE else show(a_tensor, 1),
             "" if side == BARE or of_ddp is None else show(of_ddp, 2),
             str(measured.first[side].graphs),
         )
@@ -220,7 +220,7 @@ def _growth(measured: Mapping[str, HostCase]) -> list[str]:
     for side in measured[ALONE].cpu_ms:
         if side != BARE:
             costs = a_further(measured, side)
-            rows.append((side, *(show(spread(costs[thing]), 3) if thing in costs else "" for thing in things)))
+            rows.append((side, *(show(costs[thing], 3) if thing in costs else "" for thing in things)))
     return ["ms for one more of each, over bare", *table(("side", *things), rows)]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamix.comm.topology import Topology
 from megamix.config import ParallelismConfig
@@ -21,26 +21,25 @@ from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.settings import Sharding
 from megamix.model.decoder import Decoder
-from megamix.model.language_model import LanguageModel
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES, Handover, Pipeline
 from megamix.parallel.stages import Stage, StagePlan, keep_layers, plan_stages
-from megamix.tools.bench.sides import SEED, Autocast, Ours, Work, make_engine, make_model, product_dtype, shard_fully
+from megamix.tools.bench.sides import SEED, Autocast, Ours, Work, make_engine, make_model, shard_fully
 
 SCHEDULE = "1f1b"
 
 
 def _make_part(
     work: Work, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool = False
-) -> tuple[LanguageModel, ShardedEngine]:
-    """Return this rank's part of the model, with the weights that make_model has, and its engine."""
+) -> ShardedEngine:
+    """Return the engine of this rank's part of the model, which has the weights that make_model has."""
     cpu = torch.device("cpu")
     model, placements = build_model(
         work.model, ParallelismConfig(sequence_parallel=sequence_parallel), topology, cpu, stages
     )
     sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
-    return model, make_engine(work, model, sharding, drawn(model, SEED))
+    return make_engine(work, model, sharding, drawn(model, SEED))
 
 
 class OursTensorParallel(Ours):
@@ -48,7 +47,7 @@ class OursTensorParallel(Ours):
 
     def __init__(self, work: Work, *, sequence_parallel: bool = True):
         topology = Topology.connect(tp=dist.get_world_size())
-        _, self.engine = _make_part(work, topology, sequence_parallel=sequence_parallel)
+        self.engine = _make_part(work, topology, sequence_parallel=sequence_parallel)
 
 
 class OursPipeline(Ours):
@@ -57,7 +56,8 @@ class OursPipeline(Ours):
     def __init__(self, work: Work):
         topology = Topology.connect(pp=dist.get_world_size())
         stages = plan_stages(work.model, topology.pp.size, 1)
-        model, self.engine = _make_part(work, topology, stages)
+        self.engine = _make_part(work, topology, stages)
+        model = self.engine.module
         own = {topology.pp.rank: stages[topology.pp.rank].layers}
         assert isinstance(model, Decoder)
         border = Handover(topology.pp, len(stages), (work.micro_batch_size, work.model.seq_len))
@@ -74,7 +74,7 @@ class OursContextParallel(Ours):
     """megamix with every rank in one context-parallel axis."""
 
     def __init__(self, work: Work):
-        _, self.engine = _make_part(work, Topology.connect(cp=dist.get_world_size()))
+        self.engine = _make_part(work, Topology.connect(cp=dist.get_world_size()))
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         return _mean_of_ranks(super()._pass(tokens, targets, last=last))
@@ -84,7 +84,7 @@ class OursOfOwnSequences(Ours):
     """megamix with data-parallel ranks, each with its part of the shared sequences."""
 
     def __init__(self, work: Work):
-        _, self.engine = _make_part(work, Topology.connect())
+        self.engine = _make_part(work, Topology.connect())
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         own = (x.chunk(dist.get_world_size())[dist.get_rank()] for x in (tokens, targets))
@@ -102,16 +102,15 @@ class TorchTensorParallel(Autocast):
     It uses autocast or, if `sharded`, `fully_shard`.
     """
 
-    def __init__(self, work: Work, *, sharded: bool = False):
-        self._dtype = product_dtype(work)
+    def _make_model(self, work: Work, sharded: bool = False, **settings: Any) -> nn.Module:
         mesh = _mesh("tp")
         # torch's own operations: DTensor would dispatch every step of our FP32 sums by itself.
-        model = self.model = make_model(work, wide=False)
+        model = make_model(work, wide=False)
         _divide(model, mesh["tp"])
         if sharded:
             shard_fully(model, model.blocks, mesh["dp"], self._dtype)
             self._dtype = torch.float32  # nothing is left for autocast
-        self._begin(work)
+        return model
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         from torch.distributed.tensor.parallel import loss_parallel
@@ -131,22 +130,21 @@ class TorchPipeline(Autocast):
     It uses autocast or, if `sharded`, `fully_shard` with weights that stay gathered over the micro-batches.
     """
 
-    def __init__(self, work: Work, *, sharded: bool = False):
-        self._dtype = product_dtype(work)
+    def _make_model(self, work: Work, sharded: bool = False, **settings: Any) -> nn.Module:
         mesh, rank = _mesh("pp"), dist.get_rank()
         layers = plan_stages(work.model, dist.get_world_size(), 1)[rank].layers
         model = make_model(work)
         keep_layers(model, layers)
-        self.model = Stage(model, layers)
+        part = Stage(model, layers)
         if sharded:
             blocks = [model.blocks[layer] for layer in layers]
-            shard_fully(self.model, blocks, mesh["dp"], work.half, reshard_after_forward=False)
+            shard_fully(part, blocks, mesh["dp"], work.half, reshard_after_forward=False)
             self._dtype = torch.float32  # nothing is left for autocast
         stage = dist.pipelining.PipelineStage(
-            self.model, rank, dist.get_world_size(), torch.device("cpu"), group=mesh["pp"].get_group()
+            part, rank, dist.get_world_size(), torch.device("cpu"), group=mesh["pp"].get_group()
         )
         self._schedule = SCHEDULES[SCHEDULE](stage, work.micro_batches, self._mean, scale_grads=False)
-        self._begin(work)
+        return part
 
     def _mean(self, loss: Tensor, targets: Tensor) -> Tensor:
         return loss / self.micro_batches  # cheaper than dividing the gradients, as the schedule would

@@ -97,8 +97,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def show(spread: Spread, digits: int = 0) -> str:
-    return f"{spread.median:.{digits}f} [{spread.low:.{digits}f}, {spread.high:.{digits}f}]"
+def show(values: Sequence[float], digits: int = 0) -> str:
+    """Return the median of values, or of their spread, between its quartiles."""
+    low, median, high = values if isinstance(values, Spread) else spread(values)
+    return f"{median:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def describe_machine(card: str = "") -> dict[str, Any]:

@@ -312,24 +312,19 @@ def fused_adamw(
 class Autocast(Engine):
     """Autocast and AdamW(fused=True) on one rank: weights, gradients and states FP32, and in FP16 a GradScaler."""
 
-    def __init__(self, work: Work):
+    def __init__(self, work: Work, **settings: Any):
         self._dtype = product_dtype(work)
-        model: nn.Module = make_model(work)
-        if self._dtype != work.half:
-            model = _HalfForward(model, work.half)
-        self.model: nn.Module = self._distributed(model)
-        self._begin(work)
-
-    def _begin(self, work: Work) -> None:
-        """Make what all of torch's ways have."""
+        self.model = self._make_model(work, **settings)
         self._clip_grad, self.micro_batches = work.clip_grad, work.micro_batches
         # A user of torch compiles the loss, too. Our head's multiplies in place, which autocast leaves in FP32.
         self._compiled_loss = torch.compile(_cross_entropy, dynamic=False) if work.model.compile else None
         self._scaler = torch.amp.GradScaler(work.device, enabled=work.half == torch.float16)
         self.optimizer = self._make_optimizer(self.model, work)
 
-    def _distributed(self, model: nn.Module) -> nn.Module:
-        return model
+    def _make_model(self, work: Work, **settings: Any) -> nn.Module:
+        """Return the model to train, wrapped or divided as torch has it. `settings`: the constructor's."""
+        model = make_model(work)
+        return model if self._dtype == work.half else _HalfForward(model, work.half)
 
     def _make_optimizer(self, model: nn.Module, work: Work) -> torch.optim.Optimizer:
         return fused_adamw(model.parameters(), work)
@@ -364,10 +359,10 @@ def join_a_group(device: str) -> None:
 class Ddp(Autocast):
     """DistributedDataParallel, autocast and AdamW(fused=True): weights, gradients and states FP32 on every rank."""
 
-    def _distributed(self, model: nn.Module) -> nn.Module:
-        join_a_group(next(model.parameters()).device.type)
+    def _make_model(self, work: Work, **settings: Any) -> nn.Module:
+        join_a_group(work.device)
         # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return DistributedDataParallel(super()._make_model(work), gradient_as_bucket_view=True)
 
     def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         assert isinstance(self.model, DistributedDataParallel)
@@ -398,15 +393,15 @@ class Fsdp(Autocast):
     `settings`: keywords of every fully_shard.
     """
 
-    def __init__(self, work: Work, **settings: Any):
+    def _make_model(self, work: Work, **settings: Any) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
         join_a_group(work.device)
         self._dtype = torch.float32  # nothing is left for autocast
-        model = self.model = make_model(work)
+        model = make_model(work)
         mesh = init_device_mesh(work.device, (dist.get_world_size(),))
         shard_fully(model, model.blocks, mesh, work.half, **settings)
-        self._begin(work)
+        return model
 
 
 def shard_fully(root: nn.Module, blocks: Iterable[nn.Module], mesh: Any, dtype: torch.dtype, **settings: Any) -> None:

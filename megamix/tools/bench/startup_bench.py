@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, start_ranks
-from megamix.tools.bench.report import Result, paired_ratio, progress, rounds_told, show, spread
+from megamix.tools.bench.report import Result, paired_ratio, progress, rounds_told, show
 from megamix.tools.bench.sides import Ddp, Engine, Ours, Work
 
 MAX_ROUNDS = 5  # a cold compile takes most of a minute on a slow machine
@@ -34,10 +34,7 @@ def startup(settings: Settings) -> Result:
                 took_s = _seconds_to_first_step(Side(name, build), of_side, environment, settings.ranks)
                 seconds.setdefault(name, []).append(took_s)
                 settings.tell(side=name, round=number + 1, seconds=took_s)
-    rows = [
-        (name, show(spread(values), 2), show(paired_ratio(values, seconds["ddp"]), 2))
-        for name, values in seconds.items()
-    ]
+    rows = [(name, show(values, 2), show(paired_ratio(values, seconds["ddp"]), 2)) for name, values in seconds.items()]
     described = replace(settings, rounds=rounds).described()
     return Result("startup", described, seconds, ("side", "seconds to first step", "side / ddp"), rows)
 

@@ -20,7 +20,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.observer import StepObserver, TransferKind, Used
 from megamix.mixed_precision.settings import Shard
 from megamix.tools.bench.ranks import Settings, Side, Turn, take_turns
-from megamix.tools.bench.report import Goal, Result, paired_ratio, show, spread
+from megamix.tools.bench.report import Goal, Result, paired_ratio, show
 from megamix.tools.bench.sides import Ddp, Engine, ForwardBackward, Fsdp, Ours, Work, how_multiplied
 
 BATCH, HOOKS = "batch", "hooks: gradients collected"
@@ -165,7 +165,7 @@ def _over(rounds: Rounds, alone: Rounds) -> Rounds:
 
 
 def _cell(rounds: Rounds, part: str) -> str:
-    return show(spread([of_round[part] for of_round in rounds]), 1) if part in rounds[0] else ""
+    return show([of_round[part] for of_round in rounds], 1) if part in rounds[0] else ""
 
 
 def _goals(parts: Mapping[str, Rounds]) -> list[Goal]:

@@ -17,7 +17,7 @@ from megamix.tools.bench.layout_sides import (
     TorchTensorParallel,
 )
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, Turn, ranks_of, take_turns
-from megamix.tools.bench.report import Goal, Result, Spread, paired_ratio, progress, show, spread
+from megamix.tools.bench.report import Goal, Result, Spread, paired_ratio, progress, show
 from megamix.tools.bench.sides import GPT_12M, SIDES, Work, how_multiplied
 
 MEMORY_STEPS = 2  # states exist from the first update on, so the second step has the peak
@@ -156,7 +156,7 @@ def _exposed(measured: dict[str, Measured]) -> list[str]:
     lines = []
     for name, side in measured.items():
         names = sorted({key for details in side.details_ms for key in details})
-        parts = [f"{key} {show(spread([details.get(key, 0.0) for details in side.details_ms]), 1)}" for key in names]
+        parts = [f"{key} {show([details.get(key, 0.0) for details in side.details_ms], 1)}" for key in names]
         if parts:
             lines.append(f"{name}, ms a step on rank 0: {', '.join(parts)}")
     return lines
@@ -169,7 +169,7 @@ def _result(
     more = ("MFU %", "peak GiB") if settings.card else ("optimizer ms", "cores a rank", "peak live MB", "ru_maxrss MB")
     columns = ("side", "tokens/s", f"{base} / side", *more)
     rows = [
-        (name, show(spread(side.tokens_per_s)), show(_speed_up(measured[base], side), 3), *_more(side, settings.card))
+        (name, show(side.tokens_per_s), show(_speed_up(measured[base], side), 3), *_more(side, settings.card))
         for name, side in measured.items()
     ]
     raw = {name: side._asdict() for name, side in measured.items()}
@@ -180,7 +180,7 @@ def _result(
 def _more(side: Measured, card: str) -> tuple[str, ...]:
     """Return the cells of a row that follow the rates: other ones on GPUs."""
     if card:
-        mfu = show(Spread(*(100 * share for share in spread(side.mfu))), 1) if side.mfu else "?"
+        mfu = show([100 * share for share in side.mfu], 1) if side.mfu else "?"
         return mfu, f"{side.peak_live_bytes / 2**30:.1f}"
-    cells = show(spread(side.optimizer_ms), 1), show(spread(side.busy), 2)
+    cells = show(side.optimizer_ms, 1), show(side.busy, 2)
     return *cells, f"{side.peak_live_bytes / 1e6:.1f}", f"{side.max_rss_bytes / 1e6:.0f}"

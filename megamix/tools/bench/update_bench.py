@@ -29,7 +29,7 @@ from megamix.mixed_precision.update_slice import Kernel, StepScalars
 from megamix.model.family import parameter_count
 from megamix.model.transformer import Transformer
 from megamix.tools.bench.ranks import Settings, Side, rotated, seconds_of, start_ranks, take_turns
-from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show, spread
+from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show
 from megamix.tools.bench.sides import ByHand, Ours, Work, half_of
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
@@ -194,7 +194,7 @@ def update(
     for size, both in after.items():
         for way, values in both.items():
             of_one = [1e9 * value / parameter_count(sizes[size]) for value in values]
-            rows.append((f"{size}: {way}", show(spread(of_one), 3), "", ""))
+            rows.append((f"{size}: {way}", show(of_one, 3), "", ""))
         text = f"{AFTER}: processor time over by hand's ({size})"
         goals.append(Goal(text, paired_ratio(both[AFTER], both[BY_HAND]), 1.1, at_least=False))
         raw[size] = both
@@ -216,8 +216,8 @@ def _rows(case: tuple[int, str], seconds: Seconds, num_params: int) -> Iterator[
         moved = STATS_BYTES if variant in (STATS, LIBRARY_STATS) else update_bytes(KINDS[name][1])
         yield (
             f"{name}, {threads} thread(s): {variant}",
-            show(spread([1e9 * value / num_params for value in values]), 3),
-            show(spread([1e-9 * num_params * moved / value for value in values]), 1),
+            show([1e9 * value / num_params for value in values], 3),
+            show([1e-9 * num_params * moved / value for value in values], 1),
             show(paired_ratio(seconds[COPY], values), 3),
         )
 

@@ -65,12 +65,12 @@ def _work(case: Case) -> Work:
     return replace(SIZES[case["size"]], device=case["device"])
 
 
-def judge_shares(check: str, by_rank: Sequence[Mapping[str, float]], of: str = "") -> Finding:
+def judge_shares(check: str, by_rank: Sequence[Mapping[str, float]]) -> Finding:
     """Judge errors as shares of their bounds, on every rank. `by_rank`: share by what was computed."""
     worst = {name: max(shares[name] for shares in by_rank) for name in by_rank[0]}
     wrong = [f"{name} is off by {share:.3g} bounds" for name, share in worst.items() if share > 1]
     right = f"{len(worst)} kinds, errors up to {max(worst.values()):.2f} of their bounds"
-    return found(check, "; ".join(wrong) or right, bool(wrong), of)
+    return found(check, "; ".join(wrong) or right, bool(wrong))
 
 
 def judge_wire(by_rank: Sequence[Mapping[str, float]], *, on_gpus: bool) -> Finding:

@@ -13,7 +13,7 @@ import numpy as np
 from megamix.tools.plan.ridge import Vector, inverse, ridge
 from megamix.tools.plan.time_constants import FittedConstants, TimeConstants
 from megamix.tools.plan.time_hardware import Hardware
-from megamix.tools.plan.time_model import StepTime, step_time
+from megamix.tools.plan.time_model import step_time
 from megamix.tools.plan.time_work import TimedJob
 
 STEP_ERROR, PART_ERROR = 0.02, 0.05  # relative, of a median over a run
@@ -57,7 +57,7 @@ def calibrate(steps: Sequence[MeasuredStep], constants: FittedConstants) -> Fitt
     def predict(logs: Vector) -> Vector:
         values = TimeConstants.of(logs)
         times = [step_time(step.job, step.hardware, values) for step in steps]
-        return np.log([[time.seconds, _computing(time)] for time in times]).ravel()
+        return np.log([[time.seconds, sum(time.parts[part] for part in COMPUTING)] for time in times]).ravel()
 
     proven = all(step.hardware.proven for step in steps)
     priors = constants.covariance if proven else np.minimum(UNPROVEN_FACTOR**2 * constants.covariance, 1)
@@ -67,7 +67,3 @@ def calibrate(steps: Sequence[MeasuredStep], constants: FittedConstants) -> Fitt
     rest, moved = (measured - predict(fit.logs)) / errors, fit.logs - constants.logs
     surprise = float(rest @ rest + moved @ precision @ moved) / len(measured)  # about 1 if priors and errors are right
     return FittedConstants(TimeConstants.of(fit.logs), max(1.0, surprise) * fit.covariance)
-
-
-def _computing(time: StepTime) -> float:
-    return sum(time.parts[part] for part in COMPUTING)

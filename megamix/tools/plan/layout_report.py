@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+from bisect import insort
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,9 @@ def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[Time
     """
     from megamix.tools.plan.memory_plan import plan_memory  # imports torch, which takes seconds
 
-    turn, seen = count(), set[str]()
-    heap = [(layout.time.seconds, next(turn), layout) for layout in search.layouts(gpus)]
-    heapify(heap)
-    while heap and wanted:
-        _, _, layout = heappop(heap)
+    queue, seen = search.layouts(gpus), set[str]()
+    while queue and wanted:
+        layout = queue.pop(0)
         text = mesh_text(layout.config)
         if text in seen or _problems(layout):
             continue
@@ -104,7 +101,7 @@ def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[Time
             yield layout, peak
             continue
         for other in search.after(layout, peak):
-            heappush(heap, (other.time.seconds, next(turn), other))
+            insort(queue, other, key=lambda one: one.time.seconds)
 
 
 def _problems(layout: TimedLayout) -> list[str]:

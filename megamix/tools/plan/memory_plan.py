@@ -34,6 +34,7 @@ from megamix.tools.plan.pipeline_memory import PipelineRank
 LOADED_BATCHES = 5
 PIPELINE, EVALUATION = "buffers of the pipeline", "buffers of an evaluation"
 LATER = (PIPELINE, EVALUATION, AVERAGED)  # absent while the engine is built
+Known = tuple[list[StagePlan], Optimizer]  # stages of all of a pipeline's ranks, and the optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,24 +83,23 @@ def plan_memory(
     """
     known = plan_pipeline(config), optimizer or build_optimizer(config)
     ranks = range(config.parallelism.pp_size)
-    plans = (plan_rank(config, dp_size, pp_rank, machine, *known, crowded=crowded) for pp_rank in ranks)
+    plans = (plan_rank(config, dp_size, pp_rank, machine, known, crowded=crowded) for pp_rank in ranks)
     return max(plans, key=lambda plan: plan.peak)
 
 
 def plan_rank(
-    config: Config,
-    dp_size: int,
-    pp_rank: int,
-    machine: Machine,
-    stages: list[StagePlan] | None = None,
-    optimizer: Optimizer | None = None,
-    *,
-    crowded: bool = False,
+    config: Config, dp_size: int, pp_rank: int, machine: Machine, known: Known | None = None, *, crowded: bool = False
 ) -> MemoryPlan:
-    """Return the plan of one of a pipeline's ranks; see `plan_memory`. `stages`: those of all ranks, if known."""
-    stages, optimizer = plan_pipeline(config) if stages is None else stages, optimizer or build_optimizer(config)
+    """Return the plan of one of a pipeline's ranks; see `plan_memory`."""
     mesh = Topology.place(0, dp=dp_size, ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
-    part = _plan_part(config, dp_size, mesh.pp.ranks[pp_rank], machine, stages, optimizer, crowded=crowded)
+    part = _plan_part(
+        config,
+        dp_size,
+        mesh.pp.ranks[pp_rank],
+        machine,
+        known or (plan_pipeline(config), build_optimizer(config)),
+        crowded=crowded,
+    )
     activations = _activations(part)
     passes = _passes(part, activations)
     if activations.moved:
@@ -129,8 +129,7 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
 
     It asks nothing of other ranks: one rank alone may call it while the others train.
     """
-    stages, optimizer = plan_pipeline(config), build_optimizer(config)
-    part = _plan_part(config, dp_size, rank, machine, stages, optimizer, own_states=True)
+    part = _plan_part(config, dp_size, rank, machine, (plan_pipeline(config), build_optimizer(config)), own_states=True)
     return part.held, _host(config, part)
 
 
@@ -157,9 +156,10 @@ class _RankPart(NamedTuple):
 
 
 def _plan_part(
-    config: Config, dp_size: int, rank: int, machine: Machine, stages: list[StagePlan], optimizer: Optimizer, *,
-    own_states: bool = False, crowded: bool = False,
+    config: Config, dp_size: int, rank: int, machine: Machine, known: Known, *, own_states: bool = False,
+    crowded: bool = False,
 ) -> _RankPart:  # fmt: skip
+    stages, optimizer = known
     section, training = config.parallelism, config.training
     topology = Topology.place(rank, dp=dp_size, ep_size=section.ep_size, **axis_sizes(section))
     plain = config.model.model_copy(update={"compile": False})
@@ -237,7 +237,7 @@ def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
     end = max((number for number, own in enumerate(blocks, 1) if own), default=len(blocks))
     backward, behind = [], []
     for filling, own in zip(fillings, blocks, strict=True):
-        grads = max(accumulated, filling.grads + filling.waiting + filling.sums)
+        grads = max(accumulated, filling.grads + filling.sums)
         behind.append(_Pass(0, activations.end, filling.params, grads))
         # Blocks after the bucket's first block have freed their activations. A pipeline keeps those of other
         # micro-batches.
