@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 from megamix import tuned
 from megamix.config import ModelConfig
@@ -64,12 +65,8 @@ class Unjoined(Ours):
     """megamix with each unit gathered by itself, as a large model's units are, however small the model is."""
 
     def __init__(self, work: Work):
-        least = tuned.LEAST_UNIT
-        tuned.LEAST_UNIT = 0
-        try:
+        with mock.patch.object(tuned, "LEAST_UNIT", 0):
             super().__init__(work, shard="parameters")
-        finally:
-            tuned.LEAST_UNIT = least
 
 
 def sittings(work: Work, layers: int, width: int) -> list[Sitting]:

@@ -14,8 +14,7 @@ command          the verb
 
 time_work        the work of a step, as the time model reads it
 time_job         the work of a configured job
-time_hardware    rates of machines, from `hardware/*.toml`
-this_machine     rates of the machine at hand, as doctor measured them
+time_hardware    rates of machines, from `hardware/*.toml` or as doctor measured them
 time_constants   constants of the time model
 time_model       time of a step from its parts
 time_band        how far a predicted time may be off

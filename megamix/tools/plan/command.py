@@ -83,7 +83,7 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
 
 def _with_rates(path: Path, base: Hardware) -> Hardware:
     """Return `base` with the rates that doctor measured. Raises: ValueError for a file of another kind."""
-    from megamix.tools.plan.this_machine import measured_hardware
+    from megamix.tools.plan.time_hardware import measured_hardware
 
     fix = "on that machine run megamix doctor --json > FILE"
     with _named("--rates", path, f"is no output of megamix doctor --json; {fix}"):

@@ -70,7 +70,9 @@ class StepTime:
 
     def mfu(self, job: TimedJob, hardware: Hardware) -> float:
         """Return the share of the dense peak that the model's own operations take."""
-        return self.tokens_per_s(job) * job.token_flops / hardware.dense_flops
+        from megamix.model.family import flops_per_token  # imports torch
+
+        return self.tokens_per_s(job) * flops_per_token(job.model) / hardware.dense_flops
 
 
 class Passes(NamedTuple):

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from megamix.config import ModelConfig
 from megamix.model import sizes
-
-# How operations between products run: each block through a compiler, one kernel an operation, or torch's many.
-Kernels = Literal["compiled", "fused", "eager"]
-Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +46,12 @@ class TimedJob:
     ep: int = 1
     tp_overlap: bool = False  # whether products run while their operands travel
     tp_whole: bool = False  # whether tensor-parallel ranks hold all positions between layers
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"  # as parallelism.pp_schedule
     stages: int = 1  # of one pipeline rank
     cp_heads: bool = False  # whether context-parallel ranks exchange heads instead of keys and values
-    kernels: Kernels = "compiled"
+    # How operations between products run: "compiled", each block through a compiler; "fused", one kernel an operation;
+    # or "eager", torch's many.
+    kernels: str = "compiled"
     recompute: Recompute = Recompute()
     fp8: float = 0.0  # share of the layers whose products are in FP8
     fp8_weights: bool = False  # whether the products that make gradients of weights are, too
@@ -75,23 +72,9 @@ class TimedJob:
     def step_tokens(self) -> int:
         return self.global_batch * self.model.seq_len
 
-    @property
-    def token_flops(self) -> float:
-        """Operations of a token, forward and backward: 6 for each element that multiplies it, and attention's; nothing
-        for recomputation or lookups.
-        """
-        return 6 * active_params(self.model) + attention_flops(self.model)
-
 
 def attention_flops(model: ModelConfig) -> int:
     """Return the operations of a token's scores and weighted sums in all layers; the causal half is not subtracted."""
     elements = 2 * model.num_heads * sizes.head_dim(model)
     layers = range(model.num_layers if model.windows else 1)  # without windows all are alike
     return sum(sizes.attention_flops(model, layer, elements) for layer in layers) * model.num_layers // len(layers)
-
-
-def active_params(model: ModelConfig) -> float:
-    """Return the elements of matrices that multiply each token, the head's included."""
-    used = 1.0 if model.experts is None else model.experts.top_k / model.experts.num_experts
-    looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    return sizes.fewest_params(model) - looked_up - (1 - used) * sizes.expert_params(model)

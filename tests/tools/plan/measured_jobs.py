@@ -20,9 +20,8 @@ from typing import Any
 
 from megamix.config import data_parallel_size, load_config
 from megamix.tools.plan.calibrate import MeasuredStep, calibrate, measured_step
-from megamix.tools.plan.this_machine import measured_hardware
 from megamix.tools.plan.time_constants import TimeConstants, fitted_constants
-from megamix.tools.plan.time_hardware import Hardware, load_hardware
+from megamix.tools.plan.time_hardware import Hardware, load_hardware, measured_hardware
 from megamix.tools.plan.time_job import timed_job
 from megamix.tools.plan.time_model import step_time
 from megamix.tools.plan.time_work import TimedJob

@@ -10,6 +10,7 @@ from typing import Any
 
 from megamix.config import ModelConfig
 from megamix.model import sizes
+from megamix.model.family import flops_per_token
 from megamix.tools.plan.time_hardware import Hardware, load_hardware
 from megamix.tools.plan.time_work import Recompute, TimedJob, Traffic
 
@@ -118,7 +119,7 @@ def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> Publis
         node_size=row.get("node_size", hardware.node_size),
         node_bytes_per_s=row.get("node_bytes_per_s", hardware.node_bytes_per_s),
     )
-    tokens_per_s = row["tflops"] * 1e12 / job.token_flops if "tflops" in row else row["tokens_per_s"]
+    tokens_per_s = row["tflops"] * 1e12 / flops_per_token(job.model) if "tflops" in row else row["tokens_per_s"]
     return PublishedRow(
         stack=row["name"],
         model=row["model"],

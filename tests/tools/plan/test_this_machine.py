@@ -10,8 +10,7 @@ from megamix.machine import num_cores
 from megamix.tools.doctor.finding import not_here
 from megamix.tools.doctor.host import judge_cores
 from megamix.tools.doctor.measured import judge_rates, judge_wire
-from megamix.tools.plan.this_machine import measured_hardware
-from megamix.tools.plan.time_hardware import load_hardware
+from megamix.tools.plan.time_hardware import load_hardware, measured_hardware
 
 
 def test_a_cpus_rates_are_those_that_doctor_saw() -> None:

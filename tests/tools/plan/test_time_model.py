@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megamix.model.family import flops_per_token
 from megamix.tools.plan.ridge import Vector
 from megamix.tools.plan.time_band import NINETY, time_band
 from megamix.tools.plan.time_constants import fitted_constants
@@ -153,7 +154,7 @@ def settings(row: PublishedRow) -> list[object]:
 
 
 def mfu(row: PublishedRow, seconds: float) -> float:
-    return row.job.step_tokens * row.job.token_flops / seconds / row.job.gpus
+    return row.job.step_tokens * flops_per_token(row.job.model) / seconds / row.job.gpus
 
 
 def test_every_hardware_file_is_read() -> None:
