@@ -25,6 +25,7 @@ from megamix.tools.bench.startup_bench import startup
 from megamix.tools.bench.step_bench import step
 from megamix.tools.bench.train_bench import layout, train
 from megamix.tools.bench.update_bench import GPT_20M, update
+from megamix.tools.ranks import num_cards
 
 ON_GPUS = ("update", "train", "startup")  # benches that measure GPUs; the others measure the host's work
 Bench = Callable[[Settings], Result]
@@ -40,7 +41,7 @@ def run(
     `size` and `sides`: of `bench train`, by names.
     Raises: ConfigError.
     """
-    cards = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
+    cards = 0 if device == "cpu" else num_cards()
     on_gpus = ON_GPUS if cards else ()
     if device == "cuda" and (not on_gpus or what not in (*on_gpus, "all")):
         fix = f"name one of {', '.join(on_gpus)}" if on_gpus else "write --device cpu"

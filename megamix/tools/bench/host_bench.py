@@ -54,11 +54,8 @@ ALONE, TWO = "one rank", "two ranks"
 JOINED, SHALLOW = "few units", "few tensors"
 HALF, CUT = "half the layers", "micro-batches"
 UNJOINED = "parameters, no units joined"
-OURS = {shard: partial(Ours, shard=shard) for shard in ("states", "gradients", "parameters")}
-FSDP = {
-    "fsdp2, kept": partial(Fsdp, reshard_after_forward=False),
-    "fsdp2, resharded": partial(Fsdp, reshard_after_forward=True),
-}
+OURS = {"states": SIDES["ours"], "gradients": SIDES["gradients"], "parameters": SIDES["parameters"]}
+FSDP = {"fsdp2, kept": partial(Fsdp, reshard_after_forward=False), "fsdp2, resharded": SIDES["resharded"]}
 
 
 class Unjoined(Ours):

@@ -21,7 +21,7 @@ from megamix.mixed_precision.observer import StepObserver, TransferKind, Used
 from megamix.mixed_precision.settings import Shard
 from megamix.tools.bench.ranks import Settings, Side, Turn, take_turns
 from megamix.tools.bench.report import Goal, Result, paired_ratio, show
-from megamix.tools.bench.sides import Ddp, Engine, ForwardBackward, Fsdp, Ours, Work, how_multiplied
+from megamix.tools.bench.sides import SIDES, Ddp, Engine, ForwardBackward, Ours, Work, how_multiplied
 
 BATCH, HOOKS = "batch", "hooks: gradients collected"
 FORWARD, BACKWARD = "forward", "backward"
@@ -133,7 +133,7 @@ def step(settings: Settings) -> Result:
         ALONE: ForwardBackward,
         **{shard: partial(Ours, shard=shard) for shard in SHARDS},
         DDP: Ddp,
-        RESHARDED: partial(Fsdp, reshard_after_forward=True),
+        RESHARDED: SIDES["resharded"],
     }
     turns = take_turns([Side(name, partial(Timed, build=build)) for name, build in builds.items()], settings)
     parts = {name: [_of_step(of_ranks) for of_ranks in rounds] for name, rounds in turns.items()}

@@ -30,7 +30,7 @@ from megamix.model.family import parameter_count
 from megamix.model.transformer import Transformer
 from megamix.tools.bench.ranks import Settings, Side, rotated, seconds_of, start_ranks, take_turns
 from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show
-from megamix.tools.bench.sides import ByHand, Ours, Work, half_of
+from megamix.tools.bench.sides import ByHand, Ours, Work
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
 ADAMW = AdamW(lr=1e-4)
@@ -165,7 +165,7 @@ def update(
     """
     work = settings.work
     if settings.card:
-        kinds, threads, sizes = ["fp16" if half_of(work.device) == torch.float16 else "bf16"], (1,), {}
+        kinds, threads, sizes = ["fp16" if work.half == torch.float16 else "bf16"], (1,), {}
     else:
         kinds = [*KINDS]
     after = after_backward(settings.rounds, sizes, calls)

@@ -65,8 +65,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     start_s, findings = time.monotonic(), list[Finding]()
 
     def lines() -> Iterator[str]:
-        checks = _nodes() if arguments.nodes else examine(arguments.folder, only, arguments.limit)
-        for finding in checks:
+        for finding in _nodes() if arguments.nodes else examine(arguments.folder, only, arguments.limit):
             findings.append(finding)
             yield from [json.dumps(asdict(finding))] if arguments.json else finding.lines()
         if arguments.json and findings:
@@ -83,10 +82,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _nodes() -> Iterator[Finding]:
+def _nodes() -> Sequence[Finding]:
     from megamix.tools.doctor.nodes import examine_nodes
 
-    yield from run_check("--nodes", examine_nodes, _NODES_LIMIT_S)
+    return run_check("--nodes", examine_nodes, _NODES_LIMIT_S)
 
 
 def names() -> list[str]:

@@ -25,7 +25,7 @@ from megamix.supervise.launch import PREEMPTED
 from megamix.tools.bench.sides import SIZES, ByHand, Engine, Ours, Work, fitted, half_of
 from megamix.tools.doctor.finding import Finding, expected, found, not_here
 from megamix.tools.doctor.first_light import end_tree, start
-from megamix.tools.ranks import RankFailure, RankPool
+from megamix.tools.ranks import RankFailure, RankPool, num_cards
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.layout_lines import verify_layout
 
@@ -89,8 +89,8 @@ def smoke() -> Iterator[Finding]:
         wrong = not (apart < 0.02 and ours[-1] < ours[0] - 0.1)
         seen = f"loss {ours[0]:.3f} to {ours[-1]:.3f}, at most {apart:.2g} apart"
         yield found("smoke", seen, wrong, of=str(dtype).removeprefix("torch."))
-    cards = torch.cuda.device_count() if ON_GPU else 1
-    cards = 1 << (min(4, cards).bit_length() - 1)  # the mean of 1, 2 or 4 equal halves is exact, in any order of sums
+    # The mean of 1, 2 or 4 equal halves is exact, in any order of sums.
+    cards = 1 << (min(4, num_cards() or 1).bit_length() - 1)
     alone = trained(work)
     with RankPool(cards, on_gpus=ON_GPU) as ranks:
         for shard in ("states", "gradients", "parameters"):

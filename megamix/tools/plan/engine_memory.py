@@ -36,12 +36,9 @@ class EngineMemory:
 
     def __init__(
         self, buckets: Sequence[BucketBytes], precision: Precision, groups: Sequence[UpdateGroup],
-        grad_accum_steps: int, *, num_updates: int, on_gpu: bool, compiled: bool,
+        grad_accum_steps: int, *, on_gpu: bool, compiled: bool,
     ):  # fmt: skip
-        """Prepare the count.
-
-        `num_updates`: entries of the learning rate's table. `compiled`: whether the update is compiled.
-        """
+        """Prepare the count. `compiled`: whether the update is compiled."""
         self.buckets = buckets
         self.passing = [bucket.passing() for bucket in buckets]  # temporary buffers of each bucket
         self.largest_shard = max(bucket.plan.shard_numel for bucket in buckets)  # elements
@@ -49,7 +46,6 @@ class EngineMemory:
         self.compiled = compiled
         self._precision = precision
         self._groups = groups
-        self._num_updates = num_updates
         self._owner_adds = buckets[0].total > 0
         self._grads_stay = grad_accum_steps > 1 and not self._owner_adds  # until the last micro-batch; else sums stay
         self._sum_dtype = precision.sum_dtype(max(bucket.plan.num_shards for bucket in buckets))
@@ -68,13 +64,13 @@ class EngineMemory:
             "optimizer states": sum(bucket.states for bucket in self.buckets),
         }
 
-    def tables(self) -> int:
-        """Return the bytes of the tables of the pieces' borders and places, and of learning rates.
+    def tables(self, num_updates: int) -> int:
+        """Return the bytes of the tables of the pieces' borders and places, and of a learning rate for each update.
 
         A rank that owned a piece of each parameter would have as many; others have some bytes less.
         """
         pieces = sum(len(bucket.plan.slots) for bucket in self.buckets)
-        return torch.int64.itemsize * (pieces + len(self.buckets)) + FP32 * (pieces + self._num_updates)
+        return torch.int64.itemsize * (pieces + len(self.buckets)) + FP32 * (pieces + num_updates)
 
     # Temporary memory.
 

@@ -85,7 +85,7 @@ class LayoutSearch:
         """Yield the layouts of a mesh. Larger micro-batches are tried until they cost time or memory."""
         share = self._batch // (mesh["dp_size"] * mesh["replicas"])
         best = math.inf
-        for size in _powers(share):
+        for size in (2**power for power in range((share & -share).bit_length())):  # each divides the share
             config = self.config.with_keys(parallelism=mesh, training={"micro_batch_size": size})
             layouts = [*self._with_shards(config, SHARDS)]
             yield from layouts
@@ -143,8 +143,3 @@ def mesh_text(config: Config) -> str:
 
 def _divisors(number: int, most: int) -> list[int]:
     return [size for size in range(1, min(number, most) + 1) if number % size == 0]
-
-
-def _powers(share: int) -> list[int]:
-    """Return the powers of two that divide `share`."""
-    return [2**power for power in range((share & -share).bit_length())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 
-from megamix.config import Config, FirstLayers, ModelConfig, axis_sizes, evaluated_at_once, stages_per_rank
+from megamix.config import Config, FirstLayers, ModelConfig, axis_sizes, stages_per_rank
 from megamix.model import sizes
 from megamix.run.least_memory import least_held
 
@@ -14,18 +14,17 @@ HALF, FP32 = 2, 4
 class LeastMemory:
     """A lower bound of the peak of the GPU that needs the most, by what backward recomputes.
 
-    Counted are parameters, gradients that stay, masters, states, what blocks keep, a pipeline's buffers, and the head's
-    gradient in FP32. Left out are padding, most temporary memory, and what a pipeline's last ranks hold.
+    Counted are parameters, gradients that stay, masters, states, what blocks keep, what arrives in a pipeline, and the
+    head's gradient in FP32. Left out are padding, most temporary memory, and what a pipeline's last ranks hold.
     """
 
     def __init__(self, config: Config, dp_size: int):
-        ranks, training, data = config.parallelism, config.training, config.data
+        ranks, training = config.parallelism, config.training
         self._model, self._ranks = config.model, ranks
         self._half = FP32 if config.precision.dtype == "fp32" else HALF
         self._count = training.global_batch_size // (training.micro_batch_size * dp_size * ranks.replicas)
         self._tokens = training.micro_batch_size * config.model.seq_len / ranks.cp_size
         self._kept_half = self._half / (1 if config.precision.fp8.recipe == "none" else 2)
-        self._evaluates = data.valid is not None or data.split is not None
         self._held = sum(least_held(config, dp_size * prod(axis_sizes(ranks).values())).values())
         if ranks.shard != "states" and self._count > 1 and ranks.accumulate == "local":  # gradients stay whole, too
             self._held += self._half * sizes.rank_params(config.model, ranks.tp_size * ranks.pp_size, ranks.ep_size)
@@ -77,14 +76,10 @@ class LeastMemory:
         elif ranks.pp_schedule.endswith("zero_bubble"):
             under_way //= 2
         layers = in_stage * max(1, min(under_way, self._count * on_rank))
-        # Hidden states at each end of the rank's stages, of all micro-batches of a step, and of those evaluated at a
-        # time: buffers for those that arrive; with several stages those that were sent stay, too, until the step ends.
+        # Hidden states that arrive at each end of the rank's stages, of all micro-batches of a step.
         ends = 2 if ranks.pp_schedule == "zbv_zero_bubble" else 2 * on_rank - 1
         hidden = ends * self._tokens * self._half * self._model.hidden_size
-        arriving = self._count * hidden / (ranks.tp_size if ranks.sequence_parallel else 1)
-        evaluated = hidden * evaluated_at_once(self._count, ranks.pp_size) * self._evaluates
-        sent = arriving if ranks.pp_schedule.startswith("interleaved") else 0.0
-        return arriving + evaluated + max(layers * kept, sent)
+        return layers * kept + self._count * hidden / (ranks.tp_size if ranks.sequence_parallel else 1)
 
     def _kept(self, recompute: str) -> float:
         """Return the bytes that a layer keeps for backward, of one micro-batch."""

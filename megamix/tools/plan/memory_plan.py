@@ -178,17 +178,15 @@ def _plan_part(
         )
         for plan in layout.buckets
     ]
-    on_gpu, compiled = machine == "gpu", config.optimizer.compile
-    engine = EngineMemory(
-        buckets, precision, groups, micro_batches, num_updates=training.steps, on_gpu=on_gpu, compiled=compiled
-    )
+    compiled = config.optimizer.compile
+    engine = EngineMemory(buckets, precision, groups, micro_batches, on_gpu=machine == "gpu", compiled=compiled)
     matrices = None
     if isinstance(optimizer, Muon):
         matrices = plan_matrices(layout, specs, census.axes, optimizer, topology, engine, own_states)
     buffers = sum(buffer.nbytes for buffer in module.buffers())
     held = engine.held()
     held["optimizer states"] += matrices.states if matrices else 0
-    held |= {"model buffers": buffers, "tables": engine.tables()}
+    held |= {"model buffers": buffers, "tables": engine.tables(training.steps)}
     work = TracedWork(
         model=config.model,
         batch=(training.micro_batch_size, config.model.seq_len),
