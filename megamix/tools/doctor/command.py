@@ -51,17 +51,18 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.nodes and "WORLD_SIZE" not in os.environ:
         fix = "write on every node torchrun --nnodes=2 --node-rank=0 --master-addr=node0 -m megamix doctor --nodes"
         raise ConfigError([f"--nodes: no launcher has started ranks; {fix}"], "flags")
-    on_gpu = arguments.first_light is not None and bool(cards.probe_torch().get("cards"))
-    known = names() if arguments.first_light is None else [part.name for part in first_light.parts(on_gpu=on_gpu)]
+    light = arguments.first_light
+    on_gpu = light is not None and bool(cards.probe_torch().get("cards"))
+    known = names() if light is None else [part.name for part in first_light.parts(on_gpu=on_gpu)]
     only = [name.strip() for name in arguments.only.split(",") if name] or known
     if unknown := [name for name in only if name not in known]:
         raise ConfigError([f"--only: got {', '.join(unknown)}, known are {', '.join(known)}"], "flags")
     if arguments.limit is not None and arguments.limit <= 0:
         raise ConfigError([f"--limit: got {arguments.limit:g}, must be above 0; write --limit 120"], "flags")
-    if arguments.first_light is not None and (problem := unwritable(arguments.first_light)):
-        raise ConfigError([f"--first-light: got {arguments.first_light}: {problem}; name a folder of yours"], "flags")
-    if arguments.first_light is not None:
-        return first_light.run(arguments.first_light, only, arguments.limit or FIRST_LIGHT_LIMIT_S, on_gpu=on_gpu)
+    if light is not None:
+        if problem := unwritable(light):
+            raise ConfigError([f"--first-light: got {light}: {problem}; name a folder of yours"], "flags")
+        return first_light.run(light, only, arguments.limit or FIRST_LIGHT_LIMIT_S, on_gpu=on_gpu)
     start_s, findings = time.monotonic(), list[Finding]()
 
     def lines() -> Iterator[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megamix.tools.plan.calibrate import MeasuredStep
     from megamix.tools.plan.time_hardware import Hardware
 
-WITH_GPUS = ("hardware", "rates", "calibrate", "plot")
+WITH_GPUS: tuple[str, ...] = ("hardware", "rates", "calibrate", "plot")
 
 
 def plan_arguments(parser: Parser) -> None:
@@ -44,12 +44,11 @@ def plan_arguments(parser: Parser) -> None:
 @lines_told
 def run_plan(arguments: argparse.Namespace) -> Iterator[str]:
     config = load_config(arguments.config, arguments.overrides)
-    others = ("world", "device") if arguments.gpus else WITH_GPUS
-    fix = "leave it out: --gpus says for what" if arguments.gpus else "write --gpus 8..1024 beside it"
-    if wrong := [name for name in others if getattr(arguments, name) is not None]:
-        raise ConfigError(
-            [f"--{name}: got it {'with' if arguments.gpus else 'without'} --gpus; {fix}" for name in wrong], "plan"
-        )
+    others, told = WITH_GPUS, "got it without --gpus; write --gpus 8..1024 beside it"
+    if arguments.gpus:
+        others, told = ("world", "device"), "got it with --gpus; leave it out: --gpus says for what"
+    if problems := [f"--{name}: {told}" for name in others if getattr(arguments, name) is not None]:
+        raise ConfigError(problems, "plan")
     if arguments.plot is not None:
         import_extra("matplotlib", "plot", what="--plot: ")
     if arguments.gpus:
