@@ -137,9 +137,9 @@ def test_a_training_that_does_not_overflow_where_one_process_does_is_a_differenc
 
 def test_nothing_is_within_a_bound_that_is_not_finite() -> None:
     verdict = Verdict()
-    verdict.note(0, "gradient", "weight", 1.0, math.inf)
+    verdict.note("gradient", "weight", 1.0, math.inf)
     assert len(verdict.differences) == 1
-    verdict.equal(0, "weight", "bias", torch.ones(2), torch.ones(2))
+    verdict.equal("weight", "bias", torch.ones(2), torch.ones(2))
     assert len(verdict.differences) == 1
 
 
@@ -159,7 +159,7 @@ def test_what_is_not_finite_after_an_update_is_never_within_a_bound() -> None:
         rule=lambda name, grad, before, **_: {"master": weight.double()}, name="w", before={"master": weight}, lr=1e-3,
         grad=torch.zeros(4, dtype=torch.float64), weight_decay=0.0, update=1, attempts=1,
     )  # fmt: skip
-    right.note(verdict, 0, became, {"master": torch.float32})
+    right.note(verdict, became, {"master": torch.float32})
     assert [(one.check, one.error) for one in verdict.differences] == [("weight", math.inf)]
 
 
@@ -219,5 +219,5 @@ def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(
         dtypes={}, tape={}, autocast=set(),
     )  # fmt: skip
     verdict = Verdict()
-    check_buffers(verdict, 0, right, seen, seen)
+    check_buffers(verdict, right, seen, seen)
     assert [one.where for one in verdict.differences] == wrong

@@ -49,6 +49,16 @@ def _targets_moved(batch: Any, by: int) -> Any:
     return [*batch[:-1], batch[-1].roll(by)]
 
 
+def lost(got: Tensor, want: Tensor) -> str:
+    """Say how values were lost by accident, "" if they were not; both FP64."""
+    if (want.isfinite() & ~got.isfinite()).any():
+        return "memory that nobody has filled, as to_empty() leaves it"
+    if want.any() and not got.any():
+        return "nothing but zeros"
+    rounded = (text for dtype, text in HALVES.items() if torch.equal(got, want.to(dtype).double()))
+    return next((f"rounded to {text}, as parameters are" for text in rounded), "")
+
+
 def factor_of(found: Tensor, right: Tensor) -> float:
     """Return the factor of `right` that comes nearest to `found`, in the sum of squares."""
     found, right = found.double(), right.double()

@@ -45,10 +45,7 @@ class RightUpdate:
         at = {"lr": self.lr, "weight_decay": self.weight_decay, "update": self.update} | other
         return self.rule(self.name, grad, self.before if before is None else before, **at)
 
-    def note(
-        self, verdict: Verdict, attempt: int, after: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype],
-        unseen: float = 0.0,
-    ) -> None:  # fmt: skip
+    def note(self, verdict: Verdict, after: Tensors, dtypes: Mapping[str, torch.dtype], unseen: float = 0.0) -> None:
         """Compare master and states after the update with the equation in FP64.
 
         Bound: 64 FP32 roundings of the largest number that enters. The norm in the clip coefficient has 34 of them,
@@ -79,7 +76,7 @@ class RightUpdate:
                 bound += NOISE * float((self.updated(grad * (1 + halves.unit * signs))[state] - new).abs().max())
             check = "weight" if state == MASTER else state
             worst = max(0.0, float(error.max())) if after[state].isfinite().all() else math.inf
-            verdict.note(attempt, check, self.name, worst, bound, partial(self.explain, state, after[state], bound))
+            verdict.note(check, self.name, worst, bound, partial(self.explain, state, after[state], bound))
 
     def _sizes(self, state: str, new: Tensor) -> Iterator[float]:
         largest = float(self.grad.abs().max())

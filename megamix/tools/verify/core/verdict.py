@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+Explanation = Callable[[], str] | str  # kind of a mistake, or a function that finds it
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # the largest rounding, relative
 U32 = 2.0**-24
@@ -36,8 +37,8 @@ class Difference:
 
     def __str__(self) -> str:
         what = f"{f'attempt {self.attempt}' if self.attempt >= 0 else 'at the start'}: {self.check} of {self.where}"
-        if self.looks_like and not self.bound and self.error in (1.0, math.inf):  # a yes or no has no distance
-            return f"{what}: {self.looks_like}"
+        if not self.bound and self.error == math.inf:  # a yes or no has no distance
+            return f"{what}: {self.looks_like or 'wrong'}"
         kind = f"; it looks like {self.looks_like}" if self.looks_like else ""
         return f"{what} is off by {self.error:.3g}, bound {self.bound:.3g}{kind}"
 
@@ -47,6 +48,7 @@ class Verdict:
     """Result of one layout."""
 
     attempts: int = 0
+    attempt: int = -1  # the one that is compared; -1: the state at the start
     skipped: int = 0
     worst: dict[str, float] = field(default_factory=dict)  # by check: the largest error, as a share of its bound
     differences: list[Difference] = field(default_factory=list)
@@ -55,12 +57,10 @@ class Verdict:
     elsewhere: int = 0  # of these: tokens that FP64 would have routed otherwise
     culprit: str = ""  # first module that is wrong, if modules are recorded
 
-    def note(
-        self, attempt: int, check: str, where: str, error: float, bound: float, explain: Callable[[], str] | str = ""
-    ) -> None:
-        """Add a comparison.
+    def note(self, check: str, where: str, error: float, bound: float, explain: Explanation = "") -> None:
+        """Add a comparison of the present attempt.
 
-        `explain`: the kind of mistake, or a function for it that is called for the first differences only.
+        `explain`: a function is called for the first differences only.
         """
         share = 0.0 if error == 0 else error / bound if bound else math.inf
         if not (math.isfinite(error) and math.isfinite(bound)):  # an overflow, here or there, proves nothing
@@ -69,24 +69,26 @@ class Verdict:
         if share > 1:
             if not isinstance(explain, str):
                 explain = explain() if len(self.differences) < EXPLAINED else ""
-            self.differences.append(Difference(attempt, check, where, error, bound, explain))
+            self.differences.append(Difference(self.attempt, check, where, error, bound, explain))
 
-    def equal(
-        self, attempt: int, check: str, where: str, got: Tensor, want: Tensor, explain: Callable[[], str] | str = ""
-    ) -> None:
+    def expect(self, check: str, where: str, holds: bool, explain: Explanation = "") -> None:
+        """Add a comparison that only passes or fails."""
+        self.note(check, where, 0.0 if holds else math.inf, 0.0, explain)
+
+    def equal(self, check: str, where: str, got: Tensor, want: Tensor, explain: Explanation = "") -> None:
         """Compare bit for bit, in FP32."""
         gap = 0.0
         if not equal_bits(got.float(), want.float()):
             apart = torch.where(got == want, 0.0, got.double() - want.double())  # equal infinities are not apart
             gap = float(apart.abs().max())
-        self.note(attempt, check, where, gap, 0.0, explain)
+        self.note(check, where, gap, 0.0, explain)
 
     def leave(self, what: str, name: str, told: str) -> None:
         """Add a message on a tensor that is no difference, such as why it cannot be compared."""
         self.left.setdefault((what, told), set()).add(name)
 
 
-def note_noise(verdict: Verdict, attempt: int, native: Tensors, exact: Tensors, noisiest: float) -> None:
+def note_noise(verdict: Verdict, native: Tensors, exact: Tensors, noisiest: float) -> None:
     """Check that the rounding error of the gradients on one rank is too small to hide a mistake.
 
     `noisiest`: the largest error that may be, as a share of the largest gradient.
@@ -96,7 +98,7 @@ def note_noise(verdict: Verdict, attempt: int, native: Tensors, exact: Tensors, 
     name = max(noises, key=noises.__getitem__)
     text = "a model or a loss that is not the same in FP64, or rounding too coarse to judge by: even one process, "
     text += "without ranks, is this far from FP64"
-    verdict.note(attempt, "noise", name, noises[name], noisiest * largest, text)
+    verdict.note("noise", name, noises[name], noisiest * largest, text)
 
 
 def norm_of(grads: Tensors) -> float:

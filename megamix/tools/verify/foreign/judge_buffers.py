@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, nearest
+from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, lost, nearest
 from megamix.tools.verify.core.reference import MicroBatches
 from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict
 from megamix.tools.verify.foreign.watch import SeenStep
@@ -27,14 +26,14 @@ def check_first_buffers(verdict: Verdict, plain: Tensors, seen: Sequence[SeenSte
             if got is None or got.shape != plain_buffer.shape:
                 here = "there is none" if got is None else f"of shape {(*got.shape,)}"
                 text = f"of shape {(*plain_buffer.shape,)} in the plain model, and here {here}"
-                verdict.note(-1, "initial buffer", where, math.inf, 0.0, text)
+                verdict.expect("initial buffer", where, False, text)
                 continue
             want = plain_buffer.to(got.dtype)
             if not torch.equal(want.to(plain_buffer.dtype), plain_buffer) and torch.equal(got, want):
                 text = f"rounded to {HALVES.get(got.dtype, got.dtype)}, as it is kept, and compared so"
                 verdict.leave("initial buffer", where, text)
             got, want = _real(got), _real(want)
-            verdict.equal(-1, "initial buffer", where, got, want, partial(explain_values, got, want, others))
+            verdict.equal("initial buffer", where, got, want, partial(explain_values, got, want, others))
         for name in buffers.keys() - plain:
             verdict.leave("initial buffer", name, "not compared: the plain model has none of this name")
 
@@ -45,18 +44,8 @@ def explain_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> s
     `others`: values with other names. `got` and `want`: FP64.
     """
     bound = 64 * U32 * float(want.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    kind = _lost(got, want) or nearest(got, want, bound, _other_values(got, want, others))
+    kind = lost(got, want) or nearest(got, want, bound, _other_values(got, want, others))
     return kind or f"other values in {float((got != want).double().mean()):.0%} of its elements"
-
-
-def _lost(got: Tensor, want: Tensor) -> str:
-    """Say how values were lost by accident, "" if they were not; both FP64."""
-    if (want.isfinite() & ~got.isfinite()).any():
-        return "memory that nobody has filled, as to_empty() leaves it"
-    if want.any() and not got.any():
-        return "nothing but zeros"
-    rounded = (text for dtype, text in HALVES.items() if torch.equal(got, want.to(dtype).double()))
-    return next((f"rounded to {text}, as parameters are" for text in rounded), "")
 
 
 def _other_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -79,7 +68,7 @@ def _real(buffer: Tensor) -> Tensor:
     return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).double()
 
 
-def check_buffers(verdict: Verdict, number: int, right: RightStep, before: SeenStep, after: SeenStep) -> None:
+def check_buffers(verdict: Verdict, right: RightStep, before: SeenStep, after: SeenStep) -> None:
     """Check rank 0's buffers: by the plain model's forward if it moves them; the others must stay in a skipped step.
 
     A skipped step may leave the changes by forward, as torch's batch norm does, or undo them.
@@ -104,10 +93,9 @@ def check_buffers(verdict: Verdict, number: int, right: RightStep, before: SeenS
             continue
         if not _apart(want, was).any():
             if not any(after.updates):
-                off = float(moved.max())
-                verdict.note(number, "buffer after a skipped step", name, off, 0.0, "moved by a step that is none")
-            elif lost := _lost(got, was) if got.numel() > 1 and moved.any() else "":
-                verdict.note(number, "buffer", name, math.inf, 0.0, f"forward does not move it, and it is {lost}")
+                verdict.expect("buffer after a skipped step", name, False, "moved by a step that is none")
+            elif how := lost(got, was) if got.numel() > 1 and moved.any() else "":
+                verdict.expect("buffer", name, False, f"forward does not move it, and it is {how}")
             elif moved.any():
                 verdict.leave("buffer", name, "not compared: your step moves it, the plain model's forward does not")
             continue
@@ -125,7 +113,7 @@ def check_buffers(verdict: Verdict, number: int, right: RightStep, before: SeenS
                 kinds.append((text, moved_by(right.by_rank[rank], right.shares[rank])[name]))
             return nearest(got, wanted[name], bound, iter(kinds)) or counted
 
-        verdict.note(number, "buffer", name, float(_apart(got, want).max()), bound, explain)
+        verdict.note("buffer", name, float(_apart(got, want).max()), bound, explain)
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:

@@ -36,29 +36,30 @@ from megamix.tools.verify.core.verdict import (
 )
 from megamix.tools.verify.foreign.judge_buffers import check_buffers, check_first_buffers, explain_values
 from megamix.tools.verify.foreign.plain_optimizer import PlainUpdates
-from megamix.tools.verify.foreign.trainer import ForeignTrainer, autocast_entered
+from megamix.tools.verify.foreign.trainer import ForeignTrainer, alike, autocast_entered
 from megamix.tools.verify.foreign.watch import SeenStep
 
 
 def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> Verdict:
     """Compare a training with one process, step by step. `ranks`: steps of each rank, in rank order."""
     autocast = {dtype for mine in ranks for seen in mine for dtype in seen.autocast}
-    judge, verdict = _Judge(trainer, len(ranks[0]) - 1, autocast), Verdict(attempts=len(ranks[0]) - 1)
+    verdict = Verdict(attempts=len(ranks[0]) - 1)
+    judge = _Judge(trainer, verdict, autocast)
     start, *steps = zip(*([judge.plain.comparable(verdict, one) for one in mine] for mine in ranks), strict=True)
-    before = judge.started(verdict, start)
+    before = judge.started(start)
     if judge.known != judge.initial.keys():  # no step of the plain model can be taken with these weights
         return verdict
-    for number, seen in enumerate(steps):
-        before = judge.step(verdict, number, before, seen)
+    for verdict.attempt, seen in enumerate(steps):
+        before = judge.step(before, seen)
         if verdict.differences and not verdict.culprit and before.tape and judge.earlier:
             verdict.culprit = culprit(judge.earlier, [RankTape(rank, one.tape) for rank, one in enumerate(seen)])
-    verdict.note(len(steps), "applied updates", "the run", float(judge.updates == 0), 0.0, "none")
+    verdict.expect("applied updates", "the run", judge.updates > 0, "none")
     return verdict
 
 
 class _Judge:
-    def __init__(self, trainer: ForeignTrainer, updates: int, autocast: set[torch.dtype]):
-        self.trainer, self.ranks = trainer, trainer.ranks
+    def __init__(self, trainer: ForeignTrainer, verdict: Verdict, autocast: set[torch.dtype]):
+        self.trainer, self.ranks, self.verdict = trainer, trainer.ranks, verdict
         native = trainer.model()
         exact = copy.deepcopy(native).double()
         self.initial = {name: param.detach().clone() for name, param in native.named_parameters()}
@@ -79,28 +80,28 @@ class _Judge:
 
         self.reference = Reference(native, exact, native_loss, exact_loss)
         self.unit = max([U32, halves.unit, *map(UNIT.__getitem__, autocast)])
-        self.plain = PlainUpdates(trainer, exact, updates)
+        self.plain = PlainUpdates(trainer, exact, verdict.attempts)
         self.updates, self.known = 0, set[str]()  # parameters of the plain model that the training has
         self.earlier: RightStep | None = None
 
-    def started(self, verdict: Verdict, seen: Sequence[SeenStep]) -> SeenStep:
+    def started(self, seen: Sequence[SeenStep]) -> SeenStep:
         first = seen[0]
-        self._names(verdict, first.weights)
+        self._names(first.weights)
         for name in filter(self.known.__contains__, self.initial):
             kept = first.weights[name].dtype
             if name not in self.frozen and kept != self.trainer.master_dtype:
                 what = f"no FP32 master: the optimizer keeps it in {HALVES.get(kept, kept)}"
-                verdict.note(-1, "dtype", name, math.inf, 0.0, what)
+                self.verdict.expect("dtype", name, False, what)
             got, want = first.weights[name].double(), self.initial[name].to(kept).double()
-            verdict.equal(-1, "initial weight", name, got, want, partial(explain_values, got, want, self.initial))
-        self._copies(verdict, -1, seen)
-        check_first_buffers(verdict, self.first_buffers, seen)
+            self.verdict.equal("initial weight", name, got, want, partial(explain_values, got, want, self.initial))
+        self._copies(seen)
+        check_first_buffers(self.verdict, self.first_buffers, seen)
         return first
 
-    def _names(self, verdict: Verdict, weights: Tensors) -> None:
+    def _names(self, weights: Tensors) -> None:
         """Check that the training has the plain model's parameters, and set `known` to those that it has."""
         for name in (name for name in weights if name not in self.initial):
-            verdict.note(-1, "name", name, math.inf, 0.0, "a parameter that only your training has")
+            self.verdict.expect("name", name, False, "a parameter that only your training has")
         for name, plain in self.initial.items():
             text = "a parameter that only the plain model has"
             if name in weights:
@@ -110,25 +111,25 @@ class _Judge:
                     continue
             elif alike := next((other for other in weights if other.endswith(f".{name}")), ""):
                 text += f"; yours has {alike}: return plain names from weights, gradients, groups and states"
-            verdict.note(-1, "name", name, math.inf, 0.0, text)
+            self.verdict.expect("name", name, False, text)
 
-    def _copies(self, verdict: Verdict, number: int, seen: Sequence[SeenStep]) -> None:
+    def _copies(self, seen: Sequence[SeenStep]) -> None:
         """Check that ranks hold the same weights and states, and took the same number of updates."""
         first = seen[0]
         for rank, other in enumerate(seen[1:], 1):
             text = f"rank {rank} took {other.counted} updates in this step, rank 0 {first.counted}"
-            apart = float(other.updates != first.updates)
-            verdict.note(number, "copies", "the optimizer", apart, 0.0, text)
+            self.verdict.expect("copies", "the optimizer", other.updates == first.updates, text)
             mine = {("weight", name): weight for name, weight in first.weights.items()} | first.states
             theirs = {("weight", name): weight for name, weight in other.weights.items()} | other.states
             for key in filter(theirs.__contains__, mine):
                 where = f"{key[1]} on rank {rank}"
-                verdict.equal(number, f"copies ({key[0]})", where, theirs[key], mine[key], _DRIFT)
+                self.verdict.equal(f"copies ({key[0]})", where, theirs[key], mine[key], _DRIFT)
 
-    def step(self, verdict: Verdict, number: int, before: SeenStep, seen: Sequence[SeenStep]) -> SeenStep:
+    def step(self, before: SeenStep, seen: Sequence[SeenStep]) -> SeenStep:
+        verdict = self.verdict
         after = replace(seen[0], states={key: state for one in reversed(seen) for key, state in one.states.items()})
-        by_rank = [[*self.trainer.batches(number, rank, self.ranks)] for rank in range(self.ranks)]
-        self._samples(verdict, number, by_rank)
+        by_rank = [[*self.trainer.batches(verdict.attempt, rank, self.ranks)] for rank in range(self.ranks)]
+        self._samples(by_rank)
         counts = [[self.trainer.targets(batch) for batch in mine] for mine in by_rank]
         total = sum(count for mine in counts for count in mine)
         shares = [[count / total for count in mine] for mine in counts]
@@ -146,62 +147,59 @@ class _Judge:
         native = self.reference.native_step(weights, *right.flat, scale)
         if not any(after.updates):
             verdict.skipped += 1
-            self._skipped(verdict, number, before, after, native)
+            self._skipped(before, after, native)
         else:
             self.updates += 1
             text = f"{after.counted} updates in one step, which has {len(by_rank[0])} micro-batches"
-            verdict.note(number, "updates", "the optimizer", float({*after.updates} != {1}), 0.0, text)
+            verdict.expect("updates", "the optimizer", {*after.updates} == {1}, text)
             if not finite(native.grads):
                 # Ranks round in another order, and may stay just below FP16's end where one process does not.
                 native, used = self.reference.finite_step(weights, *right.flat, scale)
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
-                verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
+                verdict.expect("overflow", "one process", used >= scale / 2, text)
             unit = max(self.unit, *(UNIT.get(weights[name].dtype, U32) for name in self.initial))
-            note_noise(verdict, number, native.grads, exact.grads, NOISIEST[unit])
+            note_noise(verdict, native.grads, exact.grads, NOISIEST[unit])
             norm = norm_of(exact.grads)
             # Noise over all elements at once: the noise of one number, such as the norm, may be zero by chance.
             noise = norm_of({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)
-            off, bound, kind = self._loss(seen, right, exact, native, noise)
+            off, bound, kind = self._loss(seen, right, native, noise)
             is_right = bound > 0 and not off > bound  # without a report the bound is 0
             hint = (lambda: "a wrong backward or reduction: the loss is right") if is_right else kind
             slack = 2 * noise + 64 * U32  # relative: norms differ by no more than the norm of the difference
             clip = self.trainer.clip_grad
             right = replace(right, coefficient=min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
-            unseen = self._gradients(verdict, number, right, after, exact, native, noise, slack, hint)
-            verdict.note(number, "loss", "the global batch", off, bound, kind)
+            unseen = self._gradients(right, after, native, noise, slack, hint)
+            verdict.note("loss", "the global batch", off, bound, kind)
             if "grad_norm" in after.told:
                 told, roundings = after.told["grad_norm"], math.sqrt(sum(map(torch.numel, exact.grads.values())))
                 bound = max(slack, 64 * U32 * roundings) * norm
                 explain = partial(explain_norm, right, told, right.whole)
-                verdict.note(number, "norm", "all gradients", abs(told - norm), bound, explain)
-            self.plain.check(verdict, number, self.updates, right, before, after, unseen)
-        check_buffers(verdict, number, right, before, after)
-        self._copies(verdict, number, seen)
+                verdict.note("norm", "all gradients", abs(told - norm), bound, explain)
+            self.plain.check(verdict, self.updates, right, before, after, unseen)
+        check_buffers(verdict, right, before, after)
+        self._copies(seen)
         for name in self.frozen:
-            verdict.equal(number, "frozen weight", name, after.weights[name], before.weights[name])
+            verdict.equal("frozen weight", name, after.weights[name], before.weights[name])
         self.earlier = replace(right, earlier=None)
         return after
 
-    def _samples(self, verdict: Verdict, number: int, by_rank: Sequence[MicroBatches]) -> None:
+    def _samples(self, by_rank: Sequence[MicroBatches]) -> None:
         """Check that no micro-batch of a step is there twice."""
-        all_parts = [(f"micro-batch {at} of rank {rank}", tree_leaves(moved(batch, torch.device("cpu"))))
-                     for rank, mine in enumerate(by_rank) for at, batch in enumerate(mine)]  # fmt: skip
-        for (other, theirs), (where, parts) in combinations(all_parts, 2):
-            twice = len(parts) == len(theirs) and all(
-                isinstance(one, Tensor) and isinstance(two, Tensor) and torch.equal(one, two)
-                for one, two in zip(parts, theirs, strict=True)
-            )
-            verdict.note(number, "samples", where, float(twice), 0.0, f"those of {other}")
+        every = [(f"micro-batch {at} of rank {rank}", moved(batch, torch.device("cpu")))
+                 for rank, mine in enumerate(by_rank) for at, batch in enumerate(mine)]  # fmt: skip
+        for (other, theirs), (where, batch) in combinations(every, 2):
+            twice = all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch)) and alike(batch, theirs)
+            self.verdict.expect("samples", where, not twice, f"those of {other}")
 
     def _loss(
-        self, seen: Sequence[SeenStep], right: RightStep, exact: Step, native: Step, noise: float
+        self, seen: Sequence[SeenStep], right: RightStep, native: Step, noise: float
     ) -> tuple[float, float, Callable[[], str]]:
         """Return the loss's error, its bound, and its kind of mistake.
 
         The loss is that of all ranks if they report the same, else each rank's own part of it. Without a report the
         numbers are zeros.
         """
-        told = [one.told["loss"] for one in seen if "loss" in one.told]
+        exact, told = right.exact, [one.told["loss"] for one in seen if "loss" in one.told]
         rounded = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
         bound = NOISE * rounded + (noise + 64 * U32) * abs(exact.loss)
         apart = right.rank_apart([one.losses for one in seen], exact.losses, bound)
@@ -210,34 +208,33 @@ class _Judge:
         loss = sum(one * sum(mine) for one, mine in zip(told, right.shares, strict=True))
         return abs(loss - exact.loss), bound, lambda: apart or right.explain_loss(told, exact.losses, bound)
 
-    def _skipped(self, verdict: Verdict, number: int, before: SeenStep, after: SeenStep, native: Step) -> None:
+    def _skipped(self, before: SeenStep, after: SeenStep, native: Step) -> None:
         """Check that nothing changed, and that there was an overflow."""
+        verdict = self.verdict
         text = "the optimizer took no step"
         if after.loss_scale == 1.0:
             text += "; if a GradScaler skipped it, set self.scaler to it in setup"
-        if number and not any(before.updates):
+        if verdict.attempt and not any(before.updates):
             text += "; or the step before it was skipped, too, and its gradients, not set to zero, keep the overflow"
-        wrong = float(finite(native.grads))
-        verdict.note(number, "skipped step", "one process, which has no overflow", wrong, 0.0, text)
+        verdict.expect("skipped step", "one process, which has no overflow", not finite(native.grads), text)
         for name, weight in before.weights.items():
-            verdict.equal(number, "weight after a skipped step", name, after.weights[name], weight)
+            verdict.equal("weight after a skipped step", name, after.weights[name], weight)
         for key, state in before.states.items():
-            verdict.equal(number, f"{key[0]} after a skipped step", key[1], after.states[key], state)
+            verdict.equal(f"{key[0]} after a skipped step", key[1], after.states[key], state)
         text = "made by a step that is none, and never filled: the next update adds what its memory held before"
         for key, made in after.states.items():
             if key not in before.states:
-                verdict.equal(number, f"{key[0]} after a skipped step", key[1], made, torch.zeros_like(made), text)
+                verdict.equal(f"{key[0]} after a skipped step", key[1], made, torch.zeros_like(made), text)
 
     def _gradients(
-        self, verdict: Verdict, number: int, right: RightStep, after: SeenStep, exact: Step, native: Step, noise: float,
-        slack: float, hint: Callable[[], str],
-    ) -> dict[str, float]:  # fmt: skip
+        self, right: RightStep, after: SeenStep, native: Step, noise: float, slack: float, hint: Callable[[], str]
+    ) -> dict[str, float]:
         """Check the gradients that the update used. Return how far they may be from FP64's, if the trainer shows none.
 
         `noise`: relative error of the native precision over all gradients. `slack`: relative error of the norm by which
         they are clipped.
         """
-        coefficient, clip = right.coefficient, self.trainer.clip_grad
+        exact, coefficient, clip = right.exact, right.coefficient, self.trainer.clip_grad
         roundings, scaled = sum(map(len, right.by_rank)) + 1, after.loss_scale / max(right.flat[1])
         bounds = {}
         for name, want in exact.grads.items():
@@ -267,7 +264,7 @@ class _Judge:
                 kind = explain_clipping(step, name, found[name], bounds[name])
                 return kind or step.explain(name, found, bounds[name]) or hint()
 
-            verdict.note(number, "gradient", name, off, bounds[name], explain)
+            self.verdict.note("gradient", name, off, bounds[name], explain)
         return {}
 
 

@@ -50,7 +50,7 @@ class PlainUpdates:
         return replace(seen, states=states)
 
     def check(
-        self, verdict: Verdict, number: int, updates: int, right: RightStep, before: SeenStep, after: SeenStep,
+        self, verdict: Verdict, updates: int, right: RightStep, before: SeenStep, after: SeenStep,
         unseen: Mapping[str, float],
     ) -> None:  # fmt: skip
         """Check the options of every parameter, then weights and states.
@@ -65,14 +65,12 @@ class PlainUpdates:
             table = [lrs[number_of_group] for lrs in self.lrs]
             optimizer, group = self.plain[number_of_group]
             group = group | {"lr": table[updates - 1]}
-            self._options(verdict, number, name, group, table, updates, after)
+            self._options(verdict, name, group, table, updates, after)
             if name not in after.options:
                 continue
             if name not in after.gradients:
                 text = "moved by weight decay or momentum alone"
-                verdict.equal(
-                    number, "weight without a gradient", name, after.weights[name], before.weights[name], text
-                )
+                verdict.equal("weight without a gradient", name, after.weights[name], before.weights[name], text)
                 continue
             if not after.gradients[name].isfinite().all():
                 continue
@@ -91,8 +89,8 @@ class PlainUpdates:
             dtypes = dict.fromkeys(states, torch.float32) | {MASTER: self.master_dtype}
             update = RightUpdate(
                 rule=partial(torch_update, optimizer, group), name=name, grad=grad, before=was, lr=lr,
-                weight_decay=decay, update=self.counts[name], attempts=number + 1, coefficient=right.coefficient,
-                loss_scale=after.loss_scale, lacking=lacking, of_rows=True,
+                weight_decay=decay, update=self.counts[name], attempts=verdict.attempt + 1,
+                coefficient=right.coefficient, loss_scale=after.loss_scale, lacking=lacking, of_rows=True,
                 rules=wrong_rules(optimizer, group), past=[one[name] for one in self.past],
                 peers={other: held[other] for other, kept in self.kept.items()
                        if other != name and other in held and kept == self.kept[name]},
@@ -100,17 +98,16 @@ class PlainUpdates:
                 decays={f"the weight decay of group {at}": float(one["weight_decay"])
                         for at, (_, one) in enumerate(self.plain) if "weight_decay" in one},
             )  # fmt: skip
-            update.note(verdict, number, became, dtypes, unseen.get(name, 0.0))
+            update.note(verdict, became, dtypes, unseen.get(name, 0.0))
         self.past.append(before.weights)
 
     def _options(
-        self, verdict: Verdict, number: int, name: str, group: Mapping[str, Any], lrs: Sequence[float], updates: int,
-        after: SeenStep,
-    ) -> None:  # fmt: skip
+        self, verdict: Verdict, name: str, group: Mapping[str, Any], lrs: Sequence[float], updates: int, after: SeenStep
+    ) -> None:
         """Check lr, weight decay and all other options that both optimizers have for one parameter."""
         here = after.options.get(name)
         if here is None:
-            verdict.note(number, "optimizer", name, math.inf, 0.0, "not among the optimizer's parameters")
+            verdict.expect("optimizer", name, False, "not among the optimizer's parameters")
             return
         for key, want in options_of(group).items():
             got = here.get(key, want)
@@ -121,7 +118,7 @@ class PlainUpdates:
                 text += ": the betas are swapped"
             elif want and self.ranks > 1 and math.isclose(got, want * self.ranks):
                 text += f": times {self.ranks}, the number of ranks"
-            verdict.note(number, key, name, abs(got - want), 1e-6 * abs(want), text)
+            verdict.note(key, name, abs(got - want), 1e-6 * abs(want), text)
 
 
 def lr_table(trainer: ForeignTrainer, optimizers: Sequence[Optimizer], updates: int) -> list[list[float]]:

@@ -194,9 +194,9 @@ def check_trainer(trainer: ForeignTrainer) -> None:
         optimizers_of(trainer.optimizer(models[0]), f"{who}.optimizer(model)")
     except NotImplementedError as error:
         raise WrongTrainer(str(error)) from error
-    if not _alike(*([*model.parameters()] for model in models)):
+    if not alike(*([*model.parameters()] for model in models)):
         raise WrongTrainer(f"{who}.model() returned other weights when called again; write torch.manual_seed(0) first")
-    if not _alike(*batches):
+    if not alike(*batches):
         seeded = "draw them with torch.Generator().manual_seed(1000 * step + rank)"
         raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned other samples when called again; {seeded}")
     if type(trainer).targets is ForeignTrainer.targets:
@@ -255,7 +255,7 @@ def _targets_in(batch: Any) -> int:
     return len(tensors[-1]) if tensors and tensors[-1].dim() else 1
 
 
-def _alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
     """Return whether the tensors of two trees are equal; a NaN equals another one."""
     mine, theirs = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (one, other))
     return len(mine) == len(theirs) and all(

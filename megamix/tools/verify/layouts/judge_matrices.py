@@ -22,9 +22,8 @@ from megamix.tools.verify.core.verdict import U32, UNIT, Tensors, Verdict
 
 
 def judge_matrices(
-    verdict: Verdict, attempt: int, optimizer: Muon, name: str, want: Tensor, before: Whole, after: Whole,
-    device: torch.device,
-) -> Tensor:  # fmt: skip
+    verdict: Verdict, optimizer: Muon, name: str, want: Tensor, before: Whole, after: Whole, device: torch.device
+) -> Tensor:
     """Check the matrices of a parameter that ranks have made orthogonal, their directions, and the states of matrices.
 
     Return the directions, FP64.
@@ -33,12 +32,12 @@ def judge_matrices(
     dtype.
     """
     if (DIRECTION, name) not in after.tensors:
-        verdict.note(attempt, DIRECTION, name, math.inf, 0.0, "there is none: no rank has made it orthogonal")
+        verdict.expect(DIRECTION, name, False, "there is none: no rank has made it orthogonal")
         return torch.zeros_like(want)
     rows = optimizer.matrices(name, tuple(want.shape))
     source, moves = after.tensors[SOURCE, name], after.tensors[DIRECTION, name]
     error = (source - want).abs() - UNIT[optimizer.ns_dtype] * want.abs()
-    verdict.note(attempt, SOURCE, name, float(error.clamp(min=0.0).max()), 64 * U32 * float(want.abs().max()))
+    verdict.note(SOURCE, name, float(error.clamp(min=0.0).max()), 64 * U32 * float(want.abs().max()))
     source, found = (one.view(-1, want.shape[-1]) for one in (source.to(optimizer.ns_dtype), moves))
     done = Counter[str]()
     for first, last in pairwise(accumulate(rows, initial=0)):
@@ -48,7 +47,7 @@ def judge_matrices(
         was, now = ({of: whole.tensors[of, name][slice(*ends[of])] for of in ends} for whole in (before, after))
         judged = _JudgedMatrix(optimizer, source[own], found[own], was, now, device)
         if judged.matrix.isfinite().all():  # otherwise the input has been reported
-            judged.note(verdict, attempt, name if len(rows) == 1 else f"{name}, rows {first} to {last - 1}")
+            judged.note(verdict, name if len(rows) == 1 else f"{name}, rows {first} to {last - 1}")
     return moves.double()
 
 
@@ -65,21 +64,21 @@ class _JudgedMatrix:
     def scale(self) -> float:
         return self.optimizer.lr_scale(*self.found.shape)
 
-    def note(self, verdict: Verdict, attempt: int, where: str) -> None:
+    def note(self, verdict: Verdict, where: str) -> None:
         direction, states = self._made()
-        verdict.equal(attempt, DIRECTION, where, self.found, direction * self.scale)
+        verdict.equal(DIRECTION, where, self.found, direction * self.scale)
         for state, want in states.items():
-            verdict.equal(attempt, state, where, self.after[state], want)
+            verdict.equal(state, where, self.after[state], want)
         if type(self.optimizer).direction is not Muon.direction:
             return
         exact, bound = exact_direction(self.matrix, self.optimizer)
         if self.optimizer.row_beta2 is not None:
-            exact, bound = self._with_moments(verdict, attempt, where, exact, bound, self.optimizer.row_beta2)
+            exact, bound = self._with_moments(verdict, where, exact, bound, self.optimizer.row_beta2)
         error = float((self.found.double() / self.scale - exact).norm())
-        verdict.note(attempt, f"{DIRECTION} in FP64", where, error, bound)
+        verdict.note(f"{DIRECTION} in FP64", where, error, bound)
 
     def _with_moments(
-        self, verdict: Verdict, attempt: int, where: str, direction: Tensor, bound: float, beta2: float
+        self, verdict: Verdict, where: str, direction: Tensor, bound: float, beta2: float
     ) -> tuple[Tensor, float]:
         """Check the moments. Return the direction divided by them, and a bound of its error.
 
@@ -92,7 +91,7 @@ class _JudgedMatrix:
         norms = direction.norm(dim=dim)
         off = (1 - beta2) * (2 * float(norms.max()) + bound) * bound / direction.shape[dim]
         error = float((self.after[DIRECTION_SQ].double() - moment).abs().max())
-        verdict.note(attempt, f"{DIRECTION_SQ} in FP64", where, error, off + 64 * U32 * float(moment.max()))
+        verdict.note(f"{DIRECTION_SQ} in FP64", where, error, off + 64 * U32 * float(moment.max()))
         growth = float((divided.norm(dim=dim) / norms.clamp(min=1e-30)).max())
         return divided, 4 * max(1.0, growth) * bound + UNIT[self.optimizer.ns_dtype] * float(divided.norm())
 

@@ -22,7 +22,7 @@ def tallies(model: nn.Module) -> dict[str, Tally]:
     return {f"{name}.value": module for name, module in model.named_modules() if isinstance(module, Tally)}
 
 
-def judge_scores(verdict: Verdict, number: int, right: RightStep, ranks: Sequence[ObservedStep]) -> None:
+def judge_scores(verdict: Verdict, right: RightStep, ranks: Sequence[ObservedStep]) -> None:
     """Compare each router's scores with FP64's of the router's own input, and its choices with these scores.
 
     Bound of a score: a router computes in FP32 whatever the model's dtype, so NOISE times its error on one rank, and a
@@ -38,13 +38,13 @@ def judge_scores(verdict: Verdict, number: int, right: RightStep, ranks: Sequenc
                 found, largest = kept.ranking.double(), float(want.abs().max())
                 bound = NOISE * float((native - want).abs().max()) + 2 * U32 * largest
                 error = float((found - want).abs().max())
-                verdict.note(number, "scores", f"{name} on rank {rank}", error, bound)
+                verdict.note("scores", f"{name} on rank {rank}", error, bound)
                 short = float(shortfall(kept.ranking, kept.experts, router.experts).max())
-                verdict.note(number, "choice of experts", f"{name} on rank {rank}", short, 0.0, "not by its own scores")
+                verdict.note("choice of experts", f"{name} on rank {rank}", short, 0.0, "not by its own scores")
 
 
 def judge_choices(
-    verdict: Verdict, number: int, model: nn.Module, by_rank: Sequence[Sequence[Choices]], exact: Step, native: Step
+    verdict: Verdict, model: nn.Module, by_rank: Sequence[Sequence[Choices]], exact: Step, native: Step
 ) -> None:
     """Check that each token's experts are its best by FP64, as far as rounding can tell.
 
@@ -62,7 +62,7 @@ def judge_choices(
                 verdict.tokens += short.numel()
                 verdict.elsewhere += int((short > 0).sum())
                 where = f"{name} for the tokens of data-parallel rank {rank}"
-                verdict.note(number, "choice of experts", where, float(short.max()), bound)
+                verdict.note("choice of experts", where, float(short.max()), bound)
 
 
 def shortfall(ranking: Tensor, chosen: Tensor, experts: ExpertsConfig) -> Tensor:
@@ -105,20 +105,23 @@ def loads(model: nn.Module, by_rank: Sequence[Sequence[Choices]]) -> Tensors:
 
 
 def judge_tallies(
-    verdict: Verdict, number: int, model: nn.Module, before: Tensors, ranks: Sequence[ObservedStep], by_tally: Tensors,
-    *, skipped: bool,
-) -> None:  # fmt: skip
+    verdict: Verdict, model: nn.Module, before: Tensors, ranks: Sequence[ObservedStep], by_tally: Tensors, skipped: bool
+) -> Tensors:
     """Check that every rank has the counts of all ranks, and that each tally follows its rule from the value before by
     the counts, bit for bit. A skipped step moves none. `by_tally`: the ranks' `loads`.
+
+    Return the tallies' values, each of the first rank that has it.
     """
     for rank, seen in enumerate(ranks):
         for name in filter(by_tally.__contains__, seen.tallied):
-            verdict.equal(number, "counts", f"{name} on rank {rank}", seen.tallied[name], by_tally[name])
+            verdict.equal("counts", f"{name} on rank {rank}", seen.tallied[name], by_tally[name])
     device = next(model.parameters()).device  # another device may add in another order
-    text = "moved by a step that is none" if skipped else ""
+    text, after = "moved by a step that is none" if skipped else "", Tensors()
     for value, tally in tallies(model).items():
         holders = {rank: seen for rank, seen in enumerate(ranks) if value in seen.buffers}
-        told = next(seen.tallied[value.removesuffix(".value")] for seen in holders.values())
+        first = next(iter(holders.values()))
+        after[value], told = first.buffers[value], first.tallied[value.removesuffix(".value")]
         want = before[value] if skipped else tally.moved(before[value].to(device), told.to(device)).cpu()
         for rank, seen in holders.items():
-            verdict.equal(number, "tally", f"{value} on rank {rank}", seen.buffers[value], want, text)
+            verdict.equal("tally", f"{value} on rank {rank}", seen.buffers[value], want, text)
+    return after

@@ -7,9 +7,9 @@ is not carried into the next one, and no bound has to grow with the steps. A run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,11 +23,10 @@ from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import AVERAGE, MASTER, GroupValues, UpdateGroup, UpdateScalars, number_at
 from megamix.tools.verify.core.bisect import RankTape, culprit
-from megamix.tools.verify.core.choices import Choices
-from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, nearest
+from megamix.tools.verify.core.hypotheses import RightStep, factor_of, lost
 from megamix.tools.verify.core.norm_kinds import explain_norm
 from megamix.tools.verify.core.observed_step import ObservedStep, Whole, assemble, assemble_choices
-from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite
+from megamix.tools.verify.core.reference import Reference, Step, finite
 from megamix.tools.verify.core.update_kinds import RightUpdate, Rule
 from megamix.tools.verify.core.verdict import (
     NOISE,
@@ -67,84 +66,62 @@ def judge(
     initial = {name: param.detach().cpu() for name, param in reference.native.named_parameters()}
     set_biases(config, reference.native)
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
-    verdict = Verdict(attempts=len(attempts))
-    optimizer = build_optimizer(config)
-    before = assemble([rank.owned for rank in start])
-    earlier: RightStep | None = None
-    _ownership(verdict, -1, before)
+    verdict, optimizer = Verdict(attempts=len(attempts)), build_optimizer(config)
+    before, earlier = _whole(verdict, start), None
     for name, weight in initial.items():
-        verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], weight)
-    _copies(verdict, -1, start, before, dtype)
-    moving = tallies(reference.native)
+        verdict.equal("initial weight", name, before.tensors[MASTER, name], weight)
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in reference.native.named_buffers()}
-    _tables(verdict, -1, start, buffers)
-    tables = {name: buffer for name, buffer in buffers.items() if name not in moving}
-    biases = _values(start, moving)
-    for number, seen in enumerate(attempts):
-        after = assemble([attempt.owned for attempt in seen])
-        _ownership(verdict, number, after)
-        scalars = [attempt.scalars for attempt in seen]
-        by_rank = [[*batches(config, number, rank)] for rank in range(reading_ranks(config.parallelism))]
-        choices = assemble_choices(seen, by_rank)
-        step = _Judged(
-            config, reference, optimizer, number, by_rank, before, after, scalars, earlier, biases, choices
-        )  # fmt: skip
-        step.scalars(verdict)
-        if number == overflow_at:
-            verdict.note(number, "overflow flag", "the planted overflow", float(not step.found_inf), 0.0)
+    _held(verdict, start, before, dtype, buffers)
+    biases = {name: buffers.pop(name) for name in tallies(reference.native)}
+    for verdict.attempt, seen in enumerate(attempts):
+        step = _Judged(config, reference, optimizer, verdict, seen, before, earlier, biases)
+        step.scalars()
+        if verdict.attempt == overflow_at:
+            verdict.expect("overflow flag", "the planted overflow", step.found_inf)
         if step.found_inf:
             verdict.skipped += 1
-            step.nothing_changed(verdict)
-            if number != overflow_at:
-                step.overflow(verdict)
+            step.nothing_changed()
+            if verdict.attempt != overflow_at:
+                step.overflow()
         else:
-            judge_scores(verdict, number, step.right, seen)
-            step.gradients(verdict)
-            step.norm(verdict)
-            step.update(verdict)
-            step.average(verdict)
-        _copies(verdict, number, seen, after, dtype)
-        _tables(verdict, number, seen, tables)
-        judge_tallies(verdict, number, reference.native, biases, seen, step.loads, skipped=step.found_inf)
-        biases = _values(seen, moving)
+            judge_scores(verdict, step.right, seen)
+            step.gradients()
+            step.norm()
+            step.update()
+            step.average()
+        _held(verdict, seen, step.after, dtype, buffers)
+        biases = judge_tallies(verdict, reference.native, biases, seen, step.loads, step.found_inf)
         if verdict.differences and not verdict.culprit and seen[0].tape:
             tapes = [RankTape(one.dp_rank, one.tape, one.span) for one in seen]
             verdict.culprit = culprit(step.right, tapes)
-        before, earlier = after, replace(step.right, earlier=None)
+        before, earlier = step.after, replace(step.right, earlier=None)
     # A step that overflows has nothing to compare: if all of them do, every check above has passed.
     applied = verdict.attempts - verdict.skipped
-    missing = float(max(0, updates - applied))
-    verdict.note(verdict.attempts, "applied updates", f"the run, {applied} of {updates},", missing, 0.0)
+    verdict.expect("applied updates", "the run", applied >= updates, f"{applied} of {updates}")
     return verdict
 
 
-def _ownership(verdict: Verdict, number: int, whole: Whole) -> None:
+def _whole(verdict: Verdict, ranks: Sequence[ObservedStep]) -> Whole:
+    """Return the full tensors that ranks own parts of, of which every element must be there, and its copies equal."""
+    whole = assemble([rank.owned for rank in ranks])
     for name, problem in whole.problems:
-        verdict.note(number, f"copies ({problem})", name, math.inf, 0.0)
+        verdict.expect(f"copies ({problem})", name, False)
+    return whole
 
 
-def _copies(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], whole: Whole, dtype: torch.dtype) -> None:
-    """Check that every rank's next forward reads the cast of the masters, bit for bit; else a gather is stale."""
+def _held(verdict: Verdict, ranks: Sequence[ObservedStep], whole: Whole, dtype: torch.dtype, buffers: Tensors) -> None:
+    """Check, bit for bit, that every rank's next forward reads the cast of the masters, else a gather is stale, and
+    that its buffers equal one rank's. A job saves no buffers, so no step may move them.
+    """
     for rank, seen in enumerate(ranks):
         for part in seen.copies:
             want = whole.tensors[MASTER, part.spec.name][part.spec.block].to(dtype).float()
             got = torch.from_numpy(part.values).view(part.spec.shape)
-            verdict.equal(number, "half copy", f"{part.spec.name} on rank {rank}", got, want)
-
-
-def _tables(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], right: Tensors) -> None:
-    """Check that every rank's buffers equal one rank's, bit for bit. A job saves none, so no step may move them."""
-    for rank, seen in enumerate(ranks):
-        for name in filter(right.__contains__, seen.buffers):
-            got, want = seen.buffers[name], right[name]
-            kinds = [(f"rounded to {text}, as parameters are", want.to(dtype)) for dtype, text in HALVES.items()]
-            explain = partial(nearest, got.float(), want.float(), 0.0, iter(kinds))
-            verdict.equal(number, "buffer", f"{name} on rank {rank}", got, want, explain)
-
-
-def _values(ranks: Sequence[ObservedStep], moving: Iterable[str]) -> Tensors:
-    """Return the values of tallies, each of the first rank that has it."""
-    return {name: next(seen.buffers[name] for seen in ranks if name in seen.buffers) for name in moving}
+            verdict.equal("half copy", f"{part.spec.name} on rank {rank}", got, want)
+        for name in filter(buffers.__contains__, seen.buffers):
+            got, want = seen.buffers[name], buffers[name]
+            explain = partial(lost, got.double(), want.double())
+            verdict.equal("buffer", f"{name} on rank {rank}", got, want, explain)
 
 
 class _Matrix(NamedTuple):
@@ -171,74 +148,78 @@ class _Judged:
     """One attempt and all its comparisons."""
 
     def __init__(
-        self, config: Config, reference: Reference, optimizer: Optimizer, number: int,
-        by_rank: Sequence[MicroBatches], before: Whole, after: Whole, scalars: Sequence[dict[str, float]],
-        earlier: RightStep | None, biases: Tensors, choices: Sequence[Sequence[Choices]],
+        self, config: Config, reference: Reference, optimizer: Optimizer, verdict: Verdict,
+        ranks: Sequence[ObservedStep], before: Whole, earlier: RightStep | None, biases: Tensors,
     ):  # fmt: skip
-        self.config, self.optimizer, self.number = config, optimizer, number
-        self.before, self.after, self.by_rank, self.of = before, after, scalars, scalars[0]
+        self.config, self.optimizer, self.verdict = config, optimizer, verdict
+        self.before, self.after = before, _whole(verdict, ranks)
+        self.by_rank = [one.scalars for one in ranks]
+        self.of = self.by_rank[0]
         self.dtype = DTYPES[config.precision.dtype]
         self.found_inf = bool(self.of["found_inf"])
+        by_rank = [[*batches(config, verdict.attempt, rank)] for rank in range(reading_ranks(config.parallelism))]
         # If no target counts, the engine divides by 1, too.
         weight = sum(batch.weight for mine in by_rank for batch in mine) or 1.0
         self.divisor = self.of["loss_scale"] * weight
         # In the order of backward: a wrong gradient makes those behind it wrong.
-        names, grads = [name for name, _ in reference.native.named_parameters()][::-1], after.of(GRADIENT)
+        names, grads = [name for name, _ in reference.native.named_parameters()][::-1], self.after.of(GRADIENT)
         self.grads = {name: grads[name].double() / self.divisor for name in sorted(grads, key=names.index)}
-        weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()} | biases
-        self.choices, self.loads = choices, loads(reference.native, choices)
-        batches = [*zip(chain(*by_rank), chain(*choices), strict=True)]
-        self.reference = replace(reference, choices={id(batch.tokens): of for batch, of in batches})
-        each = 1 / weight
+        self.choices = assemble_choices(ranks, by_rank)
+        self.loads = loads(reference.native, self.choices)
+        chosen = zip(chain(*by_rank), chain(*self.choices), strict=True)
         tp_size = config.parallelism.tp_size
         self.right = RightStep(
-            self.reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
-            loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(scalars),
-            owners={name: after.owners[GRADIENT, name] for name in self.grads},
-            tp_size=tp_size, replicated=self.grads.keys() - after.divided if tp_size > 1 else (),
+            replace(reference, choices={id(batch.tokens): of for batch, of in chosen}),
+            {name: master.to(self.dtype) for name, master in before.of(MASTER).items()} | biases,
+            by_rank, [[1 / weight] * len(mine) for mine in by_rank],
+            loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(ranks),
+            owners={name: self.after.owners[GRADIENT, name] for name in self.grads},
+            tp_size=tp_size, replicated=self.grads.keys() - self.after.divided if tp_size > 1 else (),
         )  # fmt: skip
 
-    def scalars(self, verdict: Verdict) -> None:
+    @cached_property
+    def native(self) -> Step:
+        """Return the step of one rank in the precision of the layout."""
+        return self.right.reference.native_step(self.right.weights, *self.right.flat, self.of["loss_scale"])
+
+    def scalars(self) -> None:
         """Check that every rank has the same numbers, and that the overflow flag is set exactly by an overflow."""
         for rank, other in enumerate(self.by_rank):
             for name, value in other.items():
                 same = value == self.of[name] or (math.isnan(value) and math.isnan(self.of[name]))
-                verdict.note(self.number, "agreement", f"{name} on rank {rank}", float(not same), 0.0)
-        wrong = finite(self.grads) == self.found_inf
-        verdict.note(self.number, "overflow flag", "all gradients", float(wrong), 0.0)
+                self.verdict.expect("agreement", f"{name} on rank {rank}", same)
+        self.verdict.expect("overflow flag", "all gradients", finite(self.grads) != self.found_inf)
 
-    def nothing_changed(self, verdict: Verdict) -> None:
+    def nothing_changed(self) -> None:
         for (state, name), tensor in self.before.tensors.items():
             if state not in (GRADIENT, SOURCE, DIRECTION):
                 got, text = self.after.tensors[state, name], "moved by a step that is none"
-                verdict.equal(self.number, f"{state} after an overflow", name, got, tensor, text)
+                self.verdict.equal(f"{state} after an overflow", name, got, tensor, text)
 
-    def overflow(self, verdict: Verdict) -> None:
+    def overflow(self) -> None:
         """Check, if a layout overflows, that one rank's gradient at the same scale comes near its dtype's end."""
-        largest = max(float(grad.abs().max()) * self.divisor for grad in self._native().grads.values())
+        largest = max(float(grad.abs().max()) * self.divisor for grad in self.native.grads.values())
         near = not largest < 0.5 * torch.finfo(self.dtype).max
-        verdict.note(self.number, "overflow flag", "one rank, which has none", float(not near), 0.0)
+        self.verdict.expect("overflow flag", "one rank, which has none", near)
 
-    def _native(self) -> Step:
-        return self.reference.native_step(self.right.weights, *self.right.flat, self.of["loss_scale"])
-
-    def gradients(self, verdict: Verdict) -> None:
+    def gradients(self) -> None:
         """Compare the gradient with FP64's at the same weights."""
-        exact, native, roundings = self.right.exact, self._native(), sum(map(len, self.right.by_rank)) + 1
-        judge_choices(verdict, self.number, self.reference.native, self.choices, exact, native)
+        verdict, roundings = self.verdict, sum(map(len, self.right.by_rank)) + 1
+        exact, native = self.right.exact, self.native
+        judge_choices(verdict, self.right.reference.native, self.choices, exact, native)
         in_fp8 = self.config.precision.fp8.recipe != "none"
         noisiest = NOISIEST_IN_FP8 if in_fp8 else NOISIEST[UNIT[self.dtype]]
-        note_noise(verdict, self.number, native.grads, exact.grads, noisiest)
-        self._loss_path(verdict, exact, native)
+        note_noise(verdict, native.grads, exact.grads, noisiest)
+        self._loss_path()
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
         divisor = self.divisor if self.dtype == torch.float16 else None
         known = len(verdict.differences)
-        matrices = [*self._matrices(exact, native)]
+        matrices = [*self._matrices()]
         bounds = [gradient_bound(one.noise, one.magnitudes, roundings, unit, divisor) for one in matrices]
         for one, bound in zip(matrices, bounds, strict=True):
             loosest = max(other for other, matrix in zip(bounds, matrices, strict=True) if matrix.of == one.of)
             explain = partial(self.right.explain, one.of, self.grads, loosest)
-            verdict.note(self.number, "gradient", one.name, float((one.grad - one.want).abs().max()), bound, explain)
+            verdict.note("gradient", one.name, float((one.grad - one.want).abs().max()), bound, explain)
         # A gradient that is mostly noise has no factor, such as that of a bias which the softmax takes out again.
         judged = [one for one in matrices if one.relative_noise < noisiest]
         # One rank's factor may be right by chance, so each is held against the noise of all.
@@ -247,49 +228,52 @@ class _Judged:
             bound = factor_bound(noise, one.want, one.magnitudes, roundings, unit, divisor)
             factor = factor_of(one.grad, one.want)
             text = f"{factor:.6g} times the right one, as a whole"
-            verdict.note(self.number, "factor of the gradient", one.name, abs(factor - 1), bound, text)
-        self._loss(verdict, exact, native)
+            verdict.note("factor of the gradient", one.name, abs(factor - 1), bound, text)
+        self._loss()
 
-    def _matrices(self, exact: Step, native: Step) -> Iterator[_Matrix]:
+    def _matrices(self) -> Iterator[_Matrix]:
         """Yield the gradients. The matrices of a stack come one by one: an expert's may be a twentieth of another's,
         whose rounding is no measure of its own.
         """
+        exact = self.right.exact
         for name, grad in self.grads.items():
-            tensors = grad, exact.grads[name], native.grads[name], exact.magnitudes[name]
+            tensors = grad, exact.grads[name], self.native.grads[name], exact.magnitudes[name]
             if grad.dim() < 3:
                 yield _Matrix(name, name, *tensors)
             else:
                 for number, rows in enumerate(zip(*tensors, strict=True)):
                     yield _Matrix(f"{name}[{number}]", name, *rows)
 
-    def _loss_path(self, verdict: Verdict, exact: Step, native: Step) -> None:
+    def _loss_path(self) -> None:
         """Check that the model's loss, given targets, is no further from FP64 than its logits are.
 
         FP64 computes its loss from logits. Without this check, a wrong loss would pass for noise.
         """
-        by_logits = replace(self.reference, native_loss=self.reference.exact_loss)
+        reference, exact = self.right.reference, self.right.whole
+        by_logits = replace(reference, native_loss=reference.exact_loss)
         logits, _ = by_logits.finite_step(self.right.weights, *self.right.flat, self.of["loss_scale"])
-        off, near = ({name: step.grads[name] - want for name, want in exact.grads.items()} for step in (native, logits))
-        relative = norm_of(near) / max(norm_of(exact.grads), 1e-300)
-        for name, want in exact.grads.items():
+        off, near = ({name: step.grads[name] - want for name, want in exact.items()} for step in (self.native, logits))
+        relative = norm_of(near) / max(norm_of(exact), 1e-300)
+        for name, want in exact.items():
             bound = LOSS_PATH * (float(near[name].norm()) + relative * float(want.norm()))
             text = "a model whose loss, given targets, is not the cross entropy of the logits that it gives without"
-            verdict.note(self.number, "loss path", name, float(off[name].norm()), bound, text)
+            self.verdict.note("loss path", name, float(off[name].norm()), bound, text)
 
-    def _loss(self, verdict: Verdict, exact: Step, native: Step) -> None:
+    def _loss(self) -> None:
         """Check the loss of the global batch.
 
         Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss. One
         rank's own error is a sum that may cancel, so the roundings in FP32 from logits to the mean are added
         (`LOSS_ROUNDINGS`).
         """
-        noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
+        exact, told = self.right.exact, self.of["loss"]
+        noise = max(abs(one - other) for one, other in zip(exact.losses, self.native.losses, strict=True))
         fp32 = U32 * (LOSS_ROUNDINGS * exact.loss + self.config.model.vocab_size / 8 + 8)
         bound = NOISE * noise + UNIT[self.dtype] * exact.loss + fp32
-        explain = partial(self.right.explain_loss, [self.of["loss"]] * len(self.right.by_rank), exact.losses, bound)
-        verdict.note(self.number, "loss", "the global batch", abs(self.of["loss"] - exact.loss), bound, explain)
+        explain = partial(self.right.explain_loss, [told] * len(self.right.by_rank), exact.losses, bound)
+        self.verdict.note("loss", "the global batch", abs(told - exact.loss), bound, explain)
 
-    def norm(self, verdict: Verdict) -> None:
+    def norm(self) -> None:
         """Check that the reported norm is that of the gathered gradient.
 
         Bound: the squares of a row of 64 are summed in FP32, 64 roundings at most, all else in FP64; the root halves a
@@ -297,11 +281,11 @@ class _Judged:
         """
         want, told = norm_of(self.grads), self.of["grad_norm"]
         explain = partial(explain_norm, self.right, told, self.grads, slack=2 * U32)
-        verdict.note(self.number, "norm", "all gradients", abs(told - want), 34 * U32 * want, explain)
+        self.verdict.note("norm", "all gradients", abs(told - want), 34 * U32 * want, explain)
         largest = max(float(grad.abs().max()) for grad in self.after.of(GRADIENT).values())
-        verdict.note(self.number, "largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
+        self.verdict.note("largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
 
-    def average(self, verdict: Verdict) -> None:
+    def average(self) -> None:
         """Check the average of the weights by its equation, from its values before and the masters after the step.
 
         Bound: roundings in FP32 of the distance to the masters, of its share and of the sum.
@@ -313,9 +297,9 @@ class _Judged:
             before, master = self.before.tensors[AVERAGE, name].double(), self.after.tensors[MASTER, name]
             want = torch.lerp(before, master.double(), share)
             bound = U32 * float((2 * share * (master - before).abs() + want.abs()).max())
-            verdict.note(self.number, AVERAGE, name, float((after - want).abs().max()), bound)
+            self.verdict.note(AVERAGE, name, float((after - want).abs().max()), bound)
 
-    def update(self, verdict: Verdict) -> None:
+    def update(self) -> None:
         """Check masters and states by the optimizer's equation, from the gathered gradient and the values before."""
         table = tuple(lr_table(self.config))
         clip = self.config.optimizer.clip_grad
@@ -323,7 +307,7 @@ class _Judged:
         count = int(self.of["applied_updates"])
         lr = number_at(table, count)
         told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
-        verdict.note(self.number, "lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
+        self.verdict.note("lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
         for name, unclipped in self.grads.items():
             grad = unclipped * coefficient
             group = self.optimizer.group_of(name, tuple(grad.shape))
@@ -333,22 +317,22 @@ class _Judged:
             needed |= {AVERAGE} if self.config.training.average else set()
             if kept != needed:
                 told = f"ranks keep {', '.join(sorted(kept))}; the job has {', '.join(sorted(needed))}"
-                verdict.note(self.number, "states", name, math.inf, 0.0, told)
+                self.verdict.expect("states", name, False, told)
                 continue
             before = {state: self.before.tensors[state, name] for state in dtypes}
             rule: Rule = partial(exact_update, self.optimizer, group, count)
             if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):
                 want = rule(name, grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
-                device = next(self.reference.native.parameters()).device
-                at = self.number, self.optimizer, name, want, self.before, self.after, device
-                rule = partial(matrix_rule, rule, judge_matrices(verdict, *at))
+                device = next(self.right.reference.native.parameters()).device
+                at = self.optimizer, name, want, self.before, self.after, device
+                rule = partial(matrix_rule, rule, judge_matrices(self.verdict, *at))
             after = {state: self.after.tensors[state, name] for state in dtypes}
             right = RightUpdate(
                 rule=rule, name=name, grad=grad, before=before, lr=lr * group.lr_factor, update=count,
-                weight_decay=number_at(group.weight_decay, count), attempts=self.number + 1, coefficient=coefficient,
-                loss_scale=self.of["loss_scale"],
+                weight_decay=number_at(group.weight_decay, count), attempts=self.verdict.attempt + 1,
+                coefficient=coefficient, loss_scale=self.of["loss_scale"],
             )  # fmt: skip
-            right.note(verdict, self.number, after, dtypes)
+            right.note(self.verdict, after, dtypes)
 
 
 def exact_update(

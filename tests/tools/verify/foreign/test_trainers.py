@@ -1,6 +1,5 @@
 """`verify --trainer` judges foreign trainings: torch's wrappers pass, planted bugs are named by their kind."""
 
-import math
 import sys
 from pathlib import Path
 
@@ -260,8 +259,9 @@ def test_what_setup_and_step_return_is_told_where_it_is_of_another_type() -> Non
 
 def test_a_difference_without_a_distance_is_told_as_what_it_is() -> None:
     verdict = Verdict()
-    verdict.note(-1, "optimizer", "up.weight", math.inf, 0.0, "not among the optimizer's parameters")
-    verdict.note(2, "gradient", "up.weight", 3.0, 1e-5, "its sign turned")
+    verdict.expect("optimizer", "up.weight", False, "not among the optimizer's parameters")
+    verdict.attempt = 2
+    verdict.note("gradient", "up.weight", 3.0, 1e-5, "its sign turned")
     assert [*map(str, verdict.differences)] == [
         "at the start: optimizer of up.weight: not among the optimizer's parameters",
         "attempt 2: gradient of up.weight is off by 3, bound 1e-05; it looks like its sign turned",
@@ -270,7 +270,7 @@ def test_a_difference_without_a_distance_is_told_as_what_it_is() -> None:
 
 def test_a_bisection_that_finds_no_module_says_so() -> None:
     wrong = Verdict()
-    wrong.note(0, "gradient", "up.weight", 3.0, 1e-5)
+    wrong.note("gradient", "up.weight", 3.0, 1e-5)
     assert [*result_lines("2", "cpu", wrong, bisect=True)][-1].startswith(
         "  first module: none, up to a factor: look after"
     )

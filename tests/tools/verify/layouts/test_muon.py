@@ -93,8 +93,8 @@ def _said(optimizer: Muon, source: Tensor, found: Tensor, *moments: Tensor) -> s
     tensors = {(SOURCE, "up"): source, (DIRECTION, "up"): found}
     before, after = ({(DIRECTION_SQ, "up"): one} for one in moments or (torch.zeros(0), torch.zeros(0)))
     whole = Whole(tensors | after)
-    verdict = Verdict()
-    judge_matrices(verdict, 0, optimizer, "up", source.double(), Whole(before), whole, CPU)
+    verdict = Verdict(attempt=0)
+    judge_matrices(verdict, optimizer, "up", source.double(), Whole(before), whole, CPU)
     return str((verdict.differences or [""])[0])
 
 
@@ -109,8 +109,8 @@ def test_a_wrong_scale_and_another_dtype_are_told() -> None:
 
 
 def test_a_matrix_without_a_direction_is_told() -> None:
-    verdict = Verdict()
-    judge_matrices(verdict, 0, Muon(lr=1.0), "up", torch.ones(2, 3), Whole(), Whole(), CPU)
+    verdict = Verdict(attempt=0)
+    judge_matrices(verdict, Muon(lr=1.0), "up", torch.ones(2, 3), Whole(), Whole(), CPU)
     assert str(verdict.differences[0]) == "attempt 0: direction of up: there is none: no rank has made it orthogonal"
 
 
