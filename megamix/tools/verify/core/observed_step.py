@@ -23,7 +23,7 @@ from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import StepResult
 from megamix.mixed_precision.update_slice import MASTER
 from megamix.model.span import Span
-from megamix.tools.verify.core.choices import Choice, Choices, KeptChoices
+from megamix.tools.verify.core.choices import Choice, Choices
 from megamix.tools.verify.core.tape import Tape
 from megamix.tools.verify.core.verdict import Tensors, equal_bits
 
@@ -53,13 +53,7 @@ class ObservedStep:
     span: Span | None = None  # division of their positions
 
 
-def observed(
-    engine: ShardedEngine,
-    result: StepResult | None,
-    used: UsedValues,
-    kept: KeptChoices | None = None,
-    tape: Tape | None = None,
-) -> ObservedStep:
+def observed(engine: ShardedEngine, result: StepResult | None, used: UsedValues) -> ObservedStep:
     """Return the state of a rank after a step. `result`: the step's; None: there was no step, and no gradient."""
     with engine.whole_parameters():
         copies = [*_copies(engine)]
@@ -71,7 +65,7 @@ def observed(
     tallied = {} if result is None else {name: counts.to("cpu", copy=True) for name, counts in result.tallied.items()}
     return ObservedStep(
         scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tallied=tallied,
-        choices=kept.take() if kept else {}, tape=tape or {}, dp_rank=engine.topology.data.rank, span=span,
+        dp_rank=engine.topology.data.rank, span=span,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from megamix.data.loader import IGNORE, Batch
 from megamix.model.family import family_of
 from megamix.model.fp8 import use_fp8
 from megamix.model.ops import Ops
-from megamix.tools.verify.core.choices import Choices, Replays
+from megamix.tools.verify.core.choices import Choices, WatchedRouter, watched_routers
 from megamix.tools.verify.core.verdict import UNIT, Tensors
 
 LossOf = Callable[[nn.Module, Any], Tensor]  # returns the mean loss of a micro-batch
@@ -42,14 +42,14 @@ class Step:
 class Reference:
     """One rank. Both models are on the device of the training, so that rounding is of the same kind.
 
-    `replays`: how their routers choose. `choices`: those of the ranks, by the id of a micro-batch's tokens.
+    `routers`: those of each model. `choices`: those of the ranks, by the id of a micro-batch's tokens.
     """
 
     native: nn.Module
     exact: nn.Module  # FP64
     native_loss: LossOf
     exact_loss: LossOf
-    replays: Mapping[nn.Module, Replays] = field(default_factory=dict)
+    routers: Mapping[nn.Module, Mapping[str, WatchedRouter]] = field(default_factory=dict)
     choices: Mapping[int, Choices] = field(default_factory=dict)
 
     @classmethod
@@ -73,18 +73,14 @@ class Reference:
             loss: Tensor = total / targets.numel()
             return loss
 
-        replays: dict[nn.Module, Replays] = {model: Replays(model) for model in (native, exact)}
-        return cls(native, exact, lambda model, batch: model(*batch.inputs), exact_loss, replays)
+        routers = {model: watched_routers(model) for model in (native, exact)}
+        return cls(native, exact, lambda model, batch: model(*batch.inputs), exact_loss, routers)
 
     def replay(self, model: nn.Module, batch: Any) -> None:
         """Let a model's routers choose for a micro-batch what the ranks chose."""
-        if self.choices:
-            device = next(model.parameters()).device
-            self.replays[model].set(self.choices.get(id(batch.tokens), {}), device)
-
-    def rankings(self, model: nn.Module) -> Tensors:
-        """Return how a model's routers scored the experts in its last forward, FP64 (B, T, experts) each."""
-        return self.replays[model].rankings() if model in self.replays else {}
+        for name, router in self.routers.get(model, {}).items():
+            chosen = self.choices.get(id(batch.tokens), {}).get(name)
+            router.told = None if chosen is None else chosen.to(next(model.parameters()).device)
 
     def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]) -> Step:
         """Take the step with these weights in FP64. `shares`: weight of each micro-batch's mean in the loss."""
@@ -182,7 +178,8 @@ class Reference:
             self.replay(model, batch)
             loss = loss_of(model, moved(batch, device))
             losses.append(loss.item())
-            rankings.append(self.rankings(model))
+            routers = self.routers.get(model, {}).items()
+            rankings.append({name: router.take()[0].ranking.double() for name, router in routers})
             own = scale * (share / max(shares)) or scale  # a micro-batch with fewer targets is multiplied by less
             with added_losses_times(own):
                 found = torch.autograd.grad(loss * own, [*params.values()], allow_unused=True)
@@ -208,16 +205,13 @@ def finite(grads: Tensors) -> bool:
     return all(bool(grad.isfinite().all()) for grad in grads.values())
 
 
-def moved(batch: Any, *to: torch.device | torch.dtype) -> Any:
+def moved(batch: Any, to: torch.device | torch.dtype) -> Any:
     """Return a micro-batch of tensors in tuples, lists and mappings on a device, or its floating tensors in a dtype."""
     if isinstance(batch, Tensor):
-        where = [place for place in to if isinstance(place, torch.device) or batch.is_floating_point()]
-        for place in where:
-            batch = batch.to(place)
-        return batch
+        return batch.to(to) if isinstance(to, torch.device) or batch.is_floating_point() else batch
     if isinstance(batch, Mapping):
-        return {key: moved(part, *to) for key, part in batch.items()}
+        return {key: moved(part, to) for key, part in batch.items()}
     if isinstance(batch, tuple | list):
-        parts = [moved(part, *to) for part in batch]
+        parts = [moved(part, to) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -32,21 +32,21 @@ from megamix.tools.verify.foreign.trainer import (
 TOLD = ("loss", "grad_norm")  # keys of a step's report that are compared
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class SeenStep:
     """One step of a trainer as one rank saw it. Weights, states and buffers are those after the step."""
 
-    told: Mapping[str, float]
-    weights: Tensors
-    states: dict[tuple[str, str], torch.Tensor]  # by state and parameter
-    buffers: Tensors
-    updates: list[int]  # number of steps of each optimizer
-    gradients: Tensors  # gradients that the update used
-    options: dict[str, dict[str, float]]  # options of each parameter, when it stepped
-    loss_scale: float
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]]  # dtypes in which a parameter computes, and sums
-    autocast: set[torch.dtype]  # dtypes to which its autocasts cast
-    tape: Tape  # tape of the first micro-batch, if modules are recorded
+    told: Mapping[str, float] = field(default_factory=dict)
+    weights: Tensors = field(default_factory=dict)
+    states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # by state and parameter
+    buffers: Tensors = field(default_factory=dict)
+    updates: list[int] = field(default_factory=list)  # number of steps of each optimizer
+    gradients: Tensors = field(default_factory=dict)  # gradients that the update used
+    options: dict[str, dict[str, float]] = field(default_factory=dict)  # options of each parameter, when it stepped
+    loss_scale: float = 1.0
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)  # computes in, sums in
+    autocast: set[torch.dtype] = field(default_factory=set)  # dtypes to which its autocasts cast
+    tape: Tape = field(default_factory=dict)  # tape of the first micro-batch, if modules are recorded
     losses: list[float] = field(default_factory=list)  # results of the trainer's `loss` in this step
 
     @property
@@ -76,34 +76,35 @@ def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
         fix = "must be (module, optimizer); write return module, optimizer"
         raise WrongTrainer(f"{type(trainer).__name__}.setup returned ({kinds}), {fix}")
     witness = _Witness(trainer, made[0], optimizers_of(made[1], f"{type(trainer).__name__}.setup"))
-    seen = [witness.read({}, {}, set())]
+    seen = [witness.read()]
     for number in range(steps):
         with recorded(made[0], wanted=bisect) as tape, autocast_entered() as autocast:
             told = trainer.step(trainer.batches(number, trainer.rank, trainer.ranks))
         if not isinstance(told, Mapping | None):
             kind = type(told).__name__
             raise WrongTrainer(f"{type(trainer).__name__}.step returned {kind}, must be as {{'loss': 2.3}}, or None")
-        seen.append(witness.read({name: float(told[name]) for name in TOLD if told and name in told}, tape, autocast))
+        read = {name: float(told[name]) for name in TOLD if told and name in told}
+        seen.append(replace(witness.read(), told=read, tape=tape, autocast=autocast))
     return seen
 
 
 class _Witness:
+    """Looks on as a trainer takes a step."""
+
     def __init__(self, trainer: ForeignTrainer, module: nn.Module, optimizers: Sequence[Optimizer]):
         self.trainer, self.module, self.optimizers = trainer, module, optimizers
         self.dtypes, self._loss = computes_in(module), trainer.loss
         trainer.loss = self._noted_loss  # type: ignore[method-assign]  # a step may call `loss`
-        self._forget()
+        self._begin()
         self.inside: Counter[Optimizer] = Counter()  # a step may call its base class's step
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one))
             optimizer.register_step_post_hook(lambda one, *_: self.inside.subtract([one]))
 
-    def _forget(self) -> None:
-        self.updates: Counter[Optimizer] = Counter()
+    def _begin(self) -> None:
+        scale = self.trainer.scaler.get_scale() if self.trainer.scaler else 1.0
+        self.seen = SeenStep(updates=[0] * len(self.optimizers), loss_scale=scale, dtypes=self.dtypes)
         self.losses: list[torch.Tensor] = []
-        self.gradients: Tensors = {}
-        self.options: dict[str, dict[str, float]] = {}
-        self.loss_scale = self.trainer.scaler.get_scale() if self.trainer.scaler else 1.0
 
     def _noted_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         loss = self._loss(model, batch)
@@ -117,22 +118,20 @@ class _Witness:
         found_inf = getattr(optimizer, "found_inf", None)  # GradScaler leaves the skip to a fused optimizer
         if found_inf is not None and found_inf.item():
             return
-        self.updates[optimizer] += 1
-        grads = self.trainer.gradients(self.module, optimizer)
+        seen, grads = self.seen, self.trainer.gradients(self.module, optimizer)
+        seen.updates[self.optimizers.index(optimizer)] += 1
         groups = self.trainer.groups(self.module, optimizer)
         # Clipping or unscaling of another optimizer's gradients may come between this step and the other one's.
-        self.gradients = {**grads, **self.gradients, **{name: grads[name] for name in groups if name in grads}}
-        self.options |= {name: options_of(group) for name, group in groups.items()}
+        seen.gradients = {**grads, **seen.gradients, **{name: grads[name] for name in groups if name in grads}}
+        seen.options |= {name: options_of(group) for name, group in groups.items()}
 
-    def read(self, told: Mapping[str, float], tape: Tape, autocast: set[torch.dtype]) -> SeenStep:
-        weights = dict(ChainMap(*(self.trainer.weights(self.module, one) for one in self.optimizers)))
-        states = dict(ChainMap(*(self.trainer.states(self.module, one) for one in self.optimizers)))
-        buffers = {plain_name(name): whole(buffer) for name, buffer in self.module.named_buffers()}
-        seen = SeenStep(
-            told=told, weights=weights, states=states, buffers=buffers,
-            updates=[self.updates[one] for one in self.optimizers], gradients=self.gradients, options=self.options,
-            loss_scale=self.loss_scale, dtypes=self.dtypes, tape=tape, autocast=autocast,
-            losses=[float(loss) for loss in self.losses],
-        )  # fmt: skip
-        self._forget()
+    def read(self) -> SeenStep:
+        """Return the step that has been taken, and begin the next one."""
+        seen = self.seen
+        for optimizer in reversed(self.optimizers):  # what several hold is the first one's
+            seen.weights |= self.trainer.weights(self.module, optimizer)
+            seen.states |= self.trainer.states(self.module, optimizer)
+        seen.buffers = {plain_name(name): whole(buffer) for name, buffer in self.module.named_buffers()}
+        seen.losses = [float(loss) for loss in self.losses]
+        self._begin()
         return seen

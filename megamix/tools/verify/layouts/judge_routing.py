@@ -34,7 +34,8 @@ def judge_scores(verdict: Verdict, right: RightStep, ranks: Sequence[ObservedSte
     for name, router in routers(reference.native).items():
         for rank, seen in enumerate(ranks):
             for kept in seen.choices.get(name, ()):
-                native, want = (reference.replays[of].score(name, kept.x) for of in (reference.native, reference.exact))
+                models = reference.native, reference.exact
+                native, want = (reference.routers[model][name].score(kept.x) for model in models)
                 found, largest = kept.ranking.double(), float(want.abs().max())
                 bound = NOISE * float((native - want).abs().max()) + 2 * U32 * largest
                 error = float((found - want).abs().max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.source import MarkovSource, Numbers, Rows
 from megamix.mixed_precision.step import StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
-from megamix.tools.verify.core.choices import KeptChoices, routers
+from megamix.tools.verify.core.choices import routers, watched_routers
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
 from megamix.tools.verify.core.tape import recorded
 
@@ -36,15 +37,16 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     runner = build_training(config, rank_device())
     engine = runner.engine
     set_biases(config, engine.module)
-    poison, used, kept = Poison(engine), UsedValues(), KeptChoices(engine.module)
+    poison, used, watched = Poison(engine), UsedValues(), watched_routers(engine.module)
     specs = [slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots]
     divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # may see partial sums
-    run = [observed(engine, None, used, kept)]
+    run = [observed(engine, None, used)]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
         with engine.observe(used), recorded(engine.module, wanted=bisect, but=divided) as tape:
             result = take_step(config, runner, attempt)
-        run.append(observed(engine, result, used, kept, tape))
+        choices = {name: router.take() for name, router in watched.items()}
+        run.append(replace(observed(engine, result, used), choices=choices, tape=tape))
     return run
 
 
