@@ -14,7 +14,7 @@ from megamix.model.span import Span
 from megamix.tools.verify.core.hypotheses import RightStep, factor_of
 from megamix.tools.verify.core.reference import LossOf, Reference, moved, put
 from megamix.tools.verify.core.tape import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Tape, recorded
-from megamix.tools.verify.core.verdict import NOISE, UNIT
+from megamix.tools.verify.core.verdict import NOISE, UNIT, max_abs
 
 
 class RankTape(NamedTuple):
@@ -77,11 +77,11 @@ def first_module(tape: Tape, all_parts: Sequence[Tape], exact: Tape, native: Tap
         if here is None or near is None or not here.shape == want.shape == near.shape:
             continue  # a shard, or a tensor that one rank computes in another form
         parts = torch.stack([part[key].double() for part in all_parts if key in part]).sum(0)
-        is_gradient, largest = key[1] in (OUTPUT_GRADIENT, INPUT_GRADIENT), float(want.abs().max())
+        is_gradient = key[1] in (OUTPUT_GRADIENT, INPUT_GRADIENT)
         near = near.double() / (factor_of(near, want) if is_gradient else 1.0)
-        bound = NOISE * float((near - want).abs().max()) + 4 * UNIT.get(here.dtype, 0.0) * largest
+        bound = NOISE * max_abs(near - want) + 4 * UNIT.get(here.dtype, 0.0) * max_abs(want)
         scales = [kinds[is_gradient]] * 2 if is_gradient in kinds else [factor_of(here, want), factor_of(parts, want)]
-        errors = [float((one.double() / scale - want).abs().max()) if scale else math.inf
+        errors = [max_abs(one.double() / scale - want) if scale else math.inf
                   for one, scale in zip((here, parts), scales, strict=True)]  # fmt: skip
         if min(errors) <= bound:
             kinds.setdefault(is_gradient, scales[errors.index(min(errors))])

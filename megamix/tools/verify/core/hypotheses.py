@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megamix.data.loader import Batch
 from megamix.mixed_precision.muon import Muon, orthogonalised
-from megamix.tools.verify.core.reference import MicroBatches, Reference, Step
-from megamix.tools.verify.core.verdict import UNIT, Tensors
+from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite
+from megamix.tools.verify.core.verdict import UNIT, Tensors, max_abs
 
 Candidates = Iterator[tuple[str, Tensor]]
 HALVES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
@@ -26,11 +26,11 @@ HALVES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 def nearest(found: Tensor, want: Tensor, bound: float, candidates: Candidates) -> str:
     """Return the candidate nearest to `found`, if within the bound and four times as near as `want`; else ""."""
-    error = float((found - want).abs().max())
+    error = max_abs(found - want)
     best, kind = error / 4 if math.isfinite(error) else math.inf, ""
     for sentence, candidate in candidates:
-        size = max(1.0, float(candidate.abs().max()) / max(float(want.abs().max()), 1e-300))
-        off = float((found - candidate).abs().max())
+        size = max(1.0, max_abs(candidate) / max(max_abs(want), 1e-300))
+        off = max_abs(found - candidate)
         if off <= bound * size and off < 0.99 * best:  # two candidates may be the same numbers; the first one is kept
             best, kind = off, sentence
     return kind
@@ -89,8 +89,10 @@ class RightStep:
         return [[self._of([batch], [share]) for batch, share in zip(*both, strict=True)]
                 for both in zip(self.by_rank, self.shares, strict=True)]  # fmt: skip
 
-    def _of(self, batches: MicroBatches, shares: Sequence[float]) -> Tensors:
-        return self.reference.exact_step(self.weights, batches, shares).grads
+    def _of(
+        self, batches: MicroBatches, shares: Sequence[float], weights: Mapping[str, Tensor] | None = None
+    ) -> Tensors:
+        return self.reference.exact_step(weights or self.weights, batches, shares).grads
 
     @property
     def flat(self) -> tuple[list[Any], list[float]]:
@@ -105,6 +107,21 @@ class RightStep:
     def whole(self) -> Tensors:
         return self.exact.grads
 
+    def native(self, loss_scale: float) -> Step:
+        """Take the step in the training's own precision."""
+        return self.reference.native_step(self.weights, *self.flat, loss_scale)
+
+    def finite(self, loss_scale: float) -> tuple[Step, float]:
+        """Return `native` at the largest scale without overflow, and that scale.
+
+        The scales tried are the given one, its half, its quarter and so on.
+        """
+        step = self.native(loss_scale)
+        while not finite(step.grads) and loss_scale > 1:
+            loss_scale /= 2
+            step = self.native(loss_scale)
+        return step, loss_scale
+
     def _sum(self, name: str, rank: int | None = None, number: int | None = None) -> Tensor:
         """Add up the parts of one rank, of the micro-batches with one number, or all."""
         ranks = self.parts if rank is None else [self.parts[rank]]
@@ -115,7 +132,8 @@ class RightStep:
         """Say which kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
         want, off = self.whole[name] * self.coefficient, found[name]
         factors = ((text, want * factor) for factor, text in self.meanings())
-        kinds = chain(self._owned(name), self._sums(name), self._steps(name), self._uses(name), self._places(name, off))
+        steps = ((text, grads[name]) for text, grads in self._other_steps.items())
+        kinds = chain(self._owned(name), self._sums(name), steps, self._uses(name), self._places(name, off))
         # A wrong gradient is clipped by a norm of its own.
         others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in kinds)
         kept = factors, self._clips(name, off), self._times(name, off), others, self._added(name, off - want)
@@ -243,15 +261,6 @@ class RightStep:
                 text = f"micro-batch {number} alone is reduced over the ranks"
                 yield text, rest + torch.stack(own).sum(0) - own[number]
 
-    def _steps(self, name: str) -> Candidates:
-        for text, grads in self._other_steps.items():
-            yield text, grads[name]
-        if self.earlier is not None:
-            kept = self.earlier.whole[name]
-            left = kept * self.earlier.coefficient  # clipping writes into the gradient
-            yield "the last step's gradient still in it: not set to zero", self.whole[name] + left
-            yield "the last step's gradient", kept
-
     @cached_property
     def _other_steps(self) -> dict[str, Tensors]:
         """Return the gradients that other weights, samples or targets would have given."""
@@ -263,13 +272,17 @@ class RightStep:
         stacks = [name for name, weight in self.weights.items() if weight.dim() == 3]
         for by in (1, -1) if stacks else ():
             turned = dict(self.weights) | {name: self.weights[name].roll(by, 0) for name in stacks}
-            grads = self.reference.exact_step(turned, batches, shares).grads
+            grads = self._of(batches, shares, turned)
             text = f"that of stacks turned by {by}: each matrix in another's place"
             steps[text] = grads | {name: grads[name].roll(-by, 0) for name in stacks}
         if earlier := self.earlier:
             text = "that of the weights before the last update: stale weights"
-            steps[text] = self.reference.exact_step(earlier.weights, batches, shares).grads
+            steps[text] = self._of(batches, shares, earlier.weights)
             steps["that of the last step's samples"] = self._of(*earlier.flat)
+            # Clipping writes into the gradient.
+            left = {name: grad + earlier.coefficient * earlier.whole[name] for name, grad in self.whole.items()}
+            steps["the last step's gradient still in it: not set to zero"] = left
+            steps["the last step's gradient"] = earlier.whole
         return steps
 
     def _uses(self, name: str) -> Candidates:
@@ -297,7 +310,7 @@ class RightStep:
         yield "the right numbers in other places", moved.view(whole.shape)
 
     def _clips(self, name: str, found: Tensor) -> Candidates:
-        value = float(found.abs().max())
+        value = max_abs(found)
         yield f"clipped by value, to {value:.4g}", self.whole[name].clamp(-value, value)
         if self.clip and len({len(mine) for mine in self.parts}) == 1:
             at = [*self.whole].index(name)
@@ -332,7 +345,7 @@ class RightStep:
     def _rounded(self, want: Tensor, found: Tensor) -> str:
         """Return a kind if every element is a number of a half dtype, and no further off than that dtype rounds."""
         for dtype, text in HALVES.items():
-            near = float((found - want).abs().max()) <= 4 * UNIT[dtype] * float(want.abs().max())
+            near = max_abs(found - want) <= 4 * UNIT[dtype] * max_abs(want)
             if near and torch.equal(found, found.to(dtype).double()):
                 return f"rounded to {text}, as by what sends it or adds it up"
         return ""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamix.tools.verify.core.hypotheses import RightStep, factor_of
-from megamix.tools.verify.core.verdict import Tensors, norm_of
+from megamix.tools.verify.core.verdict import Tensors, max_abs, norm_of
 
 
 def explain_norm(right: RightStep, used: float, grads: Tensors, name: str = "", slack: float = 1e-5) -> str:
@@ -30,7 +30,7 @@ def explain_norm(right: RightStep, used: float, grads: Tensors, name: str = "", 
     kinds |= {
         "its square, of which no root was taken": norm**2,
         "the last step's": norm_of((right.earlier or right).whole),
-        "the largest element, a norm of order infinity": max(float(grad.abs().max()) for grad in grads.values()),
+        "the largest element, a norm of order infinity": max(map(max_abs, grads.values())),
     }
     for times in sorted(numbers - {1}):
         for by, text in (times, f"{times}"), (math.sqrt(times), f"the root of {times}"):
@@ -52,10 +52,10 @@ def explain_clipping(right: RightStep, name: str, found: Tensor, bound: float) -
     whole, factor = right.whole[name], factor_of(found, right.whole[name])
     if not right.clip:
         return ""
-    if factor <= 0 or float((found - factor * whole).abs().max()) > bound * max(1.0, factor):
+    if factor <= 0 or max_abs(found - factor * whole) > bound * max(1.0, factor):
         norms = torch.tensor(_shard_norms(right, right.whole), dtype=torch.float64)
         coefficients = (right.clip / (norms + 1e-6)).clamp(max=1.0)
-        near = len(norms) and float((found - coefficients[_owner(right, name)] * whole).abs().max()) <= bound
+        near = len(norms) and max_abs(found - coefficients[_owner(right, name)] * whole) <= bound
         return "clipped on each rank by the norm of its own shards" if near else ""
     if factor >= 1.001:  # clipping never enlarges a gradient, and hides how large it was before
         norm = norm_of(right.whole)

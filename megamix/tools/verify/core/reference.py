@@ -133,7 +133,7 @@ class Reference:
         return {places[0][0]: {name: grads[name] for name, *_ in places} for places in shared.values()}
 
     def native_step(
-        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
+        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float = 1.0
     ) -> Step:
         """Take the step with these weights as they are stored, as a rank would.
 
@@ -150,19 +150,6 @@ class Reference:
         names = [name for name, _ in self.native.named_parameters()]
         dtype = max((weights[name].dtype for name in names), key=UNIT.__getitem__)
         return {**weights, **{name: weights[name].to(dtype) for name in names}}
-
-    def finite_step(
-        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
-    ) -> tuple[Step, float]:
-        """Return `native_step` at the largest scale without overflow, and that scale.
-
-        The scales tried are the given one, its half, its quarter and so on.
-        """
-        step = self.native_step(weights, batches, shares, loss_scale)
-        while not finite(step.grads) and loss_scale > 1:
-            loss_scale /= 2
-            step = self.native_step(weights, batches, shares, loss_scale)
-        return step, loss_scale
 
     def _step(
         self, model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batches: MicroBatches,

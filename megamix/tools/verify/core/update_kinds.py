@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamix.mixed_precision.update_slice import MASTER
 from megamix.tools.verify.core.hypotheses import HALVES, nearest
-from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict
+from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict, max_abs
 
 Rule = Callable[..., Tensors]  # (name, grad, before, lr=, weight_decay=, update=) -> master and states of an optimizer
 
@@ -63,7 +63,7 @@ class RightUpdate:
             bound = 64 * U32 * max(self._sizes(state, new))
             if dtypes[state] != torch.float32:
                 # stochastic rounding included; 2**-25: FP16's subnormals
-                bound += 2 * UNIT[dtypes[state]] * float(new.abs().max()) + 2.0**-25
+                bound += 2 * UNIT[dtypes[state]] * max_abs(new) + 2.0**-25
             if error.max() > bound:
                 others = [grad * (1 - 64 * U32), grad * (1 + 64 * U32)]
                 others += [grad + unseen * part for part in (-1.0, -0.5, 0.5, 1.0) if unseen]
@@ -73,15 +73,15 @@ class RightUpdate:
                 with Halves() as halves:  # type: ignore[no-untyped-call]  # its base class is untyped
                     self.updated(grad)
                 signs = torch.randint(2, grad.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-                bound += NOISE * float((self.updated(grad * (1 + halves.unit * signs))[state] - new).abs().max())
+                bound += NOISE * max_abs(self.updated(grad * (1 + halves.unit * signs))[state] - new)
             check = "weight" if state == MASTER else state
             worst = max(0.0, float(error.max())) if after[state].isfinite().all() else math.inf
             verdict.note(check, self.name, worst, bound, partial(self.explain, state, after[state], bound))
 
     def _sizes(self, state: str, new: Tensor) -> Iterator[float]:
-        largest = float(self.grad.abs().max())
+        largest = max_abs(self.grad)
         enters = 2 * max(largest, largest**2) if state == "exp_avg_sq" else largest
-        yield from (float(self.before[state].abs().max()), float(new.abs().max()))
+        yield from (max_abs(self.before[state]), max_abs(new))
         yield self.lr * max(8.0, largest) if state == MASTER else enters
 
     def explain(self, state: str, after: Tensor, bound: float) -> str:
@@ -104,7 +104,7 @@ class RightUpdate:
         if not moves.isfinite().all():
             return ""
         shares = torch.linalg.pinv(moves @ moves.T, hermitian=True) @ (moves @ (found - before).flatten())
-        near = float(((shares @ moves).view_as(before) - (found - before)).abs().max()) <= bound
+        near = max_abs((shares @ moves).view_as(before) - (found - before)) <= bound
         is_mean = bool((shares > -1e-3).all()) and float(shares.sum()) < 1.001
         return f"an average of the weights left in the model, {shares[0]:.3g} of it new" if near and is_mean else ""
 

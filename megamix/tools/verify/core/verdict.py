@@ -80,7 +80,7 @@ class Verdict:
         gap = 0.0
         if not equal_bits(got.float(), want.float()):
             apart = torch.where(got == want, 0.0, got.double() - want.double())  # equal infinities are not apart
-            gap = float(apart.abs().max())
+            gap = max_abs(apart)
         self.note(check, where, gap, 0.0, explain)
 
     def leave(self, what: str, name: str, told: str) -> None:
@@ -93,12 +93,17 @@ def note_noise(verdict: Verdict, native: Tensors, exact: Tensors, noisiest: floa
 
     `noisiest`: the largest error that may be, as a share of the largest gradient.
     """
-    largest = max(float(grad.abs().max()) for grad in exact.values())
-    noises = {name: float((native[name] - grad).abs().max()) for name, grad in exact.items()}
+    largest = max(map(max_abs, exact.values()))
+    noises = {name: max_abs(native[name] - grad) for name, grad in exact.items()}
     name = max(noises, key=noises.__getitem__)
     text = "a model or a loss that is not the same in FP64, or rounding too coarse to judge by: even one process, "
     text += "without ranks, is this far from FP64"
     verdict.note("noise", name, noises[name], noisiest * largest, text)
+
+
+def max_abs(x: Tensor) -> float:
+    """Return the largest magnitude of the elements."""
+    return float(x.abs().max())
 
 
 def norm_of(grads: Tensors) -> float:

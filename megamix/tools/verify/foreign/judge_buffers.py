@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, lost, nearest
 from megamix.tools.verify.core.reference import MicroBatches
-from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict
+from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict, max_abs
 from megamix.tools.verify.foreign.watch import SeenStep
 
 
@@ -43,7 +43,7 @@ def explain_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> s
 
     `others`: values with other names. `got` and `want`: FP64.
     """
-    bound = 64 * U32 * float(want.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    bound = 64 * U32 * max_abs(want.nan_to_num(0.0, 0.0, 0.0))
     kind = lost(got, want) or nearest(got, want, bound, _other_values(got, want, others))
     return kind or f"other values in {float((got != want).double().mean()):.0%} of its elements"
 
@@ -73,33 +73,32 @@ def check_buffers(verdict: Verdict, right: RightStep, before: SeenStep, after: S
 
     A skipped step may leave the changes by forward, as torch's batch norm does, or undo them.
     """
+    if not after.buffers:
+        return
     mine, shares = right.by_rank[0], right.shares[0]
 
     def moved_by(batches: MicroBatches, shares: Sequence[float], native: bool = False) -> Tensors:
-        if native:
-            right.reference.native_step(right.weights, batches, shares, 1.0)
-        else:
-            right.reference.exact_step(right.weights, batches, shares)
-        model = right.reference.native if native else right.reference.exact
+        reference = right.reference
+        take, model = (reference.native_step, reference.native) if native else (reference.exact_step, reference.exact)
+        take(right.weights, batches, shares)
         return {name: _real(buffer).cpu().clone() for name, buffer in model.named_buffers()}
 
-    wanted = moved_by(mine, shares) if after.buffers else {}
-    rounded = moved_by(mine, shares, native=True) if after.buffers else {}
+    wanted, rounded = moved_by(mine, shares), moved_by(mine, shares, native=True)
     counted = _counted(wanted, before.buffers, after.buffers)
     for name in filter(after.buffers.__contains__, wanted):
         want, was, got = wanted[name], _real(before.buffers[name]), _real(after.buffers[name])
-        moved = _apart(got, was)
-        if not any(after.updates) and not moved.any():
+        moves = bool(_apart(want, was).any())
+        if not _apart(got, was).any() and not (moves and any(after.updates)):
             continue
-        if not _apart(want, was).any():
+        if not moves:
             if not any(after.updates):
                 verdict.expect("buffer after a skipped step", name, False, "moved by a step that is none")
-            elif how := lost(got, was) if got.numel() > 1 and moved.any() else "":
+            elif how := lost(got, was) if got.numel() > 1 else "":
                 verdict.expect("buffer", name, False, f"forward does not move it, and it is {how}")
-            elif moved.any():
+            else:
                 verdict.leave("buffer", name, "not compared: your step moves it, the plain model's forward does not")
             continue
-        largest = float(want.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        largest = max_abs(want.nan_to_num(0.0, 0.0, 0.0))
         bound = NOISE * float(_apart(rounded[name], want).max()) + 64 * U32 * largest
 
         def explain(name: str = name, was: Tensor = was, got: Tensor = got, bound: float = bound) -> str:

@@ -31,6 +31,7 @@ from megamix.tools.verify.core.verdict import (
     Tensors,
     Verdict,
     gradient_bound,
+    max_abs,
     norm_of,
     note_noise,
 )
@@ -144,7 +145,7 @@ class _Judge:
         )  # fmt: skip
         exact = right.exact
         scale = after.loss_scale * self.ranks * max(right.flat[1])  # factor by which a rank multiplies its largest loss
-        native = self.reference.native_step(weights, *right.flat, scale)
+        native = right.native(scale)
         if not any(after.updates):
             verdict.skipped += 1
             self._skipped(before, after, native)
@@ -154,7 +155,7 @@ class _Judge:
             verdict.expect("updates", "the optimizer", {*after.updates} == {1}, text)
             if not finite(native.grads):
                 # Ranks round in another order, and may stay just below FP16's end where one process does not.
-                native, used = self.reference.finite_step(weights, *right.flat, scale)
+                native, used = right.finite(scale)
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
                 verdict.expect("overflow", "one process", used >= scale / 2, text)
             unit = max(self.unit, *(UNIT.get(weights[name].dtype, U32) for name in self.initial))
@@ -239,11 +240,11 @@ class _Judge:
         bounds = {}
         for name, want in exact.grads.items():
             sums = after.dtypes[name][1] if name in after.dtypes else torch.float32
-            rounded = max(float((native.grads[name] - want).abs().max()), noise * float(want.abs().max()))
+            rounded = max(max_abs(native.grads[name] - want), noise * max_abs(want))
             in_fp16 = right.loss_scale != 1 or right.weights[name].dtype == torch.float16
             divisor = scaled if in_fp16 else None
             bound = gradient_bound(rounded, exact.magnitudes[name], roundings, UNIT[sums], divisor) * coefficient
-            bounds[name] = bound + slack * coefficient * float(want.abs().max()) * bool(clip)
+            bounds[name] = bound + slack * coefficient * max_abs(want) * bool(clip)
         if not after.gradients and type(self.trainer).gradients is not ForeignTrainer.gradients:
             after.gradients |= {name: grad * coefficient for name, grad in exact.grads.items()}
             return bounds
@@ -252,12 +253,12 @@ class _Judge:
         # One wrong gradient changes the norm by which all are clipped, so it is named before the others.
         factors = {name: factor_of(found[name], want) for name, want in exact.grads.items() if bool(want.any())}
         common = median(factors.values()) if clip and factors else coefficient
-        apart = {name: float((found[name] - common * want).abs().max()) > bounds[name]
+        apart = {name: max_abs(found[name] - common * want) > bounds[name]
                  for name, want in exact.grads.items()}  # fmt: skip
         if not 0 < common < 1.001 or all(apart.values()):
             common, apart = coefficient, dict.fromkeys(apart, True)
         for name in sorted(apart, key=apart.__getitem__, reverse=True):
-            off = float((found[name] - coefficient * exact.grads[name]).abs().max())
+            off = max_abs(found[name] - coefficient * exact.grads[name])
             step = replace(right, coefficient=common) if apart[name] else right
 
             def explain(name: str = name, step: RightStep = step) -> str:

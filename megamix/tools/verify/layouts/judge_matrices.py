@@ -18,7 +18,7 @@ from torch import Tensor
 from megamix.mixed_precision.muon import DIRECTION_SQ, Muon, with_equal_moments
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
 from megamix.tools.verify.core.observed_step import Whole
-from megamix.tools.verify.core.verdict import U32, UNIT, Tensors, Verdict
+from megamix.tools.verify.core.verdict import U32, UNIT, Tensors, Verdict, max_abs
 
 
 def judge_matrices(
@@ -37,7 +37,7 @@ def judge_matrices(
     rows = optimizer.matrices(name, tuple(want.shape))
     source, moves = after.tensors[SOURCE, name], after.tensors[DIRECTION, name]
     error = (source - want).abs() - UNIT[optimizer.ns_dtype] * want.abs()
-    verdict.note(SOURCE, name, float(error.clamp(min=0.0).max()), 64 * U32 * float(want.abs().max()))
+    verdict.note(SOURCE, name, float(error.clamp(min=0.0).max()), 64 * U32 * max_abs(want))
     source, found = (one.view(-1, want.shape[-1]) for one in (source.to(optimizer.ns_dtype), moves))
     done = Counter[str]()
     for first, last in pairwise(accumulate(rows, initial=0)):
@@ -90,7 +90,7 @@ class _JudgedMatrix:
         dim = 1 if len(direction) == len(moment) else 0
         norms = direction.norm(dim=dim)
         off = (1 - beta2) * (2 * float(norms.max()) + bound) * bound / direction.shape[dim]
-        error = float((self.after[DIRECTION_SQ].double() - moment).abs().max())
+        error = max_abs(self.after[DIRECTION_SQ].double() - moment)
         verdict.note(f"{DIRECTION_SQ} in FP64", where, error, off + 64 * U32 * float(moment.max()))
         growth = float((divided.norm(dim=dim) / norms.clamp(min=1e-30)).max())
         return divided, 4 * max(1.0, growth) * bound + UNIT[self.optimizer.ns_dtype] * float(divided.norm())

@@ -14,7 +14,7 @@ from megamix.tools.verify.core.choices import Choices, routers
 from megamix.tools.verify.core.hypotheses import RightStep
 from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.core.reference import Step, put
-from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict
+from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict, max_abs
 
 
 def tallies(model: nn.Module) -> dict[str, Tally]:
@@ -36,9 +36,8 @@ def judge_scores(verdict: Verdict, right: RightStep, ranks: Sequence[ObservedSte
             for kept in seen.choices.get(name, ()):
                 models = reference.native, reference.exact
                 native, want = (reference.routers[model][name].score(kept.x) for model in models)
-                found, largest = kept.ranking.double(), float(want.abs().max())
-                bound = NOISE * float((native - want).abs().max()) + 2 * U32 * largest
-                error = float((found - want).abs().max())
+                bound = NOISE * max_abs(native - want) + 2 * U32 * max_abs(want)
+                error = max_abs(kept.ranking.double() - want)
                 verdict.note("scores", f"{name} on rank {rank}", error, bound)
                 short = float(shortfall(kept.ranking, kept.experts, router.experts).max())
                 verdict.note("choice of experts", f"{name} on rank {rank}", short, 0.0, "not by its own scores")
@@ -54,7 +53,7 @@ def judge_choices(
     """
     for name, router in routers(model).items():
         rankings = [[of[name] for of in step.rankings] for step in (exact, native)]
-        noise = max(float((one - other).abs().max()) for one, other in zip(*rankings, strict=True))
+        noise = max(max_abs(one - other) for one, other in zip(*rankings, strict=True))
         left, bound = iter(rankings[0]), 2 * NOISE * noise
         for rank, mine in enumerate(by_rank):
             for choices in mine:

@@ -38,6 +38,7 @@ from megamix.tools.verify.core.verdict import (
     Verdict,
     factor_bound,
     gradient_bound,
+    max_abs,
     norm_of,
     note_noise,
 )
@@ -136,12 +137,7 @@ class _Matrix(NamedTuple):
 
     @property
     def noise(self) -> float:
-        return float((self.near - self.want).abs().max())
-
-    @property
-    def relative_noise(self) -> float:
-        norm = float(self.want.norm())
-        return float((self.near - self.want).norm()) / norm if norm else math.inf
+        return max_abs(self.near - self.want)
 
 
 class _Judged:
@@ -180,7 +176,7 @@ class _Judged:
     @cached_property
     def native(self) -> Step:
         """Return the step of one rank in the precision of the layout."""
-        return self.right.reference.native_step(self.right.weights, *self.right.flat, self.of["loss_scale"])
+        return self.right.native(self.of["loss_scale"])
 
     def scalars(self) -> None:
         """Check that every rank has the same numbers, and that the overflow flag is set exactly by an overflow."""
@@ -198,7 +194,7 @@ class _Judged:
 
     def overflow(self) -> None:
         """Check, if a layout overflows, that one rank's gradient at the same scale comes near its dtype's end."""
-        largest = max(float(grad.abs().max()) * self.divisor for grad in self.native.grads.values())
+        largest = max(map(max_abs, self.native.grads.values())) * self.divisor
         near = not largest < 0.5 * torch.finfo(self.dtype).max
         self.verdict.expect("overflow flag", "one rank, which has none", near)
 
@@ -215,13 +211,13 @@ class _Judged:
         divisor = self.divisor if self.dtype == torch.float16 else None
         known = len(verdict.differences)
         matrices = [*self._matrices()]
-        bounds = [gradient_bound(one.noise, one.magnitudes, roundings, unit, divisor) for one in matrices]
-        for one, bound in zip(matrices, bounds, strict=True):
-            loosest = max(other for other, matrix in zip(bounds, matrices, strict=True) if matrix.of == one.of)
+        bounds = {one.name: gradient_bound(one.noise, one.magnitudes, roundings, unit, divisor) for one in matrices}
+        for one in matrices:
+            loosest = max(bounds[other.name] for other in matrices if other.of == one.of)
             explain = partial(self.right.explain, one.of, self.grads, loosest)
-            verdict.note("gradient", one.name, float((one.grad - one.want).abs().max()), bound, explain)
+            verdict.note("gradient", one.name, max_abs(one.grad - one.want), bounds[one.name], explain)
         # A gradient that is mostly noise has no factor, such as that of a bias which the softmax takes out again.
-        judged = [one for one in matrices if one.relative_noise < noisiest]
+        judged = [one for one in matrices if (one.near - one.want).norm() < noisiest * one.want.norm()]
         # One rank's factor may be right by chance, so each is held against the noise of all.
         noise = max((abs(factor_of(one.near, one.want) - 1) for one in judged), default=0.0)
         for one in judged if len(verdict.differences) == known else ():
@@ -250,8 +246,8 @@ class _Judged:
         FP64 computes its loss from logits. Without this check, a wrong loss would pass for noise.
         """
         reference, exact = self.right.reference, self.right.whole
-        by_logits = replace(reference, native_loss=reference.exact_loss)
-        logits, _ = by_logits.finite_step(self.right.weights, *self.right.flat, self.of["loss_scale"])
+        by_logits = replace(self.right, reference=replace(reference, native_loss=reference.exact_loss))
+        logits, _ = by_logits.finite(self.of["loss_scale"])
         off, near = ({name: step.grads[name] - want for name, want in exact.items()} for step in (self.native, logits))
         relative = norm_of(near) / max(norm_of(exact), 1e-300)
         for name, want in exact.items():
@@ -282,7 +278,7 @@ class _Judged:
         want, told = norm_of(self.grads), self.of["grad_norm"]
         explain = partial(explain_norm, self.right, told, self.grads, slack=2 * U32)
         self.verdict.note("norm", "all gradients", abs(told - want), 34 * U32 * want, explain)
-        largest = max(float(grad.abs().max()) for grad in self.after.of(GRADIENT).values())
+        largest = max(map(max_abs, self.after.of(GRADIENT).values()))
         self.verdict.note("largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
 
     def average(self) -> None:
@@ -297,7 +293,7 @@ class _Judged:
             before, master = self.before.tensors[AVERAGE, name].double(), self.after.tensors[MASTER, name]
             want = torch.lerp(before, master.double(), share)
             bound = U32 * float((2 * share * (master - before).abs() + want.abs()).max())
-            self.verdict.note(AVERAGE, name, float((after - want).abs().max()), bound)
+            self.verdict.note(AVERAGE, name, max_abs(after - want), bound)
 
     def update(self) -> None:
         """Check masters and states by the optimizer's equation, from the gathered gradient and the values before."""
