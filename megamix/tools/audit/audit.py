@@ -19,11 +19,12 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.tools.audit.facts import FP8, NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, local, sum_of_bits
 from megamix.tools.audit.finite import first_not_finite
 from megamix.tools.audit.fp8_codes import codes_told
-from megamix.tools.audit.holders import find_masters, fully_sharded, innermost, is_compiled, wires_told
+from megamix.tools.audit.holders import find_masters, innermost, is_compiled, wires_told
 from megamix.tools.audit.report import AuditReport
 from megamix.tools.audit.updates import engine_updates, optimizer_updates
 from megamix.tools.audit.watch import Watch, losses_told
 from megamix.tools.verify.core.observed_step import rank_device
+from megamix.tools.verify.core.tape import fsdp_params
 
 
 @contextmanager
@@ -108,16 +109,16 @@ def watched(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
 
 def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: Watch) -> Iterator[RemovableHandle]:
     """Watch parameters, the tensors that FSDP2 gathers in their place, and the begin and end of the model's forward."""
-    sharded = list(fully_sharded(model, facts))
-    for param in facts.keys() - {param.sharded_param for _, gathered in sharded for _, param, _ in gathered}:
+    sharded = [(module, one) for module, one, _ in fsdp_params(model) if one.sharded_param in facts]
+    for param in facts.keys() - {one.sharded_param for _, one in sharded}:
         watch.follow(facts[param], param)
     compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
     if model not in compiled:
         yield model.register_forward_pre_hook(lambda *_: setattr(watch, "inside_forward", torch.is_grad_enabled()))
         yield model.register_forward_hook(lambda *_: setattr(watch, "inside_forward", False), always_call=True)
-    for module, gathered in sharded:
+    for module, one in sharded:
         if module not in compiled:
-            yield module.register_forward_pre_hook(partial(watch.follow_gathered, gathered))
+            yield module.register_forward_pre_hook(partial(watch.follow_gathered, facts[one.sharded_param], one))
 
 
 def _settle_compute(facts: Iterable[ParamFacts], watch: Watch, compiled: bool) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from megamix.tools.audit.facts import ALL, NOWHERE, UNKNOWN, ParamFacts, dtype_name, local
+from megamix.tools.verify.core.tape import fsdp_params
 
 _INSIDE = ("optim", "optimizer", "_optimizer", "base_optimizer")
 _HOOKS = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16, "allreduce_hook": None}
@@ -58,25 +57,6 @@ def find_masters(
     return masters | copies
 
 
-def fully_sharded(
-    model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts]
-) -> Iterator[tuple[nn.Module, list[tuple[ParamFacts, Any, Any]]]]:
-    """Yield each module that `fully_shard` was called on, with the parameters that it gathers.
-
-    Each parameter has its facts, the FSDP parameter (whose `_unsharded_param` gets the whole value), and the policy.
-    """
-    if "torch.distributed.fsdp" not in sys.modules:  # the import takes a second
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            groups = module._get_fsdp_state()._fsdp_param_groups
-            every = [(param, group.mp_policy) for group in groups for param in group.fsdp_params]
-            known = [(facts[one.sharded_param], one, policy) for one, policy in every if one.sharded_param in facts]
-            yield module, known
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile has this module: a hook inside it would have it compiled anew."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
@@ -102,10 +82,11 @@ def wires_told(
                     sent = (ddp.mixed_precision and ddp.mixed_precision.reduce_dtype) or _HOOKS.get(hook) or param.dtype
                     facts[param].dtypes["wire"] = dtype_name(sent) if hook in _HOOKS else UNKNOWN
                     facts[param].weight_sums = {ranks if hook in _HOOKS else ALL: []}
-    for _, gathered in fully_sharded(model, facts):
-        for one, param, policy in gathered:
-            compute = policy.param_dtype or param.sharded_param.dtype
-            one.dtypes |= {"compute": dtype_name(compute), "wire": dtype_name(policy.reduce_dtype or compute)}
+    for _, gathered, policy in fsdp_params(model):
+        if (param := gathered.sharded_param) in facts:
+            compute = policy.param_dtype or param.dtype
+            told = {"compute": dtype_name(compute), "wire": dtype_name(policy.reduce_dtype or compute)}
+            facts[param].dtypes |= told
     yield
     seen = " and ".join(sorted(map(dtype_name, reduced)))
     for one in facts.values():

@@ -78,14 +78,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         for handle in self.handles:
             handle.remove()
 
-    def follow_gathered(self, gathered: Sequence[tuple[ParamFacts, Any, Any]], *_: object) -> None:
-        """Watch the tensors that FSDP2 has gathered in place of parameters, from a forward's hook.
-
-        `gathered`: what `fully_sharded` yields.
-        """
-        for facts, param, _policy in gathered:
-            if hasattr(param, "_unsharded_param"):
-                self.follow(facts, param._unsharded_param)
+    def follow_gathered(self, facts: ParamFacts, gathered: Any, *_: object) -> None:
+        """Watch the tensor that FSDP2 has gathered in place of a parameter, from a forward's hook."""
+        if hasattr(gathered, "_unsharded_param"):
+            self.follow(facts, gathered._unsharded_param)
 
     def _place(self, name: str, tensor: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a parameter without memory refuses reads, but has a place

@@ -6,7 +6,7 @@ It is named only if it explains the numbers within the bound that the right ones
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -20,7 +20,7 @@ from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite
 from megamix.tools.verify.core.verdict import UNIT, Tensors, max_abs
 
-Candidates = Iterator[tuple[str, Tensor]]
+Candidates = Iterable[tuple[str, Tensor]]
 HALVES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
@@ -130,13 +130,17 @@ class RightStep:
 
     def explain(self, name: str, found: Mapping[str, Tensor], bound: float) -> str:
         """Say which kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
-        want, off = self.whole[name] * self.coefficient, found[name]
+        whole, weight, off = self.whole[name], self.weights[name].double(), found[name]
+        want = whole * self.coefficient
+        factor, rate = factor_of(off, whole), factor_of(off - want, weight)
+        times = f"{factor / self.coefficient:.4g} times the right one"
+        added = f"{rate:.4g} times the weights added to it: weight decay in the gradient, or weights left in its buffer"
         factors = ((text, want * factor) for factor, text in self.meanings())
         steps = ((text, grads[name]) for text, grads in self._other_steps.items())
         kinds = chain(self._owned(name), self._sums(name), steps, self._uses(name), self._places(name, off))
         # A wrong gradient is clipped by a norm of its own.
         others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in kinds)
-        kept = factors, self._clips(name, off), self._times(name, off), others, self._added(name, off - want)
+        kept = factors, self._clips(name, off), [(times, factor * whole)], others, [(added, want + rate * weight)]
         kind = next(filter(None, (nearest(off, want, bound, candidates) for candidates in kept)), "")
         return kind or self._rounded(want, off) or self._orthogonal(name, off)
 
@@ -338,10 +342,6 @@ class RightStep:
         }
         return {text: torch.split(grads, sizes) for text, grads in kinds.items()}
 
-    def _times(self, name: str, found: Tensor) -> Candidates:
-        factor = factor_of(found, self.whole[name])
-        yield f"{factor / self.coefficient:.4g} times the right one", factor * self.whole[name]
-
     def _rounded(self, want: Tensor, found: Tensor) -> str:
         """Return a kind if every element is a number of a half dtype, and no further off than that dtype rounds."""
         for dtype, text in HALVES.items():
@@ -364,9 +364,3 @@ class RightStep:
         left, plain = (float((found - factor_of(found, one) * one).norm()) for one in (made, whole))
         is_near = left < min(0.4 * float(found.norm()), 0.5 * plain)
         return "made orthogonal in each micro-batch, not once in a step" if is_near else ""
-
-    def _added(self, name: str, error: Tensor) -> Candidates:
-        weight = self.weights[name].double()
-        rate = factor_of(error, weight)
-        text = f"{rate:.4g} times the weights added to it: weight decay in the gradient, or weights left in its buffer"
-        yield text, self.whole[name] * self.coefficient + rate * weight

@@ -105,11 +105,3 @@ def parse_layouts(config: Config, names: Sequence[str]) -> list[Layout]:
     if problems:
         raise ConfigError(problems, "--layouts")
     return layouts
-
-
-def without_dropout(config: Config) -> Config:
-    """Return the configuration without dropout.
-
-    Other units would drop out in one process, and bounds that allow for that would hide every mistake.
-    """
-    return config.with_keys(model={"dropout": 0.0})

@@ -73,7 +73,7 @@ class Reference:
             loss: Tensor = total / targets.numel()
             return loss
 
-        routers = {model: watched_routers(model) for model in (native, exact)}
+        routers: dict[nn.Module, dict[str, WatchedRouter]] = {one: watched_routers(one) for one in (native, exact)}
         return cls(native, exact, lambda model, batch: model(*batch.inputs), exact_loss, routers)
 
     def replay(self, model: nn.Module, batch: Any) -> None:

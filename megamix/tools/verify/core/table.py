@@ -29,7 +29,11 @@ def result_lines(name: str, where: str, verdict: Verdict, bisect: bool = False) 
     ends = "differs" if verdict.differences else "passes"
     yield row(name, where, str(verdict.attempts), str(verdict.skipped), *cells, ends)
     if verdict.tokens:
-        yield routing_line(verdict)
+        scores, choices = (verdict.worst[check] for check in ("scores", "choice of experts"))
+        yield (
+            f"  routing: {verdict.tokens} choices of experts at most {choices:.3g} of the bound, {verdict.elsewhere} "
+            f"not FP64's own; router scores {scores:.3g}; counts and biases bit for bit"
+        )
     if verdict.differences:
         yield Failed(f"  first: {verdict.differences[0]}")
         more = dict.fromkeys(f"{one.check} of {one.where}" for one in verdict.differences[1:])
@@ -40,15 +44,6 @@ def result_lines(name: str, where: str, verdict: Verdict, bisect: bool = False) 
         yield Failed(f"  first module: {verdict.culprit}")
     elif bisect and verdict.differences:
         yield "  first module: none, up to a factor: look after backward (hooks, reduction, clipping) or at the update"
-
-
-def routing_line(verdict: Verdict) -> str:
-    """Return what was judged of the experts that tokens got."""
-    scores, choices = (verdict.worst[check] for check in ("scores", "choice of experts"))
-    return (
-        f"  routing: {verdict.tokens} choices of experts at most {choices:.3g} of the bound, {verdict.elsewhere} not "
-        f"FP64's own; router scores {scores:.3g}; counts and biases bit for bit"
-    )
 
 
 def row(*cells: str) -> str:

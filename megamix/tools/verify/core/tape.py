@@ -59,6 +59,15 @@ def recorded(model: nn.Module, *, wanted: bool = True, but: Container[str] = ())
             handle.remove()
 
 
+def fsdp_params(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Any]]:
+    """Yield each parameter that FSDP2 divides: the module that gathers it, FSDP2's object, and its policy."""
+    for module in model.modules():
+        state: Any = getattr(module, "_get_fsdp_state", None)  # the import of FSDP2's class takes a second
+        for group in state()._fsdp_param_groups if state else ():
+            for param in group.fsdp_params:
+                yield module, param, group.mp_policy
+
+
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """Yield every tensor among nested arguments or results."""
     if isinstance(values, Tensor):

@@ -60,7 +60,12 @@ class RightUpdate:
         grad = self.grad
         for state, new in self.updated(grad).items():
             error = (after[state].double() - new).abs()
-            bound = 64 * U32 * max(self._sizes(state, new))
+            enters = max_abs(grad)
+            if state == MASTER:
+                enters = self.lr * max(8.0, enters)
+            elif state == "exp_avg_sq":
+                enters = 2 * max(enters, enters**2)
+            bound = 64 * U32 * max(max_abs(self.before[state]), max_abs(new), enters)
             if dtypes[state] != torch.float32:
                 # stochastic rounding included; 2**-25: FP16's subnormals
                 bound += 2 * UNIT[dtypes[state]] * max_abs(new) + 2.0**-25
@@ -77,12 +82,6 @@ class RightUpdate:
             check = "weight" if state == MASTER else state
             worst = max(0.0, float(error.max())) if after[state].isfinite().all() else math.inf
             verdict.note(check, self.name, worst, bound, partial(self.explain, state, after[state], bound))
-
-    def _sizes(self, state: str, new: Tensor) -> Iterator[float]:
-        largest = max_abs(self.grad)
-        enters = 2 * max(largest, largest**2) if state == "exp_avg_sq" else largest
-        yield from (max_abs(self.before[state]), max_abs(new))
-        yield self.lr * max(8.0, largest) if state == MASTER else enters
 
     def explain(self, state: str, after: Tensor, bound: float) -> str:
         """Say which kind of mistake `after`, a master or a state, looks like; "" for no known one."""

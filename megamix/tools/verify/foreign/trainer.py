@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megamix.tools.ranks import ToldError
 from megamix.tools.verify.core.reference import moved
-from megamix.tools.verify.core.tape import plain_name
+from megamix.tools.verify.core.tape import fsdp_params, plain_name
 from megamix.tools.verify.core.verdict import U32, Tensors
 
 IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}  # options that change no result
@@ -277,18 +277,10 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     They are those that ranks divide and an optimizer holds, even if FSDP2 has put gathered ones in their place.
     """
-    pairs = ((getattr(one, "_unsharded_param", None), one.sharded_param) for one, _ in fsdp_params(module))
+    pairs = ((getattr(one, "_unsharded_param", None), one.sharded_param) for _, one, _ in fsdp_params(module))
     divided = {gathered: sharded for gathered, sharded in pairs if gathered is not None}
     for name, param in module.named_parameters():
         yield plain_name(name), divided.get(param, param)
-
-
-def fsdp_params(module: nn.Module) -> Iterator[tuple[Any, MixedPrecisionPolicy]]:
-    """Yield FSDP2's object and policy of each parameter that it divides."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group) is not None:
-            for fsdp_param in group.fsdp_params:
-                yield fsdp_param, group.mp_policy
 
 
 def computes_in(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
@@ -296,12 +288,11 @@ def computes_in(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]
 
     They are its own, unless FSDP2's policy says otherwise.
     """
-    dtypes = {name: (param.dtype, param.dtype) for name, param in named_parameters(module)}
-    names = {param: name for name, param in named_parameters(module)}
-    for fsdp_param, policy in fsdp_params(module):
-        param = fsdp_param.sharded_param
+    policies, dtypes = {one.sharded_param: policy for _, one, policy in fsdp_params(module)}, {}
+    for name, param in named_parameters(module):
+        policy = policies.get(param, MixedPrecisionPolicy())
         compute = policy.param_dtype or param.dtype
-        dtypes[names[param]] = compute, policy.reduce_dtype or compute
+        dtypes[name] = compute, policy.reduce_dtype or compute
     return dtypes
 
 

@@ -60,13 +60,9 @@ class _JudgedMatrix:
     after: Tensors
     device: torch.device
 
-    @property
-    def scale(self) -> float:
-        return self.optimizer.lr_scale(*self.found.shape)
-
     def note(self, verdict: Verdict, where: str) -> None:
-        direction, states = self._made()
-        verdict.equal(DIRECTION, where, self.found, direction * self.scale)
+        scale, (direction, states) = self.optimizer.lr_scale(*self.found.shape), self._made()
+        verdict.equal(DIRECTION, where, self.found, direction * scale)
         for state, want in states.items():
             verdict.equal(state, where, self.after[state], want)
         if type(self.optimizer).direction is not Muon.direction:
@@ -74,7 +70,7 @@ class _JudgedMatrix:
         exact, bound = exact_direction(self.matrix, self.optimizer)
         if self.optimizer.row_beta2 is not None:
             exact, bound = self._with_moments(verdict, where, exact, bound, self.optimizer.row_beta2)
-        error = float((self.found.double() / self.scale - exact).norm())
+        error = float((self.found.double() / scale - exact).norm())
         verdict.note(f"{DIRECTION} in FP64", where, error, bound)
 
     def _with_moments(

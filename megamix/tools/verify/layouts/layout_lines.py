@@ -13,7 +13,7 @@ from megamix.config import Config, FP8Config
 from megamix.progress import ProgressLine, duration
 from megamix.supervise.console import say
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
-from megamix.tools.verify.core.layout import Layout, without_dropout
+from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.own_size import size_told
 from megamix.tools.verify.core.table import COLUMNS, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
@@ -72,6 +72,7 @@ def verify_layout(
     config: Config, layout: Layout, pool: RankPool, bisect: bool = False, deadline_s: float = DEADLINE_S
 ) -> Verdict:
     """Run one layout on its ranks and judge it."""
-    here = without_dropout(layout.apply(config))
+    # Other units would drop out in one process, and bounds that allow for that would hide every mistake.
+    here = layout.apply(config).with_keys(model={"dropout": 0.0})
     ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, bisect, deadline_s=deadline_s)
     return judge(here, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
