@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megamix.data.loader import Batch
 from megamix.model.span import Span
 from megamix.tools.verify.core.hypotheses import RightStep, factor_of
-from megamix.tools.verify.core.reference import LossOf, Reference, moved, put
+from megamix.tools.verify.core.reference import Reference, put, wide
 from megamix.tools.verify.core.tape import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Tape, recorded
-from megamix.tools.verify.core.verdict import NOISE, UNIT, max_abs
+from megamix.tools.verify.core.verdict import NOISE, UNIT, Tensors, max_abs
 
 
 class RankTape(NamedTuple):
@@ -38,12 +38,11 @@ class RankTape(NamedTuple):
 
 def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
     """Return the first wrong module of a step, "" if none is. `tapes`: those of all ranks."""
-    wide = {name: weight.double() for name, weight in right.weights.items()}
     reference, found = right.reference, []
     for rank, mine in enumerate(tapes):
         batch = right.by_rank[mine.dp_rank][0]
-        exact = _record(reference, reference.exact, reference.exact_loss, wide, batch)
-        native = _record(reference, reference.native, reference.native_loss, reference.coarse(right.weights), batch)
+        exact = _record(reference, reference.exact, wide(right.weights), batch)
+        native = _record(reference, reference.native, reference.coarse(right.weights), batch)
         exact, native = (mine.own(whole, batch) for whole in (exact, native))
         all_parts = [other.tape for other in tapes if mine.has_data_of(other)]
         if wrong := first_module(mine.tape, all_parts, exact, native):
@@ -54,11 +53,10 @@ def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
     return f"{text} (rank {rank})"
 
 
-def _record(reference: Reference, model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batch: Any) -> Tape:
+def _record(reference: Reference, model: nn.Module, weights: Tensors, batch: Any) -> Tape:
     put(model, weights)
-    reference.replay(model, batch)
     with recorded(model) as tape:
-        torch.autograd.backward(loss_of(model, moved(batch, next(model.parameters()).device)))
+        torch.autograd.backward(reference.loss(model, batch))
     model.zero_grad()
     return tape
 

@@ -53,7 +53,7 @@ class WatchedRouter:
         """Return the scores of an input, FP64. Shapes: x (B, T, hidden_size) -> (B, T, experts)."""
         self.told = None
         self._router(x.to(self._router.weight))
-        return self.take()[0].ranking.double()
+        return self.take()[-1].ranking.double()
 
     def _before(self, router: nn.Module, inputs: tuple[Tensor]) -> None:
         self._x = inputs[0]

@@ -21,6 +21,7 @@ from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, f
 from megamix.tools.verify.core.verdict import UNIT, Tensors, max_abs
 
 Candidates = Iterable[tuple[str, Tensor]]
+Parts = Sequence[Sequence[Tensor]]  # of a sum: each micro-batch's part, by rank
 HALVES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
@@ -63,6 +64,11 @@ def factor_of(found: Tensor, right: Tensor) -> float:
     """Return the factor of `right` that comes nearest to `found`, in the sum of squares."""
     found, right = found.double(), right.double()
     return float((found * right).sum() / right.square().sum().clamp(min=1e-300))
+
+
+def _sum(parts: Parts, number: int | None = None) -> Tensor:
+    """Add up the parts of the micro-batches with one number, or all."""
+    return torch.stack([part for mine in parts for at, part in enumerate(mine) if number in (None, at)]).sum(0)
 
 
 @dataclass(frozen=True)
@@ -122,11 +128,8 @@ class RightStep:
             step = self.native(loss_scale)
         return step, loss_scale
 
-    def _sum(self, name: str, rank: int | None = None, number: int | None = None) -> Tensor:
-        """Add up the parts of one rank, of the micro-batches with one number, or all."""
-        ranks = self.parts if rank is None else [self.parts[rank]]
-        chosen = [part[name] for mine in ranks for at, part in enumerate(mine) if number in (None, at)]
-        return torch.stack(chosen).sum(0)
+    def _of_name(self, name: str) -> Parts:
+        return [[part[name] for part in mine] for mine in self.parts]
 
     def explain(self, name: str, found: Mapping[str, Tensor], bound: float) -> str:
         """Say which kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
@@ -137,7 +140,9 @@ class RightStep:
         added = f"{rate:.4g} times the weights added to it: weight decay in the gradient, or weights left in its buffer"
         factors = ((text, want * factor) for factor, text in self.meanings())
         steps = ((text, grads[name]) for text, grads in self._other_steps.items())
-        kinds = chain(self._owned(name), self._sums(name), steps, self._uses(name), self._places(name, off))
+        kinds = chain(
+            self._owned(name), self._sums(self._of_name(name)), steps, self._uses(name), self._places(name, off)
+        )
         # A wrong gradient is clipped by a norm of its own.
         others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in kinds)
         kept = factors, self._clips(name, off), [(times, factor * whole)], others, [(added, want + rate * weight)]
@@ -163,24 +168,19 @@ class RightStep:
         """Say which kind of mistake the loss looks like. `told`: each rank's answer. `losses`: the reference's,
         FP64, one for each micro-batch.
         """
-        shares = [sum(mine) for mine in self.shares]
-        found = sum(one * share for one, share in zip(told, shares, strict=True))
+        found = sum(one * sum(mine) for one, mine in zip(told, self.shares, strict=True))
         left = iter(losses)
-        parts = [[next(left) * share for share in mine] for mine in self.shares]
-        whole = sum(map(sum, parts))
-        kinds = [(text, whole * factor) for factor, text in self.meanings()]
-        kinds += [("a mean of micro-batches' means", sum(losses) / len(losses))]
-        kinds += [("a mean of ranks' means", sum(map(float.__truediv__, map(sum, parts), shares)) / len(parts))]
-        kinds += [(f"rank {rank}'s own", sum(mine) / shares[rank]) for rank, mine in enumerate(parts)]
-        last = [mine[-1] / share[-1] for mine, share in zip(parts, self.shares, strict=True)]
-        kinds += [("that of the last micro-batch alone", sum(map(float.__mul__, last, shares))),
-                  ("that of rank 0's last micro-batch alone", last[0])]  # fmt: skip
-        candidates = ((text, torch.tensor(value)) for text, value in kinds)
-        if kind := nearest(torch.tensor(found), torch.tensor(whole), bound, candidates):
+        parts = [[torch.tensor(next(left) * share, dtype=torch.float64) for share in mine] for mine in self.shares]
+        whole = _sum(parts)
+        factors = ((text, whole * factor) for factor, text in self.meanings())
+        last = [("that of rank 0's last micro-batch alone", parts[0][-1] / self.shares[0][-1])]
+        if kind := nearest(
+            torch.tensor(found, dtype=torch.float64), whole, bound, chain(factors, self._sums(parts), last)
+        ):
             return kind
         for dtype, text in HALVES.items():
             kept = all(float(torch.tensor(one).to(dtype)) == one for one in told)
-            if kept and abs(found / whole - 1) < 4 * UNIT[dtype]:
+            if kept and abs(found / float(whole) - 1) < 4 * UNIT[dtype]:
                 return f"computed or kept in {text}"
         return "another forward, other samples or other weights: those after the last step give another loss"
 
@@ -209,7 +209,7 @@ class RightStep:
         if name not in self.owners:
             return
         by_part = [grads[name] for grads in self._by_part] if name in self.replicated else []
-        by_rank = [self._sum(name, rank) for rank in range(len(self.parts)) for _ in range(self.tp_size)]
+        by_rank = [_sum([mine]) for mine in self._of_name(name) for _ in range(self.tp_size)]
         parts = torch.stack(by_part or by_rank)
         owner = self.owners[name].clamp(min=0) % len(parts)  # each stage has the same ranks
         text = "each rank's own: the others' parts are missing, or not reduced over the ranks"
@@ -227,39 +227,38 @@ class RightStep:
                 for mine, shares in zip(self.by_rank, self.shares, strict=True)
                 for part in range(self.tp_size)]  # fmt: skip
 
-    def _sums(self, name: str) -> Candidates:
-        """Yield gradients with parts that are missing, or counted as they should not be."""
-        ranks, numbers, whole = len(self.parts), len(self.parts[0]), self.whole[name]
-        for rank in range(ranks if ranks > 1 else 0):
-            mine = self._sum(name, rank)
+    def _sums(self, parts: Parts) -> Candidates:
+        """Yield sums with parts that are missing, or counted as they should not be."""
+        ranks, numbers, whole = len(parts), len(parts[0]), _sum(parts)
+        by_rank = [_sum([mine]) for mine in parts]
+        for rank, mine in enumerate(by_rank if ranks > 1 else ()):
             yield f"rank {rank}'s part is missing", whole - mine
             yield f"rank {rank}'s part is missing from the mean", (whole - mine) * (ranks / (ranks - 1))
             yield f"rank {rank}'s own, not reduced over the ranks, or all ranks read its samples", mine * ranks
             for other in {*range(ranks)} - {rank}:
-                yield f"rank {rank} reads the samples of rank {other}", whole - mine + self._sum(name, other)
+                yield f"rank {rank} reads the samples of rank {other}", whole - mine + by_rank[other]
         for size in (size for size in range(2, ranks) if ranks % size == 0):  # rows and columns of a mesh
             for group in (range(size), range(0, ranks, ranks // size)):
-                mine = torch.stack([self._sum(name, rank) for rank in group]).sum(0)
+                mine = torch.stack([by_rank[rank] for rank in group]).sum(0)
                 yield f"that of ranks {[*group]} alone, not reduced over the others", mine * (ranks / size)
         # These kinds come before the next ones. If two micro-batches have targets in the ratio 1 to 2, the mean of
         # means is, up to a factor, the gradient in which the first one counts twice.
-        if len({share for mine in self.shares for share in mine}) > 1 or len({*map(len, self.parts)}) > 1:
-            means = [[part[name] / share for part, share in zip(*both, strict=True)]
-                     for both in zip(self.parts, self.shares, strict=True)]  # fmt: skip
+        if len({share for mine in self.shares for share in mine}) > 1 or len({*map(len, parts)}) > 1:
+            pairs = zip(chain(*parts), chain(*self.shares), strict=True)
             text = "a mean of micro-batches' means, though their numbers of targets differ"
-            yield text, torch.stack([mean for mine in means for mean in mine]).mean(0)
+            yield text, torch.stack([part / share for part, share in pairs]).mean(0)
             text = "a mean of ranks' means, though their numbers of targets differ"
-            by_rank = [self._sum(name, rank) / sum(self.shares[rank]) for rank in range(ranks)]
-            yield text, torch.stack(by_rank).mean(0)
+            means = [mine / sum(shares) for mine, shares in zip(by_rank, self.shares, strict=True)]
+            yield text, torch.stack(means).mean(0)
         for number in range(numbers if numbers > 1 else 0):
-            part = self._sum(name, number=number)
+            part = _sum(parts, number)
             yield f"micro-batch {number} is missing", whole - part
             yield f"micro-batch {number} alone, over the number of micro-batches", part
             yield f"micro-batch {number} alone", part * numbers
             yield f"micro-batch {number} counts twice", whole + part
         for number in range(numbers if ranks > 1 else 0):
-            own = [part[name] * ranks for part in self.parts[0]]
-            rest = self._sum(name, number=number)
+            own = [part * ranks for part in parts[0]]
+            rest = _sum(parts, number)
             yield f"micro-batch {number} is not reduced over the ranks", whole - rest + own[number]
             if numbers > 2:
                 text = f"micro-batch {number} alone is reduced over the ranks"
@@ -359,7 +358,7 @@ class RightStep:
         whole = self.whole[name]
         if whole.dim() != 2:
             return ""
-        parts = [self._sum(name, number=number) for number in range(len(self.parts[0]))]
+        parts = [_sum(self._of_name(name), number) for number in range(len(self.parts[0]))]
         made = torch.stack([orthogonalised(part, Muon(lr=1.0)) for part in parts]).sum(0)
         left, plain = (float((found - factor_of(found, one) * one).norm()) for one in (made, whole))
         is_near = left < min(0.4 * float(found.norm()), 0.5 * plain)

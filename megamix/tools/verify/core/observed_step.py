@@ -9,10 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megamix.data.loader import Batch
@@ -35,7 +33,7 @@ class Fragment:
     spec: ParamSpec
     state: str
     start: int
-    values: NDArray[np.float32]
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +134,7 @@ def _copies(engine: ShardedEngine) -> Iterator[Fragment]:
 
 
 def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragment:
-    return Fragment(spec, state, start, values.detach().to("cpu", torch.float32, copy=True).numpy())
+    return Fragment(spec, state, start, values.detach().to("cpu", torch.float32, copy=True))
 
 
 @dataclass(slots=True)
@@ -161,14 +159,11 @@ def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
     for rank, fragments in enumerate(ranks):
         for part in fragments:
             key = part.state, part.spec.name
-            if key not in whole.tensors:
-                whole.tensors[key] = torch.zeros(part.spec.full_shape)
-                whole.owners[key] = torch.full(part.spec.full_shape, -1)
             if part.state == MASTER and part.spec.shape != part.spec.full_shape:
                 whole.divided.add(part.spec.name)
-            where = elements(part)
-            values, full = torch.from_numpy(part.values), whole.tensors[key].view(-1)
-            owners = whole.owners[key].view(-1)
+            where, values = elements(part), part.values
+            full = whole.tensors.setdefault(key, torch.zeros(part.spec.full_shape)).view(-1)
+            owners = whole.owners.setdefault(key, torch.full(part.spec.full_shape, -1)).view(-1)
             again = owners[where] >= 0
             if not equal_bits(full[where][again], values[again]):
                 gap = (full[where][again] - values[again]).abs().max()

@@ -76,17 +76,18 @@ class Reference:
         routers: dict[nn.Module, dict[str, WatchedRouter]] = {one: watched_routers(one) for one in (native, exact)}
         return cls(native, exact, lambda model, batch: model(*batch.inputs), exact_loss, routers)
 
-    def replay(self, model: nn.Module, batch: Any) -> None:
-        """Let a model's routers choose for a micro-batch what the ranks chose."""
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a micro-batch by one of the models, whose routers choose what the ranks chose."""
+        device = next(model.parameters()).device
         for name, router in self.routers.get(model, {}).items():
             chosen = self.choices.get(id(batch.tokens), {}).get(name)
-            router.told = None if chosen is None else chosen.to(next(model.parameters()).device)
+            router.told = None if chosen is None else chosen.to(device)
+        loss_of = self.exact_loss if model is self.exact else self.native_loss
+        return loss_of(model, moved(batch, device))
 
     def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]) -> Step:
         """Take the step with these weights in FP64. `shares`: weight of each micro-batch's mean in the loss."""
-        # Complex buffers stay as they are, as in the exact model: FP64 has no place for their imaginary parts.
-        wide = {name: weight if weight.is_complex() else weight.double() for name, weight in weights.items()}
-        return self._step(self.exact, self.exact_loss, wide, batches, shares, 1.0)
+        return self._step(self.exact, wide(weights), batches, shares, 1.0)
 
     def grads_by_part(
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], part: int, parts: int
@@ -139,7 +140,7 @@ class Reference:
 
         With mixed dtypes all parameters take the coarsest (see `coarse`).
         """
-        return self._step(self.native, self.native_loss, self.coarse(weights), batches, shares, loss_scale)
+        return self._step(self.native, self.coarse(weights), batches, shares, loss_scale)
 
     def coarse(self, weights: Mapping[str, Tensor]) -> Tensors:
         """Return all parameters in the coarsest of their dtypes.
@@ -152,21 +153,18 @@ class Reference:
         return {**weights, **{name: weights[name].to(dtype) for name in names}}
 
     def _step(
-        self, model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batches: MicroBatches,
-        shares: Sequence[float], scale: float,
-    ) -> Step:  # fmt: skip
+        self, model: nn.Module, weights: Tensors, batches: MicroBatches, shares: Sequence[float], scale: float
+    ) -> Step:
         put(model, weights)
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        device = next(iter(params.values())).device
         losses, rankings = list[float](), list[Tensors]()
         grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
         magnitudes = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
         for batch, share in zip(batches, shares, strict=True):
-            self.replay(model, batch)
-            loss = loss_of(model, moved(batch, device))
+            loss = self.loss(model, batch)
             losses.append(loss.item())
             routers = self.routers.get(model, {}).items()
-            rankings.append({name: router.take()[0].ranking.double() for name, router in routers})
+            rankings.append({name: router.take()[-1].ranking.double() for name, router in routers})
             own = scale * (share / max(shares)) or scale  # a micro-batch with fewer targets is multiplied by less
             with added_losses_times(own):
                 found = torch.autograd.grad(loss * own, [*params.values()], allow_unused=True)
@@ -177,6 +175,11 @@ class Reference:
                     magnitudes[name] += part.abs()
         mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
         return Step(mean, losses, grads, magnitudes, rankings)
+
+
+def wide(weights: Mapping[str, Tensor]) -> Tensors:
+    """Return weights in FP64, and complex buffers as they are: FP64 has no place for their imaginary parts."""
+    return {name: weight if weight.is_complex() else weight.double() for name, weight in weights.items()}
 
 
 def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -101,17 +101,18 @@ class _Judge:
 
     def _names(self, weights: Tensors) -> None:
         """Check that the training has the plain model's parameters, and set `known` to those that it has."""
-        for name in (name for name in weights if name not in self.initial):
-            self.verdict.expect("name", name, False, "a parameter that only your training has")
-        for name, plain in self.initial.items():
+        for name in {**weights, **self.initial}:
+            mine, plain = weights.get(name), self.initial.get(name)
             text = "a parameter that only the plain model has"
-            if name in weights:
-                text = f"of shape {(*weights[name].shape,)}, in the plain model of {(*plain.shape,)}"
-                if weights[name].shape == plain.shape:
-                    self.known.add(name)
-                    continue
-            elif alike := next((other for other in weights if other.endswith(f".{name}")), ""):
-                text += f"; yours has {alike}: return plain names from weights, gradients, groups and states"
+            if plain is None:
+                text = "a parameter that only your training has"
+            elif mine is not None and mine.shape == plain.shape:
+                self.known.add(name)
+                continue
+            elif mine is not None:
+                text = f"of shape {(*mine.shape,)}, in the plain model of {(*plain.shape,)}"
+            elif near := next((other for other in weights if other.endswith(f".{name}")), ""):
+                text += f"; yours has {near}: return plain names from weights, gradients, groups and states"
             self.verdict.expect("name", name, False, text)
 
     def _copies(self, seen: Sequence[SeenStep]) -> None:

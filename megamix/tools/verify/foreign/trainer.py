@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -311,8 +312,5 @@ def autocast_entered() -> Iterator[set[torch.dtype]]:
             seen.add(torch.get_autocast_dtype(self.device))
         return entered
 
-    torch.autocast.__enter__ = noted  # type: ignore[method-assign]  # no hook of torch sees where it begins
-    try:
+    with mock.patch.object(torch.autocast, "__enter__", noted):  # no hook of torch sees where it begins
         yield seen
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]  # puts torch's own back

@@ -13,7 +13,7 @@ from megamix.config import ExpertsConfig
 from megamix.tools.verify.core.choices import Choices, routers
 from megamix.tools.verify.core.hypotheses import RightStep
 from megamix.tools.verify.core.observed_step import ObservedStep
-from megamix.tools.verify.core.reference import Step, put
+from megamix.tools.verify.core.reference import Step, put, wide
 from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict, max_abs
 
 
@@ -30,7 +30,7 @@ def judge_scores(verdict: Verdict, right: RightStep, ranks: Sequence[ObservedSte
     """
     reference = right.reference
     put(reference.native, reference.coarse(right.weights))
-    put(reference.exact, {name: weight.double() for name, weight in right.weights.items()})
+    put(reference.exact, wide(right.weights))
     for name, router in routers(reference.native).items():
         for rank, seen in enumerate(ranks):
             for kept in seen.choices.get(name, ()):

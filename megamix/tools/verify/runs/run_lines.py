@@ -164,17 +164,16 @@ def _state(ranks: Ranks) -> Facts:
     tensors = {f"{state} of {name}": tensor for (state, name), tensor in whole.items()}
     tensors |= {name: one.buffers[name] for one in observed for name in one.buffers if name.endswith(".value")}
     counters = {name: fact for name, fact in ranks[0].facts.items() if name.startswith(_SETTLED)}
-    return counters | {name: digest(tensor.double().numpy()) for name, tensor in tensors.items()}
+    return counters | {name: digest(tensor.double()) for name, tensor in tensors.items()}
 
 
 def undetermined(config: Config) -> list[str]:
-    """Return the operations of a job that torch says may differ from call to call. Every rank must call it."""
+    """Return the operations of a job that torch says may differ from call to call. Every rank must call it,
+    and compute nothing else behind it.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            watch_job(config)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch_job(config)
     told = [str(warning.message).partition(" does not have a deterministic") for warning in caught]
     return sorted({name for name, known, _ in told if known})

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megamix.config import Config, data_source
@@ -49,8 +48,8 @@ class Seen:
     observed: ObservedStep | None  # of the first and the last attempt of a start
 
 
-def digest(values: NDArray[Any]) -> str:
-    return f"#{hashlib.blake2b(values.tobytes(), digest_size=6).hexdigest()}"
+def digest(values: Tensor) -> str:
+    return f"#{hashlib.blake2b(values.numpy().tobytes(), digest_size=6).hexdigest()}"
 
 
 def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder: Path) -> Config:
@@ -149,9 +148,9 @@ class _WatchedTrainer(Trainer):
     def _write_down(self, when: str, result: StepResult | None = None) -> None:
         whole = observed(self.engine, result, self._used)
         facts = {f"{part.state} of {part.spec.name}": digest(part.values) for part in [*whole.owned, *whole.copies]}
-        facts |= {f"buffer {name}": digest(buffer.double().numpy()) for name, buffer in whole.buffers.items()}
+        facts |= {f"buffer {name}": digest(buffer.double()) for name, buffer in whole.buffers.items()}
         facts |= {name: repr(value) for name, value in whole.scalars.items()}
         scale = self.engine.loss_scale.state_dict()
         facts |= {f"loss_scale.{name}": repr(value.tolist()) for name, value in scale.items()}
-        samples = [digest(row.numpy()) for rows in self._rows for row in rows.cpu()]
+        samples = [digest(row) for rows in self._rows for row in rows.cpu()]
         self._seen.append(Seen(when, whole.dp_rank, samples, facts, whole))
