@@ -79,8 +79,7 @@ class Verdict:
         """Compare bit for bit, in FP32."""
         gap = 0.0
         if not equal_bits(got.float(), want.float()):
-            apart = torch.where(got == want, 0.0, got.double() - want.double())  # equal infinities are not apart
-            gap = max_abs(apart)
+            gap = max_abs(torch.where(got == want, 0.0, got.double() - want.double()))  # equal infinities are not apart
         self.note(check, where, gap, 0.0, explain)
 
     def leave(self, what: str, name: str, told: str) -> None:

@@ -121,11 +121,10 @@ class _Judge:
         for rank, other in enumerate(seen[1:], 1):
             text = f"rank {rank} took {other.counted} updates in this step, rank 0 {first.counted}"
             self.verdict.expect("copies", "the optimizer", other.updates == first.updates, text)
-            mine = {("weight", name): weight for name, weight in first.weights.items()} | first.states
-            theirs = {("weight", name): weight for name, weight in other.weights.items()} | other.states
-            for key in filter(theirs.__contains__, mine):
-                where = f"{key[1]} on rank {rank}"
-                self.verdict.equal(f"copies ({key[0]})", where, theirs[key], mine[key], _DRIFT)
+            mine, theirs = first.kept, other.kept
+            for kind, name in filter(theirs.__contains__, mine):
+                got, want = theirs[kind, name], mine[kind, name]
+                self.verdict.equal(f"copies ({kind})", f"{name} on rank {rank}", got, want, _DRIFT)
 
     def step(self, before: SeenStep, seen: Sequence[SeenStep]) -> SeenStep:
         verdict = self.verdict
@@ -219,14 +218,11 @@ class _Judge:
         if verdict.attempt and not any(before.updates):
             text += "; or the step before it was skipped, too, and its gradients, not set to zero, keep the overflow"
         verdict.expect("skipped step", "one process, which has no overflow", not finite(native.grads), text)
-        for name, weight in before.weights.items():
-            verdict.equal("weight after a skipped step", name, after.weights[name], weight)
-        for key, state in before.states.items():
-            verdict.equal(f"{key[0]} after a skipped step", key[1], after.states[key], state)
-        text = "made by a step that is none, and never filled: the next update adds what its memory held before"
-        for key, made in after.states.items():
-            if key not in before.states:
-                verdict.equal(f"{key[0]} after a skipped step", key[1], made, torch.zeros_like(made), text)
+        made = "made by a step that is none, and never filled: the next update adds what its memory held before"
+        was = before.kept
+        for (kind, name), kept in after.kept.items():
+            want, text = (was[kind, name], "") if (kind, name) in was else (torch.zeros_like(kept), made)
+            verdict.equal(f"{kind} after a skipped step", name, kept, want, text)
 
     def _gradients(
         self, right: RightStep, after: SeenStep, native: Step, noise: float, slack: float, hint: Callable[[], str]

@@ -65,9 +65,10 @@ class PlainUpdates:
             table = [lrs[number_of_group] for lrs in self.lrs]
             optimizer, group = self.plain[number_of_group]
             group = group | {"lr": table[updates - 1]}
-            self._options(verdict, name, group, table, updates, after)
             if name not in after.options:
+                verdict.expect("optimizer", name, False, "not among the optimizer's parameters")
                 continue
+            self._options(verdict, name, after.options[name], group, table, updates)
             if name not in after.gradients:
                 text = "moved by weight decay or momentum alone"
                 verdict.equal("weight without a gradient", name, after.weights[name], before.weights[name], text)
@@ -102,13 +103,9 @@ class PlainUpdates:
         self.past.append(before.weights)
 
     def _options(
-        self, verdict: Verdict, name: str, group: Mapping[str, Any], lrs: Sequence[float], updates: int, after: SeenStep
+        self, verdict: Verdict, name: str, here: dict[str, float], group: dict[str, Any], lrs: list[float], updates: int
     ) -> None:
         """Check lr, weight decay and all other options that both optimizers have for one parameter."""
-        here = after.options.get(name)
-        if here is None:
-            verdict.expect("optimizer", name, False, "not among the optimizer's parameters")
-            return
         for key, want in options_of(group).items():
             got = here.get(key, want)
             text = f"{got:.4g}, where the plain optimizer has {want:.4g}"

@@ -50,6 +50,11 @@ class SeenStep:
     losses: list[float] = field(default_factory=list)  # results of the trainer's `loss` in this step
 
     @property
+    def kept(self) -> dict[tuple[str, str], torch.Tensor]:
+        """Return weights and states, by their kind and parameter."""
+        return {("weight", name): weight for name, weight in self.weights.items()} | self.states
+
+    @property
     def counted(self) -> str:
         return " and ".join(map(str, self.updates))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -45,64 +44,54 @@ def judge_matrices(
         ends = {state: (done[state], done[state] + length) for state, length in lengths.items()}
         done.update(lengths)
         was, now = ({of: whole.tensors[of, name][slice(*ends[of])] for of in ends} for whole in (before, after))
-        judged = _JudgedMatrix(optimizer, source[own], found[own], was, now, device)
-        if judged.matrix.isfinite().all():  # otherwise the input has been reported
-            judged.note(verdict, name if len(rows) == 1 else f"{name}, rows {first} to {last - 1}")
+        if source[own].isfinite().all():  # otherwise the input has been reported
+            where = name if len(rows) == 1 else f"{name}, rows {first} to {last - 1}"
+            _judge_matrix(verdict, where, optimizer, source[own], found[own], was, now, device)
     return moves.double()
 
 
-@dataclass(frozen=True, slots=True)
-class _JudgedMatrix:
-    optimizer: Muon
-    matrix: Tensor  # the matrix that was made orthogonal
-    found: Tensor  # direction as it moved the masters, FP32
-    before: Tensors  # states of the matrix
-    after: Tensors
-    device: torch.device
+def _judge_matrix(
+    verdict: Verdict, where: str, optimizer: Muon, matrix: Tensor, found: Tensor, before: Tensors, after: Tensors,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Check one matrix that was made orthogonal.
 
-    def note(self, verdict: Verdict, where: str) -> None:
-        scale, (direction, states) = self.optimizer.lr_scale(*self.found.shape), self._made()
-        verdict.equal(DIRECTION, where, self.found, direction * scale)
-        for state, want in states.items():
-            verdict.equal(state, where, self.after[state], want)
-        if type(self.optimizer).direction is not Muon.direction:
-            return
-        exact, bound = exact_direction(self.matrix, self.optimizer)
-        if self.optimizer.row_beta2 is not None:
-            exact, bound = self._with_moments(verdict, where, exact, bound, self.optimizer.row_beta2)
-        error = float((self.found.double() / scale - exact).norm())
-        verdict.note(f"{DIRECTION} in FP64", where, error, bound)
-
-    def _with_moments(
-        self, verdict: Verdict, where: str, direction: Tensor, bound: float, beta2: float
-    ) -> tuple[Tensor, float]:
-        """Check the moments. Return the direction divided by them, and a bound of its error.
-
-        `bound`: of the norm of the direction's error. The square of a row of n elements and norm r is off by at most
-        2 r times the bound and the square of the bound. A row's error is multiplied by the row's factor. It moves this
-        factor, too, by no more, and the norm before and after the division.
-        """
-        divided, moment = with_equal_moments(direction, self.before[DIRECTION_SQ].double(), beta2)
-        dim = 1 if len(direction) == len(moment) else 0
-        norms = direction.norm(dim=dim)
-        off = (1 - beta2) * (2 * float(norms.max()) + bound) * bound / direction.shape[dim]
-        error = max_abs(self.after[DIRECTION_SQ].double() - moment)
+    `found`: its direction as it moved the masters, FP32. `before`, `after`: its states.
+    """
+    scale, (direction, states) = optimizer.lr_scale(*found.shape), _made(optimizer, matrix, before, device)
+    verdict.equal(DIRECTION, where, found, direction * scale)
+    for state, want in states.items():
+        verdict.equal(state, where, after[state], want)
+    if type(optimizer).direction is not Muon.direction:
+        return
+    exact, bound = exact_direction(matrix, optimizer)
+    if (beta2 := optimizer.row_beta2) is not None:
+        divided, moment = with_equal_moments(exact, before[DIRECTION_SQ].double(), beta2)
+        dim = 1 if len(exact) == len(moment) else 0
+        norms = exact.norm(dim=dim)
+        # The square of a row of n elements and norm r is off by at most 2 r times the bound and the bound's square.
+        off = (1 - beta2) * (2 * float(norms.max()) + bound) * bound / exact.shape[dim]
+        error = max_abs(after[DIRECTION_SQ].double() - moment)
         verdict.note(f"{DIRECTION_SQ} in FP64", where, error, off + 64 * U32 * float(moment.max()))
+        # A row's error is multiplied by the row's factor. It moves this factor, too, by no more, and the norm before
+        # and after the division.
         growth = float((divided.norm(dim=dim) / norms.clamp(min=1e-30)).max())
-        return divided, 4 * max(1.0, growth) * bound + UNIT[self.optimizer.ns_dtype] * float(divided.norm())
+        exact, bound = divided, 4 * max(1.0, growth) * bound + UNIT[optimizer.ns_dtype] * float(divided.norm())
+    verdict.note(f"{DIRECTION} in FP64", where, float((found.double() / scale - exact).norm()), bound)
 
-    def _made(self) -> tuple[Tensor, Tensors]:
-        """Return the engine's direction of the matrix, FP32, and its states. They are computed with one thread, as
-        ranks do, for the order of sums.
-        """
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            there = {name: state.to(self.device) for name, state in self.before.items()}
-            direction, new = self.optimizer.direction(self.matrix.to(self.device).contiguous(), there)
-            return direction.float().cpu(), {name: state.cpu() for name, state in new.items()}
-        finally:
-            torch.set_num_threads(threads)
+
+def _made(optimizer: Muon, matrix: Tensor, states: Tensors, device: torch.device) -> tuple[Tensor, Tensors]:
+    """Return the engine's direction of a matrix, FP32, and its next states. They are computed with one thread, as ranks
+    do, for the order of sums.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        there = {name: state.to(device) for name, state in states.items()}
+        direction, new = optimizer.direction(matrix.to(device).contiguous(), there)
+        return direction.float().cpu(), {name: state.cpu() for name, state in new.items()}
+    finally:
+        torch.set_num_threads(threads)
 
 
 def exact_direction(source: Tensor, optimizer: Muon) -> tuple[Tensor, float]:

@@ -27,8 +27,7 @@ from megamix.tools.verify.runs.watched_run import BORDER, STEPS, Seen, digest, r
 
 DEADLINE_S = 1800.0  # seconds of one start of a job
 _TIMELESS = ("step", "train/", "valid/", "optim/")  # tags of the log that depend on no clock
-# Numbers of an attempt, and tags of the log, that no layout changes; others depend on the order of sums.
-_SETTLED = ("lr", "found_inf", "loss_scale", "next_loss_scale", "applied_updates", "skipped_steps")
+# Tags that no layout changes; others depend on the order of sums.
 _SETTLED_TAGS = ("step", "train/tokens", "optim/lr", "optim/skipped_steps", "optim/loss_scale")
 
 Ranks = tuple[Seen, ...]
@@ -151,9 +150,8 @@ def _facts(ranks: Ranks, one_layout: bool) -> Facts:
     samples = chain(*(readers[rank] for rank in sorted(readers)))
     facts = {f"sample {place} of its batch": sample for place, sample in enumerate(samples)}
     for rank, seen in enumerate(ranks if one_layout else ranks[:1]):
-        settled = [name for name in seen.facts if name.startswith(_SETTLED)]  # causes, so they are told first
-        others = [name for name in seen.facts if one_layout and name not in settled]
-        facts |= {f"{name} of rank {rank}": seen.facts[name] for name in settled + others}
+        told = seen.settled | (seen.facts if one_layout else {})  # causes are told first
+        facts |= {f"{name} of rank {rank}": fact for name, fact in told.items()}
     return facts
 
 
@@ -163,8 +161,7 @@ def _state(ranks: Ranks) -> Facts:
     whole = assemble([[*one.owned, *one.copies] for one in observed]).tensors
     tensors = {f"{state} of {name}": tensor for (state, name), tensor in whole.items()}
     tensors |= {name: one.buffers[name] for one in observed for name in one.buffers if name.endswith(".value")}
-    counters = {name: fact for name, fact in ranks[0].facts.items() if name.startswith(_SETTLED)}
-    return counters | {name: digest(tensor.double()) for name, tensor in tensors.items()}
+    return ranks[0].settled | {name: digest(tensor.double()) for name, tensor in tensors.items()}
 
 
 def undetermined(config: Config) -> list[str]:

@@ -35,6 +35,8 @@ from megamix.train.trainer import Trainer
 BORDER, STEPS = 3, 6  # the update after which a run is interrupted, and its last one
 # The first attempts at these updates overflow: the last one before the save, and the first one after it.
 OVERFLOWS = frozenset((BORDER, BORDER + 1))
+# Numbers of an attempt that no layout changes; others depend on the order of sums.
+_SETTLED = ("lr", "found_inf", "loss_scale", "next_loss_scale", "applied_updates", "skipped_steps")
 
 
 @dataclass(slots=True)
@@ -44,7 +46,8 @@ class Seen:
     when: str
     dp_rank: int
     samples: list[str]  # digests of the samples that were read
-    facts: dict[str, str]  # after the attempt: numbers, and digests of all tensors that the rank owns or holds
+    settled: dict[str, str]  # numbers after the attempt that no layout changes
+    facts: dict[str, str]  # other numbers, and digests of all tensors that the rank owns or holds
     observed: ObservedStep | None  # of the first and the last attempt of a start
 
 
@@ -149,8 +152,9 @@ class _WatchedTrainer(Trainer):
         whole = observed(self.engine, result, self._used)
         facts = {f"{part.state} of {part.spec.name}": digest(part.values) for part in [*whole.owned, *whole.copies]}
         facts |= {f"buffer {name}": digest(buffer.double()) for name, buffer in whole.buffers.items()}
-        facts |= {name: repr(value) for name, value in whole.scalars.items()}
         scale = self.engine.loss_scale.state_dict()
-        facts |= {f"loss_scale.{name}": repr(value.tolist()) for name, value in scale.items()}
+        settled = {f"loss_scale.{name}": repr(value.tolist()) for name, value in scale.items()}
+        for name, value in whole.scalars.items():
+            (settled if name in _SETTLED else facts)[name] = repr(value)
         samples = [digest(row) for rows in self._rows for row in rows.cpu()]
-        self._seen.append(Seen(when, whole.dp_rank, samples, facts, whole))
+        self._seen.append(Seen(when, whole.dp_rank, samples, settled, facts, whole))
