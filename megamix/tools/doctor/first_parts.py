@@ -105,7 +105,8 @@ def verify() -> Iterator[Finding]:
     """Verify settings on one rank, and layouts of two ranks that share a card."""
     chosen = SETTINGS if ON_GPU else {name: SETTINGS[name] for name in ("plain", "experts")}
     base = {**expected()["job"], "precision": precision()}
-    with RankPool(1, on_gpus=ON_GPU) as alone, RankPool(2, on_gpus=ON_GPU, share_card=ON_GPU) as pair:
+    pool = partial(RankPool, on_gpus=ON_GPU, deadline_s=60.0)
+    with pool(1) as alone, pool(2, share_card=ON_GPU) as pair:
         cases = [(name, "dp1", alone, change) for name, change in chosen.items()]
         cases += [(name, name, pair, {"model": _SWIGLU}) for name in (SHARED if ON_GPU else SHARED[:2])]
         for name, layout, ranks, change in cases:
@@ -114,7 +115,7 @@ def verify() -> Iterator[Finding]:
                 continue
             try:
                 job = config_from_dict(base, {"optimizer": {"compile": ON_GPU}}, change)
-                verdict = verify_layout(job, parse_layout(layout), ranks, deadline_s=60.0)
+                verdict = verify_layout(job, parse_layout(layout), ranks)
             except (RankFailure, ValueError) as error:
                 yield found("verify", str(error).strip().splitlines()[-1], True, of=name)
                 continue

@@ -107,7 +107,7 @@ def pool_of(run_ranks: Callable[..., list[object]]) -> Callable[[int, bool], Sim
     """Return what stands for RankPool: the ranks that other tests have started."""
 
     def pool(size: int, on_gpus: bool) -> SimpleNamespace:
-        def call(case: Callable[..., object], *args: object, deadline_s: float) -> list[object]:
+        def call(case: Callable[..., object], *args: object) -> list[object]:
             return run_ranks(case, size, *args)
 
         return SimpleNamespace(call=call, on_gpus=on_gpus, close=lambda: None)

@@ -2,8 +2,10 @@
 ends with 1. GPUs that are asked for and missing are told; a rank on the CPU sees none.
 """
 
+import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -11,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megamix import progress
 from megamix.cli import main
 from megamix.config import Config
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
@@ -29,7 +32,7 @@ SMALL = [
 def test_it_starts_its_own_ranks_and_says_that_they_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2"]) == 0
     said = capsys.readouterr()
-    assert said.err == f"megamix verify: dp2 on 2 rank(s), 1 of 1; {layout_lines.ATTEMPTS}\n"
+    assert said.err == f"megamix verify: dp2 on 2 rank(s); {layout_lines.ATTEMPTS}\n"
     size, head, line, _ = said.out.splitlines()
     assert size == "at training.micro_batch_size=1 model.seq_len=8 (overrides take another size)"
     assert head.split() == ["layout", "on", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
@@ -109,8 +112,8 @@ def test_a_rank_that_fails_is_told_and_exit_status_1(
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2,dp1"]) == 1
     said = capsys.readouterr()
     first, second = said.err.splitlines()
-    assert first == f"megamix verify: dp2 on 2 rank(s), 1 of 2; {layout_lines.ATTEMPTS}"
-    assert second.startswith("megamix verify: dp1 on 1 rank(s), 2 of 2; about 0 s left")
+    assert first == f"megamix verify: dp2 on 2 rank(s); {layout_lines.ATTEMPTS}"
+    assert second.startswith("megamix verify: dp1 on 1 rank(s); 2 layout(s), 67 %, ")
     why = "rank 1: ValueError: no such thing"
     told = [line for name in ("dp2", "dp1") for line in (row(name, "cpu", "fails"), why)]
     assert said.out.splitlines()[2:6] == told
@@ -164,12 +167,22 @@ def test_a_rank_on_the_cpu_sees_no_gpu() -> None:
 def test_how_long_the_rest_takes_is_told_by_the_ranks_so_far(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: Verdict(attempts=4))
-    clock = SimpleNamespace(monotonic=iter([0.0, 10.0, 40.0]).__next__)
+    times = iter([10.0, 40.0, 100.0])
+
+    def verify_layout(*_: object) -> Verdict:
+        clock.monotonic = partial(float, next(times))
+        return Verdict(attempts=4)
+
+    clock = SimpleNamespace(monotonic=float)
+    monkeypatch.setattr(layout_lines, "verify_layout", verify_layout)
     monkeypatch.setattr(layout_lines, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(progress, "SILENT_S", math.inf)  # no line between them
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp1,dp2,dp4"]) == 0
     told = capsys.readouterr().err.splitlines()
-    assert [line.rpartition("; ")[2] for line in told] == [layout_lines.ATTEMPTS, "about 60 s left", "about 53 s left"]
+    assert [line.rpartition("; ")[2] for line in told] == [
+        layout_lines.ATTEMPTS, "3 layout(s), 14 %, 10 s, about 60 s left", "3 layout(s), 43 %, 40 s, about 53 s left"
+    ]  # fmt: skip
 
 
 def test_who_is_asked_to_end_ends_the_ranks_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ reference       the same step on one rank: in FP64, and in the training's own pr
 hypotheses      kinds of mistakes in a gradient or a loss
 norm_kinds      kinds of mistakes in a norm
 update_kinds    kinds of mistakes in an update, and its bound
-tape            tensors that pass through every module
+tape            tensors that pass through every module, and parameters that FSDP2 divides
 bisect          the first module that is wrong
 observed_step   on every rank of our engine: all of a step that can be compared; the ranks' parts become whole
                 parameters, gradients and states by name

@@ -24,9 +24,10 @@ class RankTape(NamedTuple):
     tape: Tape
     span: Span | None = None
 
-    def has_data_of(self, other: RankTape) -> bool:
-        spans = [span and span.rank for span in (self.span, other.span)]
-        return self.dp_rank == other.dp_rank and spans[0] == spans[1]
+    @property
+    def data(self) -> tuple[int, int | None]:
+        """Return what the ranks with the same data have in common."""
+        return self.dp_rank, None if self.span is None else self.span.rank
 
     def own(self, whole: Tape, batch: Batch) -> Tape:
         """Return this rank's positions of tensors whose dim 1 has an entry for each."""
@@ -44,7 +45,7 @@ def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
         exact = _record(reference, reference.exact, wide(right.weights), batch)
         native = _record(reference, reference.native, reference.coarse(right.weights), batch)
         exact, native = (mine.own(whole, batch) for whole in (exact, native))
-        all_parts = [other.tape for other in tapes if mine.has_data_of(other)]
+        all_parts = [other.tape for other in tapes if other.data == mine.data]
         if wrong := first_module(mine.tape, all_parts, exact, native):
             found.append((*wrong, rank))
     if not found:

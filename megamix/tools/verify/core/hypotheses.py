@@ -6,14 +6,18 @@ It is named only if it explains the numbers within the bound that the right ones
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from megamix.data.loader import Batch
 from megamix.mixed_precision.muon import Muon, orthogonalised
@@ -76,7 +80,7 @@ class RightStep:
     """One step as it should have been, to explain a gradient that differs."""
 
     reference: Reference
-    weights: Mapping[str, Tensor]  # weights before the step
+    weights: Tensors  # weights before the step
     by_rank: Sequence[Sequence[Any]]  # each rank's micro-batches
     shares: Sequence[Sequence[float]]  # weight of each micro-batch's mean in the loss; their sum is 1
     loss_scale: float = 1.0
@@ -95,9 +99,7 @@ class RightStep:
         return [[self._of([batch], [share]) for batch, share in zip(*both, strict=True)]
                 for both in zip(self.by_rank, self.shares, strict=True)]  # fmt: skip
 
-    def _of(
-        self, batches: MicroBatches, shares: Sequence[float], weights: Mapping[str, Tensor] | None = None
-    ) -> Tensors:
+    def _of(self, batches: MicroBatches, shares: Sequence[float], weights: Tensors | None = None) -> Tensors:
         return self.reference.exact_step(weights or self.weights, batches, shares).grads
 
     @property
@@ -223,9 +225,28 @@ class RightStep:
         """Return each rank's part of replicated parameters' gradients: data-parallel ranks, each with its tp_size
         parts.
         """
-        return [self.reference.grads_by_part(self.weights, mine, shares, part, self.tp_size)
+        return [self._part_of(mine, shares, part)
                 for mine, shares in zip(self.by_rank, self.shares, strict=True)
                 for part in range(self.tp_size)]  # fmt: skip
+
+    def _part_of(self, batches: MicroBatches, shares: Sequence[float], part: int) -> Tensors:
+        """Return the part of each gradient from one of `tp_size` equal parts of the positions, or of the heads.
+
+        The parts divide dim -2 of the output of a parameter's module.
+        """
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+            if not (module._parameters and isinstance(out, Tensor) and out.dim() > 1):
+                return out
+            there = {key: param for key, param in module._parameters.items() if param is not None}
+            frozen = {key: nn.Parameter(param.detach(), requires_grad=False) for key, param in there.items()}
+            with mock.patch.dict(module._parameters, frozen):
+                elsewhere = module.forward(*args, **kwargs)
+            places = torch.arange(out.shape[-2], device=out.device) * self.tp_size // out.shape[-2]
+            return torch.where((places == part).unsqueeze(-1), out, elsewhere)
+
+        with register_module_forward_hook(hook, with_kwargs=True):
+            return self._of(batches, shares)
 
     def _sums(self, parts: Parts) -> Candidates:
         """Yield sums with parts that are missing, or counted as they should not be."""
@@ -296,7 +317,20 @@ class RightStep:
 
     @cached_property
     def _by_use(self) -> dict[str, Tensors]:
-        return self.reference.grads_by_use(self.weights, *self.flat)
+        """Return, for each parameter that several modules use, the gradient of each use alone, by the use's name."""
+        uses = defaultdict[nn.Parameter, list[tuple[str, dict[str, nn.Parameter | None], str]]](list)
+        for prefix, module in self.reference.exact.named_modules():
+            for key, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    uses[param].append((f"{prefix}.{key}".lstrip("."), module._parameters, key))
+        shared, apart = [places for places in uses.values() if len(places) > 1], dict(self.weights)
+        with ExitStack() as stack:
+            for (first, *_), *others in shared:
+                for name, held, key in others:
+                    apart[name] = self.weights[first]
+                    stack.enter_context(mock.patch.dict(held, {key: nn.Parameter(apart[name].double())}))
+            grads = self._of(*self.flat, apart) if shared else {}
+        return {places[0][0]: {name: grads[name] for name, *_ in places} for places in shared}
 
     def _places(self, name: str, found: Tensor) -> Candidates:
         """Yield the right numbers in wrong places."""

@@ -34,13 +34,12 @@ class Layout:
     def size(self, axis: str) -> int:
         return dict(self.sizes).get(axis, 1)
 
-    def apply(self, config: Config, accumulation: int | None = None) -> Config:
+    def apply(self, config: Config, accumulation: int = 0) -> Config:
         """Return the same training on this layout.
 
-        `accumulation`: micro-batches a step for each data-parallel rank; None: as many as `verify` takes.
+        `accumulation`: micro-batches a step for each data-parallel rank; 0: as many as `verify` takes.
         """
-        if accumulation is None:
-            accumulation = ACCUMULATION * self.size("pp")  # every schedule can run 2 * pp micro-batches
+        accumulation = accumulation or ACCUMULATION * self.size("pp")  # every schedule can run 2 * pp micro-batches
         settings: dict[str, object] = {"sequence_parallel": self.sequence_parallel}
         settings |= {"shard": self.shard} if self.shard else {}
         for axis in (*AXES, "ep"):

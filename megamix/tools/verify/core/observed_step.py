@@ -19,7 +19,6 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec, Piece
 from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import StepResult
-from megamix.mixed_precision.update_slice import MASTER
 from megamix.model.span import Span
 from megamix.tools.verify.core.choices import Choice, Choices
 from megamix.tools.verify.core.tape import Tape
@@ -61,8 +60,14 @@ def observed(engine: ShardedEngine, result: StepResult | None, used: UsedValues)
         span = Span(span.num_ranks, span.rank, by_heads=span.by_heads)  # a span that no forward has entered can be sent
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     tallied = {} if result is None else {name: counts.to("cpu", copy=True) for name, counts in result.tallied.items()}
+    told = () if result is None else ("loss", "found_inf", "grad_norm", "max_abs", "loss_scale", "lr")
+    scalars = {name: float(getattr(result, name)) for name in told} | {
+        "next_loss_scale": float(engine.loss_scale.loss_scale),
+        "applied_updates": float(engine.applied_updates),
+        "skipped_steps": float(engine.skipped_steps),
+    }
     return ObservedStep(
-        scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tallied=tallied,
+        scalars=scalars, owned=owned, copies=copies, buffers=buffers, tallied=tallied,
         dp_rank=engine.topology.data.rank, span=span,
     )  # fmt: skip
 
@@ -111,15 +116,6 @@ class Poison:
         return grad
 
 
-def _scalars(engine: ShardedEngine, result: StepResult | None) -> dict[str, float]:
-    told = () if result is None else ("loss", "found_inf", "grad_norm", "max_abs", "loss_scale", "lr")
-    return {name: float(getattr(result, name)) for name in told} | {
-        "next_loss_scale": float(engine.loss_scale.loss_scale),
-        "applied_updates": float(engine.applied_updates),
-        "skipped_steps": float(engine.skipped_steps),
-    }
-
-
 def _states(engine: ShardedEngine) -> Iterator[Fragment]:
     for owned in (*engine.owned_ranges(), *engine.held_states()):
         for state, values in owned.tensors.items():
@@ -146,7 +142,6 @@ class Whole:
 
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     owners: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    divided: set[str] = field(default_factory=set)  # parameters of which some rank trains a block
     problems: list[tuple[str, str]] = field(default_factory=list)  # (parameter, problem)
 
     def of(self, state: str) -> dict[str, Tensor]:
@@ -159,9 +154,9 @@ def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
     for rank, fragments in enumerate(ranks):
         for part in fragments:
             key = part.state, part.spec.name
-            if part.state == MASTER and part.spec.shape != part.spec.full_shape:
-                whole.divided.add(part.spec.name)
-            where, values = elements(part), part.values
+            places = torch.arange(math.prod(part.spec.full_shape)).view(part.spec.full_shape)
+            where = places[part.spec.block].reshape(-1)[part.start : part.start + len(part.values)]
+            values = part.values
             full = whole.tensors.setdefault(key, torch.zeros(part.spec.full_shape)).view(-1)
             owners = whole.owners.setdefault(key, torch.full(part.spec.full_shape, -1)).view(-1)
             again = owners[where] >= 0
@@ -174,12 +169,6 @@ def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
         if missing := int((owners < 0).sum()):
             whole.problems.append((name, f"{missing} of {owners.numel()} elements of {state} have no owner"))
     return whole
-
-
-def elements(part: Fragment) -> Tensor:
-    """Return the places of a fragment's values in the flattened full parameter: INT64 (n,)."""
-    places = torch.arange(math.prod(part.spec.full_shape)).view(part.spec.full_shape)
-    return places[part.spec.block].reshape(-1)[part.start : part.start + len(part.values)]
 
 
 def assemble_choices(ranks: Sequence[ObservedStep], by_rank: Sequence[Sequence[Batch]]) -> list[list[Choices]]:

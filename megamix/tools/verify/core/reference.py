@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from megamix.beside.added_loss import added_losses_times
 from megamix.config import Config
@@ -61,14 +60,12 @@ class Reference:
         native, exact = family(plain).to(device), family(plain, Ops(wide=False)).to(device).double()
         use_fp8(native, config.precision.fp8)
 
-        z_loss = getattr(plain, "z_loss", 0.0)
-
         def exact_loss(model: nn.Module, batch: Batch) -> Tensor:
             logits = model(batch.tokens, positions=batch.positions).flatten(0, -2)
             logits = logits if logits.dtype == torch.float64 else logits.float()
             targets = batch.targets.flatten()
             total = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-            if z_loss:
+            if z_loss := getattr(plain, "z_loss", 0.0):
                 total = total + z_loss * logits.logsumexp(-1)[targets != IGNORE].square().sum()
             loss: Tensor = total / targets.numel()
             return loss
@@ -85,64 +82,18 @@ class Reference:
         loss_of = self.exact_loss if model is self.exact else self.native_loss
         return loss_of(model, moved(batch, device))
 
-    def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]) -> Step:
+    def exact_step(self, weights: Tensors, batches: MicroBatches, shares: Sequence[float]) -> Step:
         """Take the step with these weights in FP64. `shares`: weight of each micro-batch's mean in the loss."""
         return self._step(self.exact, wide(weights), batches, shares, 1.0)
 
-    def grads_by_part(
-        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], part: int, parts: int
-    ) -> Tensors:
-        """Return the part of each gradient from one of `parts` equal parts of the positions, or of the heads.
-
-        The parts divide dim -2 of the output of a parameter's module.
-        """
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-            if not (module._parameters and isinstance(out, Tensor) and out.dim() > 1):
-                return out
-            held = dict(module._parameters)
-            for key, param in held.items():
-                module._parameters[key] = None if param is None else nn.Parameter(param.detach(), requires_grad=False)
-            elsewhere = module.forward(*args, **kwargs)
-            module._parameters |= held
-            places = torch.arange(out.shape[-2], device=out.device) * parts // out.shape[-2]
-            return torch.where((places == part).unsqueeze(-1), out, elsewhere)
-
-        with register_module_forward_hook(hook, with_kwargs=True):
-            return self.exact_step(weights, batches, shares).grads
-
-    def grads_by_use(
-        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]
-    ) -> dict[str, Tensors]:
-        """Return, for each parameter that several modules use, the gradient of each use alone, by the use's name."""
-        uses: dict[nn.Parameter, list[tuple[str, dict[str, nn.Parameter | None], str]]] = {}
-        for prefix, module in self.exact.named_modules():
-            for key, param in module._parameters.items():
-                if param is not None and param.requires_grad:
-                    uses.setdefault(param, []).append((f"{prefix}.{key}".lstrip("."), module._parameters, key))
-        shared = {param: places for param, places in uses.items() if len(places) > 1}
-        apart = dict(weights)
-        for places in shared.values():
-            for name, held, key in places[1:]:
-                held[key], apart[name] = nn.Parameter(weights[places[0][0]].double()), weights[places[0][0]]
-        try:
-            grads = self.exact_step(apart, batches, shares).grads if shared else {}
-        finally:
-            for param, places in shared.items():
-                for _, held, key in places:
-                    held[key] = param
-        return {places[0][0]: {name: grads[name] for name, *_ in places} for places in shared.values()}
-
-    def native_step(
-        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float = 1.0
-    ) -> Step:
+    def native_step(self, weights: Tensors, batches: MicroBatches, shares: Sequence[float], scale: float = 1.0) -> Step:
         """Take the step with these weights as they are stored, as a rank would.
 
         With mixed dtypes all parameters take the coarsest (see `coarse`).
         """
-        return self._step(self.native, self.coarse(weights), batches, shares, loss_scale)
+        return self._step(self.native, self.coarse(weights), batches, shares, scale)
 
-    def coarse(self, weights: Mapping[str, Tensor]) -> Tensors:
+    def coarse(self, weights: Tensors) -> Tensors:
         """Return all parameters in the coarsest of their dtypes.
 
         With mixed dtypes wrappers cast at their borders, which the plain model cannot do. The coarsest dtype has the
@@ -177,12 +128,12 @@ class Reference:
         return Step(mean, losses, grads, magnitudes, rankings)
 
 
-def wide(weights: Mapping[str, Tensor]) -> Tensors:
+def wide(weights: Tensors) -> Tensors:
     """Return weights in FP64, and complex buffers as they are: FP64 has no place for their imaginary parts."""
     return {name: weight if weight.is_complex() else weight.double() for name, weight in weights.items()}
 
 
-def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def put(model: nn.Module, weights: Tensors) -> None:
     """Set every parameter, in the dtype of its weight, and the buffers that are given."""
     for name, param in model.named_parameters():
         param.data = weights[name].to(param.device)

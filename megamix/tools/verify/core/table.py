@@ -8,6 +8,7 @@ from megamix.arguments import Failed
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
 from megamix.tools.verify.core.verdict import Verdict
 
+DEADLINE_S = 1800.0  # seconds of one call of the ranks
 # Columns of the table, with the checks that each one counts.
 COLUMNS = {
     "loss": ("loss",),

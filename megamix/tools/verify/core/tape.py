@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,22 +41,18 @@ def recorded(model: nn.Module, *, wanted: bool = True, but: Container[str] = ())
             tape[name, what] = found[0].detach().to("cpu", copy=True)
 
     def hooks(name: str, module: nn.Module) -> Iterator[Any]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            note(name, INPUT, (args, kwargs))
-
-        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        yield module.register_forward_pre_hook(lambda module, *given: note(name, INPUT, given), with_kwargs=True)
         yield module.register_forward_hook(lambda module, args, output: note(name, OUTPUT, output))
         yield module.register_full_backward_pre_hook(lambda module, grads: note(name, OUTPUT_GRADIENT, grads))
         yield module.register_full_backward_hook(lambda module, grads, _: note(name, INPUT_GRADIENT, grads))
 
-    handles = [handle for name, module in modules.items() for handle in hooks(name, module)]
-    try:
-        with warnings.catch_warnings():  # modules whose inputs have no gradient, such as tokens
-            warnings.filterwarnings("ignore", "Full backward hook is firing")
-            yield tape
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as handles, warnings.catch_warnings():
+        for name, module in modules.items():
+            for handle in hooks(name, module):
+                handles.enter_context(handle)
+        # of modules whose inputs have no gradient, such as tokens
+        warnings.filterwarnings("ignore", "Full backward hook is firing")
+        yield tape
 
 
 def fsdp_params(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Any]]:

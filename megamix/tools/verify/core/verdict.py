@@ -82,22 +82,21 @@ class Verdict:
             gap = max_abs(torch.where(got == want, 0.0, got.double() - want.double()))  # equal infinities are not apart
         self.note(check, where, gap, 0.0, explain)
 
+    def note_noise(self, native: Tensors, exact: Tensors, noisiest: float) -> None:
+        """Check that the rounding error of the gradients on one rank is too small to hide a mistake.
+
+        `noisiest`: the largest error that may be, as a share of the largest gradient.
+        """
+        largest = max(map(max_abs, exact.values()))
+        noises = {name: max_abs(native[name] - grad) for name, grad in exact.items()}
+        name = max(noises, key=noises.__getitem__)
+        text = "a model or a loss that is not the same in FP64, or rounding too coarse to judge by: even one process, "
+        text += "without ranks, is this far from FP64"
+        self.note("noise", name, noises[name], noisiest * largest, text)
+
     def leave(self, what: str, name: str, told: str) -> None:
         """Add a message on a tensor that is no difference, such as why it cannot be compared."""
         self.left.setdefault((what, told), set()).add(name)
-
-
-def note_noise(verdict: Verdict, native: Tensors, exact: Tensors, noisiest: float) -> None:
-    """Check that the rounding error of the gradients on one rank is too small to hide a mistake.
-
-    `noisiest`: the largest error that may be, as a share of the largest gradient.
-    """
-    largest = max(map(max_abs, exact.values()))
-    noises = {name: max_abs(native[name] - grad) for name, grad in exact.items()}
-    name = max(noises, key=noises.__getitem__)
-    text = "a model or a loss that is not the same in FP64, or rounding too coarse to judge by: even one process, "
-    text += "without ranks, is this far from FP64"
-    verdict.note("noise", name, noises[name], noisiest * largest, text)
 
 
 def max_abs(x: Tensor) -> float:

@@ -33,7 +33,6 @@ from megamix.tools.verify.core.verdict import (
     gradient_bound,
     max_abs,
     norm_of,
-    note_noise,
 )
 from megamix.tools.verify.foreign.judge_buffers import check_buffers, check_first_buffers, explain_values
 from megamix.tools.verify.foreign.plain_optimizer import PlainUpdates
@@ -54,7 +53,7 @@ def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> V
         before = judge.step(before, seen)
         if verdict.differences and not verdict.culprit and before.tape and judge.earlier:
             verdict.culprit = culprit(judge.earlier, [RankTape(rank, one.tape) for rank, one in enumerate(seen)])
-    verdict.expect("applied updates", "the run", judge.updates > 0, "none")
+    verdict.expect("applied updates", "the run", verdict.attempts > verdict.skipped, "none")
     return verdict
 
 
@@ -82,7 +81,7 @@ class _Judge:
         self.reference = Reference(native, exact, native_loss, exact_loss)
         self.unit = max([U32, halves.unit, *map(UNIT.__getitem__, autocast)])
         self.plain = PlainUpdates(trainer, exact, verdict.attempts)
-        self.updates, self.known = 0, set[str]()  # parameters of the plain model that the training has
+        self.known = set[str]()  # parameters of the plain model that the training has
         self.earlier: RightStep | None = None
 
     def started(self, seen: Sequence[SeenStep]) -> SeenStep:
@@ -135,8 +134,7 @@ class _Judge:
         total = sum(count for mine in counts for count in mine)
         shares = [[count / total for count in mine] for mine in counts]
         weights = {
-            name: weight.to(after.dtypes[name][0] if name in after.dtypes else weight.dtype)
-            for name, weight in before.weights.items()
+            name: weight.to(after.dtypes.get(name, [weight.dtype])[0]) for name, weight in before.weights.items()
         } | {name: one for name, one in before.buffers.items() if one.shape == self.first_buffers.get(name, one).shape}
         right = RightStep(
             self.reference, weights, by_rank, shares,
@@ -150,7 +148,6 @@ class _Judge:
             verdict.skipped += 1
             self._skipped(before, after, native)
         else:
-            self.updates += 1
             text = f"{after.counted} updates in one step, which has {len(by_rank[0])} micro-batches"
             verdict.expect("updates", "the optimizer", {*after.updates} == {1}, text)
             if not finite(native.grads):
@@ -159,7 +156,7 @@ class _Judge:
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
                 verdict.expect("overflow", "one process", used >= scale / 2, text)
             unit = max(self.unit, *(UNIT.get(weights[name].dtype, U32) for name in self.initial))
-            note_noise(verdict, native.grads, exact.grads, NOISIEST[unit])
+            verdict.note_noise(native.grads, exact.grads, NOISIEST[unit])
             norm = norm_of(exact.grads)
             # Noise over all elements at once: the noise of one number, such as the norm, may be zero by chance.
             noise = norm_of({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)
@@ -176,7 +173,7 @@ class _Judge:
                 bound = max(slack, 64 * U32 * roundings) * norm
                 explain = partial(explain_norm, right, told, right.whole)
                 verdict.note("norm", "all gradients", abs(told - norm), bound, explain)
-            self.plain.check(verdict, self.updates, right, before, after, unseen)
+            self.plain.check(verdict, right, before, after, unseen)
         check_buffers(verdict, right, before, after)
         self._copies(seen)
         for name in self.frozen:
@@ -236,7 +233,7 @@ class _Judge:
         roundings, scaled = sum(map(len, right.by_rank)) + 1, after.loss_scale / max(right.flat[1])
         bounds = {}
         for name, want in exact.grads.items():
-            sums = after.dtypes[name][1] if name in after.dtypes else torch.float32
+            _, sums = after.dtypes.get(name, (torch.float32, torch.float32))
             rounded = max(max_abs(native.grads[name] - want), noise * max_abs(want))
             in_fp16 = right.loss_scale != 1 or right.weights[name].dtype == torch.float16
             divisor = scaled if in_fp16 else None
@@ -245,8 +242,7 @@ class _Judge:
         if not after.gradients and type(self.trainer).gradients is not ForeignTrainer.gradients:
             after.gradients |= {name: grad * coefficient for name, grad in exact.grads.items()}
             return bounds
-        found = {name: after.gradients[name].double() if name in after.gradients else torch.zeros_like(want)
-                 for name, want in exact.grads.items()}  # fmt: skip
+        found = {name: after.gradients.get(name, torch.zeros_like(want)).double() for name, want in exact.grads.items()}
         # One wrong gradient changes the norm by which all are clipped, so it is named before the others.
         factors = {name: factor_of(found[name], want) for name, want in exact.grads.items() if bool(want.any())}
         common = median(factors.values()) if clip and factors else coefficient

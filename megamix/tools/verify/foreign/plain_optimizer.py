@@ -50,14 +50,13 @@ class PlainUpdates:
         return replace(seen, states=states)
 
     def check(
-        self, verdict: Verdict, updates: int, right: RightStep, before: SeenStep, after: SeenStep,
-        unseen: Mapping[str, float],
-    ) -> None:  # fmt: skip
+        self, verdict: Verdict, right: RightStep, before: SeenStep, after: SeenStep, unseen: Mapping[str, float]
+    ) -> None:
         """Check the options of every parameter, then weights and states.
 
-        `updates`: number of updates with this one. `unseen`: how far each gradient may be from the one that the update
-        used.
+        `unseen`: how far each gradient may be from the one that the update used.
         """
+        updates = verdict.attempt + 1 - verdict.skipped  # with this one
         held: dict[str, Tensors] = defaultdict(dict)
         for (state, name), tensor in before.states.items():
             held[name][state] = tensor

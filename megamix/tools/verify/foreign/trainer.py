@@ -72,33 +72,33 @@ class ForeignTrainer:
 
     def model(self) -> nn.Module:
         """Return the model before any wrapping, FP32 on the CPU, with the weights that every run starts from."""
-        raise NotImplementedError(f"{type(self).__name__} lacks model(self): return the plain nn.Module")
+        raise WrongTrainer(f"{type(self).__name__} lacks model(self): return the plain nn.Module")
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a micro-batch: a scalar, with gradients."""
-        raise NotImplementedError(f"{type(self).__name__} lacks loss(self, model, batch): return the mean loss")
+        raise WrongTrainer(f"{type(self).__name__} lacks loss(self, model, batch): return the mean loss")
 
     def batches(self, step: int, rank: int, ranks: int) -> Sequence[Any]:
         """Return the micro-batches of one rank in one step: tensors, or tuples, lists or mappings of tensors."""
-        raise NotImplementedError(f"{type(self).__name__} lacks batches(self, step, rank, ranks): return a list")
+        raise WrongTrainer(f"{type(self).__name__} lacks batches(self, step, rank, ranks): return a list")
 
     def optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
         """Return your optimizer for this module, or all of them.
 
         It is called with the plain model here, and by your `setup` if you like.
         """
-        raise NotImplementedError(f"{type(self).__name__} lacks optimizer(self, model): return a torch optimizer")
+        raise WrongTrainer(f"{type(self).__name__} lacks optimizer(self, model): return a torch optimizer")
 
     def setup(self, model: nn.Module) -> tuple[nn.Module, Optimizer | Sequence[Optimizer]]:
         """Wrap the model and make its optimizer, as your script does, and keep both. Each rank calls it once."""
-        raise NotImplementedError(f"{type(self).__name__} lacks setup(self, model): return (module, optimizer)")
+        raise WrongTrainer(f"{type(self).__name__} lacks setup(self, model): return (module, optimizer)")
 
     def step(self, batches: Sequence[Any]) -> Mapping[str, float] | None:
         """Take one training step of these micro-batches, as your script does.
 
         Return `loss` and `grad_norm` (before clipping), as far as it reports them. Other keys are not read.
         """
-        raise NotImplementedError(f"{type(self).__name__} lacks step(self, batches): train on them")
+        raise WrongTrainer(f"{type(self).__name__} lacks step(self, batches): train on them")
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Return your schedule for an optimizer, if you have one.
@@ -126,9 +126,8 @@ class ForeignTrainer:
 
     def groups(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
         """Return the optimizer's group of each parameter, by name."""
-        names = {param: name for name, param in named_parameters(module)}
         of = {param: group for group in optimizer.param_groups for param in group["params"]}
-        return {name: of[param] for param, name in names.items() if param in of}
+        return {name: of[param] for name, param in named_parameters(module) if param in of}
 
     def states(self, module: nn.Module, optimizer: Optimizer) -> dict[tuple[str, str], Tensor]:
         """Return the optimizer's states of each parameter, whole, by state and name.
@@ -180,21 +179,18 @@ def check_trainer(trainer: ForeignTrainer) -> None:
     for name in METHODS:
         if not callable(is_now := getattr(trainer, name)):
             raise WrongTrainer(f"{who}.{name} is {is_now!r}, must be a method; write def {name}(self, ...)")
-    try:
-        models: list[Any] = [trainer.model() for _ in range(2)]
-        if not isinstance(models[0], nn.Module):
-            raise WrongTrainer(f"{who}.model() returned {type(models[0]).__name__}, must be an nn.Module; return it")
-        made: list[Any] = [trainer.batches(0, 0, ranks) for _ in range(2)]
-        if not isinstance(made[0], Sequence) or not made[0]:
-            kind = "nothing" if isinstance(made[0], Sequence) else type(made[0]).__name__
-            raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned {kind}, must be a list of micro-batches")
-        batches = [moved([*one], cpu) for one in made]
-        for needed in ("setup", "step"):  # run on the ranks only; an inherited one raises and says what is missing
-            if getattr(type(trainer), needed) is getattr(ForeignTrainer, needed):
-                getattr(trainer, needed)(models[0])
-        optimizers_of(trainer.optimizer(models[0]), f"{who}.optimizer(model)")
-    except NotImplementedError as error:
-        raise WrongTrainer(str(error)) from error
+    models: list[Any] = [trainer.model() for _ in range(2)]
+    if not isinstance(models[0], nn.Module):
+        raise WrongTrainer(f"{who}.model() returned {type(models[0]).__name__}, must be an nn.Module; return it")
+    made: list[Any] = [trainer.batches(0, 0, ranks) for _ in range(2)]
+    if not isinstance(made[0], Sequence) or not made[0]:
+        kind = "nothing" if isinstance(made[0], Sequence) else type(made[0]).__name__
+        raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned {kind}, must be a list of micro-batches")
+    batches = [moved([*one], cpu) for one in made]
+    for needed in ("setup", "step"):  # run on the ranks only; an inherited one raises and says what is missing
+        if getattr(type(trainer), needed) is getattr(ForeignTrainer, needed):
+            getattr(trainer, needed)(models[0])
+    optimizers_of(trainer.optimizer(models[0]), f"{who}.optimizer(model)")
     if not alike(*([*model.parameters()] for model in models)):
         raise WrongTrainer(f"{who}.model() returned other weights when called again; write torch.manual_seed(0) first")
     if not alike(*batches):
@@ -278,8 +274,8 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     They are those that ranks divide and an optimizer holds, even if FSDP2 has put gathered ones in their place.
     """
-    pairs = ((getattr(one, "_unsharded_param", None), one.sharded_param) for _, one, _ in fsdp_params(module))
-    divided = {gathered: sharded for gathered, sharded in pairs if gathered is not None}
+    held = [one for _, one, _ in fsdp_params(module)]
+    divided = {one._unsharded_param: one.sharded_param for one in held if hasattr(one, "_unsharded_param")}
     for name, param in module.named_parameters():
         yield plain_name(name), divided.get(param, param)
 

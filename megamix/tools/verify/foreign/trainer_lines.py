@@ -8,13 +8,11 @@ from collections.abc import Iterator, Sequence
 from megamix.arguments import Failed
 from megamix.supervise.console import say
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
-from megamix.tools.verify.core.table import COLUMNS, result_lines, row
+from megamix.tools.verify.core.table import COLUMNS, DEADLINE_S, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import check_trainer, in_own_code, load_trainer
 from megamix.tools.verify.foreign.watch import watch_trainer
-
-DEADLINE_S = 1800.0
 
 
 def trainer_lines(

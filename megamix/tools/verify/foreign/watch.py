@@ -29,8 +29,6 @@ from megamix.tools.verify.foreign.trainer import (
     whole,
 )
 
-TOLD = ("loss", "grad_norm")  # keys of a step's report that are compared
-
 
 @dataclass(slots=True, kw_only=True)
 class SeenStep:
@@ -88,7 +86,7 @@ def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
         if not isinstance(told, Mapping | None):
             kind = type(told).__name__
             raise WrongTrainer(f"{type(trainer).__name__}.step returned {kind}, must be as {{'loss': 2.3}}, or None")
-        read = {name: float(told[name]) for name in TOLD if told and name in told}
+        read = {name: float(told[name]) for name in ("loss", "grad_norm") if told and name in told}
         seen.append(replace(witness.read(), told=read, tape=tape, autocast=autocast))
     return seen
 

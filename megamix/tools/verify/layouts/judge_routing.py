@@ -96,12 +96,11 @@ def shortfall(ranking: Tensor, chosen: Tensor, experts: ExpertsConfig) -> Tensor
 
 def loads(model: nn.Module, by_rank: Sequence[Sequence[Choices]]) -> Tensors:
     """Return how many tokens each expert got on all ranks, FP32 (experts,), by tally."""
-    return {
-        f"{name}.balance": torch.cat([of[name].flatten() for mine in by_rank for of in mine])
-        .bincount(minlength=router.experts.num_experts)
-        .float()
-        for name, router in routers(model).items()
-    }
+    counted = Tensors()
+    for name, router in routers(model).items():
+        chosen = torch.cat([of[name].flatten() for mine in by_rank for of in mine])
+        counted[f"{name}.balance"] = chosen.bincount(minlength=router.experts.num_experts).float()
+    return counted
 
 
 def judge_tallies(

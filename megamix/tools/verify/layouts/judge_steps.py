@@ -40,7 +40,6 @@ from megamix.tools.verify.core.verdict import (
     gradient_bound,
     max_abs,
     norm_of,
-    note_noise,
 )
 from megamix.tools.verify.layouts.judge_matrices import judge_matrices
 from megamix.tools.verify.layouts.judge_routing import judge_choices, judge_scores, judge_tallies, loads, tallies
@@ -164,13 +163,14 @@ class _Judged:
         self.loads = loads(reference.native, self.choices)
         chosen = zip(chain(*by_rank), chain(*self.choices), strict=True)
         tp_size = config.parallelism.tp_size
+        divided = {part.spec.name for one in ranks for part in one.owned if part.spec.shape != part.spec.full_shape}
         self.right = RightStep(
             replace(reference, choices={id(batch.tokens): of for batch, of in chosen}),
             {name: master.to(self.dtype) for name, master in before.of(MASTER).items()} | biases,
             by_rank, [[1 / weight] * len(mine) for mine in by_rank],
             loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(ranks),
             owners={name: self.after.owners[GRADIENT, name] for name in self.grads},
-            tp_size=tp_size, replicated=self.grads.keys() - self.after.divided if tp_size > 1 else (),
+            tp_size=tp_size, replicated=self.grads.keys() - divided if tp_size > 1 else (),
         )  # fmt: skip
 
     @cached_property
@@ -205,7 +205,7 @@ class _Judged:
         judge_choices(verdict, self.right.reference.native, self.choices, exact, native)
         in_fp8 = self.config.precision.fp8.recipe != "none"
         noisiest = NOISIEST_IN_FP8 if in_fp8 else NOISIEST[UNIT[self.dtype]]
-        note_noise(verdict, native.grads, exact.grads, noisiest)
+        verdict.note_noise(native.grads, exact.grads, noisiest)
         self._loss_path()
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
         divisor = self.divisor if self.dtype == torch.float16 else None
@@ -297,11 +297,10 @@ class _Judged:
 
     def update(self) -> None:
         """Check masters and states by the optimizer's equation, from the gathered gradient and the values before."""
-        table = tuple(lr_table(self.config))
         clip = self.config.optimizer.clip_grad
         coefficient = min(1.0, clip / (norm_of(self.grads) + 1e-6)) if clip else 1.0
         count = int(self.of["applied_updates"])
-        lr = number_at(table, count)
+        lr = number_at(tuple(lr_table(self.config)), count)
         told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
         self.verdict.note("lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
         for name, unclipped in self.grads.items():

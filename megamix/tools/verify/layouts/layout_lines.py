@@ -10,12 +10,12 @@ import torch
 
 from megamix.arguments import Failed
 from megamix.config import Config, FP8Config
-from megamix.progress import ProgressLine, duration
+from megamix.progress import ProgressLine
 from megamix.supervise.console import say
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.own_size import size_told
-from megamix.tools.verify.core.table import COLUMNS, result_lines, row
+from megamix.tools.verify.core.table import COLUMNS, DEADLINE_S, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
@@ -23,7 +23,6 @@ from megamix.tools.verify.layouts.observe import observe
 UPDATES = 3  # the first has no moments yet, the second both, the third a clip coefficient and scale of its own
 OVERFLOW_AT = 1  # in the middle: there is something to leave unchanged, and steps follow
 ATTEMPTS = f"{UPDATES} updates each, 1 overflow, and the steps that find the loss scale"
-DEADLINE_S = 1800.0
 
 
 def verify_lines(
@@ -35,18 +34,15 @@ def verify_lines(
     yield size_told(config)
     yield row("layout", "on", "attempts", "skipped", *COLUMNS, "")
     pools: dict[int, RankPool] = {}
-    begin_s = time.monotonic()
     # Weighted by the number of ranks, which share this machine.
     progress.begin(f"{len(layouts)} layout(s)", total=sum(layout.world_size for layout in layouts))
     try:
-        for number, layout in enumerate(layouts):
-            what = f"{layout.name} on {layout.world_size} rank(s), {number + 1} of {len(layouts)}"
-            done, left = (sum(one.world_size for one in part) for part in (layouts[:number], layouts[number:]))
-            rest = f"about {duration((time.monotonic() - begin_s) / done * left)} left" if done else ATTEMPTS
+        for layout in layouts:
+            rest = progress.work.told(time.monotonic()) if progress.work.done else ATTEMPTS
             with progress.aside():
-                say(f"megamix verify: {what}; {rest}", sys.stderr)
+                say(f"megamix verify: {layout.name} on {layout.world_size} rank(s); {rest}", sys.stderr)
             # One pool of a size serves all layouts of that size.
-            pool = pools.setdefault(layout.world_size, pool_for(layout.world_size, where))
+            pool = pools.setdefault(layout.world_size, pool_for(layout.world_size, where, deadline_s=DEADLINE_S))
             try:
                 for name, job in _by_products(layout.name, config).items():
                     yield from result_lines(name, pool.where, verify_layout(job, layout, pool, bisect), bisect)
@@ -68,11 +64,9 @@ def _by_products(name: str, config: Config) -> dict[str, Config]:
     return {name: config.with_keys(precision={"fp8": FP8Config()}), "  in FP8": config}
 
 
-def verify_layout(
-    config: Config, layout: Layout, pool: RankPool, bisect: bool = False, deadline_s: float = DEADLINE_S
-) -> Verdict:
+def verify_layout(config: Config, layout: Layout, pool: RankPool, bisect: bool = False) -> Verdict:
     """Run one layout on its ranks and judge it."""
     # Other units would drop out in one process, and bounds that allow for that would hide every mistake.
     here = layout.apply(config).with_keys(model={"dropout": 0.0})
-    ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, bisect, deadline_s=deadline_s)
+    ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, bisect)
     return judge(here, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)

@@ -89,10 +89,9 @@ def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[Batch]:
 
 
 def _chain(config: Config) -> MarkovSource:
-    model, branching = config.model, min(config.model.vocab_size, _BRANCHING)
-    return MarkovSource(
-        vocab_size=model.vocab_size, seq_len=model.seq_len, branching=branching, seed=config.training.seed
-    )
+    model, seed = config.model, config.training.seed
+    branching = min(model.vocab_size, _BRANCHING)
+    return MarkovSource(vocab_size=model.vocab_size, seq_len=model.seq_len, branching=branching, seed=seed)
 
 
 class _Documents:

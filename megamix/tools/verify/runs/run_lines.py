@@ -22,10 +22,9 @@ from megamix.tools.ranks import RankFailure, pool_for
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.observed_step import assemble
 from megamix.tools.verify.core.own_size import size_told
-from megamix.tools.verify.core.table import row
+from megamix.tools.verify.core.table import DEADLINE_S, row
 from megamix.tools.verify.runs.watched_run import BORDER, STEPS, Seen, digest, run_config, watch_job, write_data
 
-DEADLINE_S = 1800.0  # seconds of one start of a job
 _TIMELESS = ("step", "train/", "valid/", "optim/")  # tags of the log that depend on no clock
 # Tags that no layout changes; others depend on the order of sums.
 _SETTLED_TAGS = ("step", "train/tokens", "optim/lr", "optim/skipped_steps", "optim/loss_scale")
@@ -123,7 +122,7 @@ def twice_problems(config: Config, layout: Layout, where: str | None) -> list[st
     with TemporaryDirectory(prefix="megamix-verify-") as folder, pool_for(layout.world_size, where) as ranks:
         job = run_config(config, [layout], layout, Path(folder)).with_keys(training={"deterministic": False})
         write_data(job, Path(folder))
-        found = {name for names in ranks.call(undetermined, job, deadline_s=DEADLINE_S) for name in names}
+        found = set[str]().union(*ranks.call(undetermined, job, deadline_s=DEADLINE_S))
     known = ", ".join(sorted(found)) or "none of the operations"
     return [*problems, f"not deterministic, by what torch knows: {known}"]
 
@@ -164,7 +163,7 @@ def _state(ranks: Ranks) -> Facts:
     return ranks[0].settled | {name: digest(tensor.double()) for name, tensor in tensors.items()}
 
 
-def undetermined(config: Config) -> list[str]:
+def undetermined(config: Config) -> set[str]:
     """Return the operations of a job that torch says may differ from call to call. Every rank must call it,
     and compute nothing else behind it.
     """
@@ -173,4 +172,4 @@ def undetermined(config: Config) -> list[str]:
         warnings.simplefilter("always")
         watch_job(config)
     told = [str(warning.message).partition(" does not have a deterministic") for warning in caught]
-    return sorted({name for name, known, _ in told if known})
+    return {name for name, known, _ in told if known}

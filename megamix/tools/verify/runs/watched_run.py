@@ -128,18 +128,15 @@ class _WatchedTrainer(Trainer):
     def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
         self._rows.clear()
         if self.batch_plan.launched:  # otherwise the batch probes the loss scale
-            self._begin_attempt()
+            # The update's number if all attempts in flight are applied.
+            update = self.batch_plan.launched - self.overflows.count
+            self._poison.active = update in self._to_overflow
+            self._to_overflow.discard(update)
+            if update == self._until and not self._poison.active:
+                self.engine.stop_request.fill_(signal.SIGTERM)  # this step sends the request to the other ranks
         for micro_batch in super()._load(global_batch):
             self._rows.append(micro_batch.batch.tokens)
             yield micro_batch
-
-    def _begin_attempt(self) -> None:
-        # The update's number if all attempts in flight are applied.
-        update = self.batch_plan.launched - self.overflows.count
-        self._poison.active = update in self._to_overflow
-        self._to_overflow.discard(update)
-        if update == self._until and not self._poison.active:
-            self.engine.stop_request.fill_(signal.SIGTERM)  # this step sends the request to the other ranks
 
     def _note(self, attempt: Attempt, result: StepResult) -> None:
         super()._note(attempt, result)
