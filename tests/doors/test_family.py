@@ -26,10 +26,8 @@ from megamix.parallel.stages import plan_stages
 from megamix.plugins import FAMILIES
 from megamix.run.run_folder import job_problems
 from megamix.tools.plan.activations import TracedWork, trace_stage
-from megamix.tools.verify.layouts import layout_lines
 from megamix.train.job import run_job
 from tests.tools.plan.test_activations import BATCH, _counted
-from tests.tools.verify.jobs import pool_of
 from tests.train.jobs import SEQ_LEN, run_on_ranks, tiny_job, write_data
 
 PLUGIN = "tests.doors.family_plugin"
@@ -198,11 +196,10 @@ def test_its_activations_are_counted_to_the_byte(toy: ModuleType) -> None:
     assert (traced.kept, traced.forward, traced.backward) == _counted(toy.Toy(config).half())
 
 
-def test_plan_and_verify_know_it(run_ranks, folder: Path, monkeypatch, capsys) -> None:
+def test_plan_and_verify_know_it(folder: Path, capsys) -> None:
     path = folder / "toy.toml"
     path.write_text(config_to_toml(_job(folder, "none")))
     assert main(["plan", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == parameter_count(_job(folder, "none").model)
 
-    monkeypatch.setattr(layout_lines, "RankPool", pool_of(run_ranks))
     assert main(["verify", str(path), "optimizer.compile=false", "--layouts", "dp2,tp2sp"]) == 0, capsys.readouterr()

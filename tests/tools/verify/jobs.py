@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -101,18 +100,6 @@ def make_config(
         "plugins": [FAMILY] if family == "per_head" else [],
     }  # fmt: skip
     return place.apply(config_from_dict(tree), accumulation).with_keys(parallelism={"cp_method": cp_method})
-
-
-def pool_of(run_ranks: Callable[..., list[object]]) -> Callable[[int, bool], SimpleNamespace]:
-    """Return what stands for RankPool: the ranks that other tests have started."""
-
-    def pool(size: int, on_gpus: bool) -> SimpleNamespace:
-        def call(case: Callable[..., object], *args: object) -> list[object]:
-            return run_ranks(case, size, *args)
-
-        return SimpleNamespace(call=call, on_gpus=on_gpus, close=lambda: None)
-
-    return pool
 
 
 def observe_case(config: Config) -> list[ObservedStep]:
