@@ -17,42 +17,37 @@ toml_text       a whole configuration as TOML
 command         the verb
 """
 
-from megamix.config.architecture import TransformersConfig as TransformersConfig
-from megamix.config.architecture import architecture as architecture
-from megamix.config.architecture import first_weights as first_weights
-from megamix.config.batch_ramp import batch_size as batch_size
-from megamix.config.batch_ramp import tokens_of as tokens_of
-from megamix.config.checks import check_world_size as check_world_size
-from megamix.config.checks import grad_accum_steps as grad_accum_steps
-from megamix.config.checks import model_problems as model_problems
-from megamix.config.load import config_from_dict as config_from_dict
-from megamix.config.load import effective_tables as effective_tables
-from megamix.config.load import load_config as load_config
-from megamix.config.loss_scales import loss_scale_rule as loss_scale_rule
-from megamix.config.mesh_checks import AXIS_KEYS as AXIS_KEYS
-from megamix.config.mesh_checks import axis_sizes as axis_sizes
-from megamix.config.mesh_checks import data_parallel_size as data_parallel_size
-from megamix.config.mesh_checks import evaluated_at_once as evaluated_at_once
-from megamix.config.mesh_checks import reading_ranks as reading_ranks
-from megamix.config.mesh_checks import stages_per_rank as stages_per_rank
-from megamix.config.model_and_data import FAMILY as FAMILY
-from megamix.config.model_and_data import DataSource as DataSource
-from megamix.config.model_and_data import DecoderConfig as DecoderConfig
-from megamix.config.model_and_data import ExpertsConfig as ExpertsConfig
-from megamix.config.model_and_data import FirstLayers as FirstLayers
-from megamix.config.model_and_data import LatentSizes as LatentSizes
-from megamix.config.model_and_data import ModelConfig as ModelConfig
-from megamix.config.model_and_data import RopeScaling as RopeScaling
-from megamix.config.model_and_data import data_source as data_source
-from megamix.config.model_and_data import default_ffn_hidden_size as default_ffn_hidden_size
-from megamix.config.model_and_data import whole_weights as whole_weights
-from megamix.config.optimizers import OptimizerConfig as OptimizerConfig
-from megamix.config.problems import ConfigError as ConfigError
-from megamix.config.problems import nearest as nearest
-from megamix.config.problems import override_meant as override_meant
-from megamix.config.sections import Config as Config
-from megamix.config.sections import FP8Config as FP8Config
-from megamix.config.sections import ParallelismConfig as ParallelismConfig
-from megamix.config.sections import PrecisionConfig as PrecisionConfig
-from megamix.config.sections import config_schema as config_schema
-from megamix.config.toml_text import config_to_toml as config_to_toml
+# These names are exported.
+# ruff: noqa: F401
+# mypy: implicit-reexport
+
+from megamix.config.architecture import TransformersConfig, architecture, first_weights
+from megamix.config.batch_ramp import batch_size, tokens_of
+from megamix.config.checks import check_world_size, grad_accum_steps, model_problems
+from megamix.config.load import config_from_dict, effective_tables, load_config
+from megamix.config.loss_scales import loss_scale_rule
+from megamix.config.mesh_checks import (
+    AXIS_KEYS,
+    axis_sizes,
+    data_parallel_size,
+    evaluated_at_once,
+    reading_ranks,
+    stages_per_rank,
+)
+from megamix.config.model_and_data import (
+    FAMILY,
+    DataSource,
+    DecoderConfig,
+    ExpertsConfig,
+    FirstLayers,
+    LatentSizes,
+    ModelConfig,
+    RopeScaling,
+    data_source,
+    default_ffn_hidden_size,
+    whole_weights,
+)
+from megamix.config.optimizers import OptimizerConfig
+from megamix.config.problems import ConfigError, nearest, override_meant
+from megamix.config.sections import Config, FP8Config, ParallelismConfig, PrecisionConfig, config_schema
+from megamix.config.toml_text import config_to_toml
