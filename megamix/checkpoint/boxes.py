@@ -38,7 +38,7 @@ class Box:
 
     def inside(self, shape: tuple[int, ...]) -> bool:
         """Return whether this box lies within a parameter of that shape."""
-        return len(self.offset) == len(shape) and all(
+        return len(self.offset) == len(self.size) == len(shape) and all(
             0 <= offset <= length - size for offset, size, length in zip(self.offset, self.size, shape, strict=True)
         )
 

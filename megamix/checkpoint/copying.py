@@ -32,7 +32,10 @@ def copy_checkpoint(source: Path, folder: Path, files: Files | None = None) -> P
             files.write_file(begun / record.name, verified_chunks(source / record.name, record))
         files.write_file(begun / MANIFEST, [memoryview(text)])
         files.sync_directory(begun)
-        _verify(begun)
+        try:
+            verify_checkpoint(begun)
+        except DamagedCheckpoint as error:  # of the copy: the source is good, so another try may succeed
+            raise OSError(f"the copy is not what was written: {error}") from None
         taken = os.path.lexists(folder / source.name)
         name = name_for(folder, manifest.applied_updates) if taken else source.name
         files.rename(begun, folder / name)
@@ -42,10 +45,3 @@ def copy_checkpoint(source: Path, folder: Path, files: Files | None = None) -> P
             files.remove_tree(begun)
         raise
     return folder / name
-
-
-def _verify(copy: Path) -> None:
-    try:
-        verify_checkpoint(copy)
-    except DamagedCheckpoint as error:  # of the copy: the source is good, so another try may succeed
-        raise OSError(f"the copy is not what was written: {error}") from None

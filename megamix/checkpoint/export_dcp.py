@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import new_folder
-from megamix.checkpoint.manifest import AVERAGE, BUFFER, MASTER, ParamRecord
+from megamix.checkpoint.manifest import AVERAGE, BUFFER, MASTER
 from megamix.checkpoint.snapshot import DTYPES
 from megamix.checkpoint.verify import BoxReader, Checkpoint
 
@@ -57,16 +57,14 @@ class _Planner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         manifest, reader = self._checkpoint.manifest, BoxReader(self._checkpoint)
         step = torch.tensor(float(manifest.applied_updates))
-        shapes = {(name, state): shape for name, state, shape, _ in manifest.tensors()}
-        for param in manifest.params:
-            for state in manifest.states[param.state_set]:
-                for stored in self._checkpoint.stored[param.name, state]:
-                    for sub_box in sub_boxes(stored.box):
-                        for path in _paths(param, state):
-                            read = partial(reader.read, stored, sub_box)
-                            self._add(path, shapes[param.name, state], DTYPES[stored.dtype], sub_box, read)
-            if MASTER in manifest.states[param.state_set]:
-                self._add(("optimizer", "state", param.name, "step"), (), step.dtype, Box.whole(()), lambda: step)
+        names = {param.name: (param.name, *param.aliases) for param in manifest.params}
+        for name, state, shape, dtype in manifest.tensors():
+            for stored in self._checkpoint.stored[name, state]:
+                for sub_box in sub_boxes(stored.box):
+                    for path in _paths(names[name], state):
+                        self._add(path, shape, DTYPES[dtype], sub_box, partial(reader.read, stored, sub_box))
+            if state == MASTER:
+                self._add(("optimizer", "state", name, "step"), (), step.dtype, Box.whole(()), lambda: step)
         self.plan = SavePlan(self._items, planner_data=self._nesting)
         return self.plan
 
@@ -84,8 +82,8 @@ class _Planner(DefaultSavePlanner):
         self._reads[index] = read
 
 
-def _paths(param: ParamRecord, state: str) -> list[_Path]:
+def _paths(names: tuple[str, ...], state: str) -> list[_Path]:
     if state in (MASTER, BUFFER, AVERAGE):
         table = AVERAGE if state == AVERAGE else "model"
-        return [(table, name) for name in (param.name, *param.aliases)]
-    return [("optimizer", "state", param.name, state)]
+        return [(table, name) for name in names]
+    return [("optimizer", "state", names[0], state)]

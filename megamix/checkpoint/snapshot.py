@@ -193,10 +193,8 @@ def _cut(parts: Iterable[Part], borders: Sequence[int]) -> Iterator[Part]:
     for part in parts:
         flat, end = part.tensor.view(-1), start + part.tensor.nbytes
         cuts = [(border - start) // flat.itemsize for border in borders if start < border < end]
-        for first, last in pairwise([0, *cuts, flat.numel()]) if cuts else ():
+        for first, last in pairwise([0, *cuts, flat.numel()]):
             yield from parts_of_range(part.param, part.state, part.box, first, flat[first:last])
-        if not cuts:
-            yield part
         start = end
 
 

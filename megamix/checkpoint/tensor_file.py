@@ -29,9 +29,9 @@ _ALIGNMENT = 64  # bytes: the first tensor begins at a multiple of this number
 _USUAL_HEADER = 1 << 16  # bytes read ahead; the rest of a longer header is read more slowly
 
 
-def key_of(param: str, state: str, box: Box) -> str:
+def key_of(part: StateBox) -> str:
     """Return a tensor's name in the file. The name does not contain the box's size, which is the tensor's shape."""
-    return f"{param}|{state}|{','.join(map(str, box.offset))}"
+    return f"{part.param}|{part.state}|{','.join(map(str, part.box.offset))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +49,10 @@ class Stored:
         return self.start + DTYPES[self.dtype].itemsize * self.box.numel
 
 
-def _parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
-    """Return the parameter, state and box that `key_of` put into the key. Raises: ValueError for another form."""
-    try:
-        param, state, numbers = key.rsplit("|", 2)  # from the right: a module's name may contain "|"
-        offset = tuple(map(int, numbers.split(","))) if numbers else ()
-    except ValueError:
-        raise ValueError(f"{key[:200]!r} is not parameter|state|offset") from None
-    if len(offset) != len(shape):
-        raise ValueError(f"{key[:200]!r} has {len(offset)} dims by its name and {len(shape)} by its shape")
-    return param, state, Box(offset, tuple(shape))
-
-
 def header(parts: Sequence[StateBox], dtypes: Iterable[str]) -> bytes:
     """Return all bytes that stand before the tensors."""
-    keys = (key_of(part.param, part.state, part.box) for part in parts)
-    kinds = zip(dtypes, (part.box.size for part in parts), strict=True)
-    return safetensors_header(dict(zip(keys, kinds, strict=True)))
+    kinds = zip(parts, dtypes, strict=True)
+    return safetensors_header({key_of(part): (dtype, part.box.size) for part, dtype in kinds})
 
 
 def safetensors_header(
@@ -90,19 +77,15 @@ def read_header(path: Path) -> Iterator[tuple[str, str, Stored]]:
     with open(path, "rb", buffering=0) as file:
         # Without this advice the kernel reads megabytes beyond the header, while the caller waits.
         advise(file, 0, _USUAL_HEADER, "WILLNEED")
-        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-    with safe_open(path, "pt"), open(path, "rb") as file:  # safe_open checks the header and the tensors' places
-        file.seek(8)
-        entries = json.loads(file.read(length))
+        (length,) = struct.unpack("<Q", file.read(8))
+        with safe_open(path, "pt"):  # it checks the header and the tensors' places
+            entries = json.loads(file.read(length))
     entries.pop("__metadata__", None)
     for key, entry in entries.items():
-        start, dtype = 8 + length + entry["data_offsets"][0], entry["dtype"]
-        if dtype not in DTYPES:
-            raise ValueError(f"{key[:200]!r} is {dtype}, no state or buffer is")
-        if start % DTYPES[dtype].itemsize:  # chunks would cut through its elements
-            raise ValueError(f"{key[:200]!r} begins at byte {start}, no multiple of {DTYPES[dtype].itemsize}")
-        param, state, box = _parse_key(key, entry["shape"])
-        yield plain_name(param), state, Stored(path.name, key, dtype, box, start)
+        param, state, numbers = key.rsplit("|", 2)  # from the right: a module's name may contain "|"
+        box = Box(tuple(map(int, numbers.split(","))) if numbers else (), tuple(entry["shape"]))
+        start = 8 + length + entry["data_offsets"][0]
+        yield plain_name(param), state, Stored(path.name, key, entry["dtype"], box, start)
 
 
 def read_ahead(path: Path, size: int) -> Iterator[memoryview]:

@@ -74,8 +74,6 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
 
     Raises: DamagedCheckpoint; ConfigError for a checkpoint of another version.
     """
-    if not path.is_dir():
-        raise DamagedCheckpoint([f"{path}: not there, or no folder"])
     try:
         manifest = read_manifest(path / MANIFEST)
     except ConfigError:
@@ -90,10 +88,11 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
             check_size(path / record.name, record)
             with naming(path / record.name):
                 for param, state, place in read_header(path / record.name):
-                    if (param, state) not in wanted:
-                        raise ValueError(f"{place.key!r} is no state that the manifest names")
-                    if place.dtype != (dtype := wanted[param, state][1]):
+                    _, dtype = wanted.get((param, state), ((), "no such state"))
+                    if place.dtype != dtype:
                         raise ValueError(f"{place.key!r} is {place.dtype}, the manifest has {dtype}")
+                    if place.start % DTYPES[dtype].itemsize:  # chunks would cut through its elements
+                        raise ValueError(f"{place.key!r} begins at byte {place.start}, no multiple of its elements")
                     stored[param, state].append(place)
         except (ValueError, OSError) as error:
             problems.append(str(error))

@@ -9,9 +9,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, NamedTuple
-
-from pydantic import Field
+from typing import Literal, NamedTuple
 
 from megamix.checkpoint.manifest import Count, Record
 from megamix.data.sampler import Samples, cut, num_samples
@@ -55,7 +53,7 @@ class WaitingBatch(Record):
     samples: tuple[tuple[Count, Count], ...]  # (first, length) of each range
     tries: Count
     counted_tries: Count
-    due_in: Annotated[int, Field(ge=-(2**53), le=2**53)]
+    due_in: int
 
     @staticmethod
     def of(batch: GlobalBatch, due_in: int) -> WaitingBatch:

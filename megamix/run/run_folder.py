@@ -80,8 +80,7 @@ def take_for_copies(target: Path, source: Path) -> None:
         return
     for problem in _other_copies("FOLDER", target, Path(own.checkpoint.folder)):
         raise ValueError(problem)
-    if _held(target) is None:
-        write_text(target / CONFIG, config_to_toml(own))
+    write_text(target / CONFIG, config_to_toml(own))
 
 
 def folder_problems(config: Config) -> list[str]:

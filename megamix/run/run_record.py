@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from pydantic import Field, ValidationError
 
 from megamix.builders.objects import build_loss_scale, build_optimizer
-from megamix.checkpoint.manifest import AVERAGE, BUFFER, Count, Manifest, StateSet, states_text
+from megamix.checkpoint.manifest import AVERAGE, BUFFER, Count, Manifest, states_text
 from megamix.checkpoint.snapshot import state_set
 from megamix.config import Config, ConfigError, DecoderConfig
 from megamix.config.problems import short
@@ -84,9 +84,13 @@ def check_states(path: Path, manifest: Manifest, config: Config) -> None:
     try:
         optimizer = build_optimizer(config)
         sets = [
-            (param.name, _but_average(manifest.states[param.state_set]), state_set(optimizer, param.name, param.shape))
+            (
+                param.name,
+                {state: dtype for state, dtype in held.items() if state != AVERAGE},
+                state_set(optimizer, param.name, param.shape),
+            )
             for param in manifest.params
-            if BUFFER not in manifest.states[param.state_set]
+            if BUFFER not in (held := manifest.states[param.state_set])
         ]
     except Exception as error:  # a plugin may raise anything
         raise ConfigError([f"{what} cannot be built: {_reason(error)}; {path} stays as it is"], "job") from error
@@ -99,10 +103,6 @@ def check_states(path: Path, manifest: Manifest, config: Config) -> None:
             "weights, with another checkpoint.folder and this path as checkpoint.resume"
         )
         raise ConfigError([problem], "job")
-
-
-def _but_average(states: StateSet) -> StateSet:
-    return {state: dtype for state, dtype in states.items() if state != AVERAGE}
 
 
 def saved_config(manifest: Manifest) -> Config:

@@ -90,6 +90,10 @@ def _before_the_start(held: dict[str, torch.Tensor]) -> None:
     held["norm.bias|master|-1"] = held.pop("norm.bias|master|0")
 
 
+def _of_two_dims(held: dict[str, torch.Tensor]) -> None:
+    held["norm.bias|master|0,0"] = held.pop("norm.bias|master|0")
+
+
 def _twice(held: dict[str, torch.Tensor]) -> None:
     held["norm.bias|master|1"] = held["norm.bias|master|0"][1:].clone()
 
@@ -108,15 +112,15 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # kind of harm: (function that makes i
     "a shape beyond the file": (_header("w|master|0", [HUGE], 0, 64), SHARD),
     "a shape that overflows": (_header("w|master|0,0", [HUGE, HUGE], 0, 64), SHARD),
     "a place beyond the file": (_header("w|master|0", [16], HUGE, HUGE + 64), SHARD),
-    "elements out of step": (_out_of_step, f"{SHARD}: .*no multiple of 4"),
+    "elements out of step": (_out_of_step, f"{SHARD}: .*no multiple of its elements"),
     "integers": (_added("norm.bias|master|0", torch.zeros(24).int()), "I32, the manifest has F32"),
     "halves": (_added("norm.bias|master|0", torch.zeros(24).half()), "F16, the manifest has F32"),
-    "a key that is none": (_added("x"), f"{SHARD}: 'x'"),
-    "an offset of other dims": (_added("w|master|0,0"), f"{SHARD}: .* 2 dims"),
+    "a key that is none": (_added("x"), f"{SHARD}: not enough values"),
+    "an offset of other dims": (_tensors(_of_two_dims), "norm.bias: .*is no box"),
     "an offset before the start": (_tensors(_before_the_start), "norm.bias: .*is no box"),
     "elements twice": (_tensors(_twice), "norm.bias: .*overlap"),
     "elements missing": (_tensors(lambda held: held.popitem()), "elements are there"),
-    "an unknown parameter": (_added("w|master|0"), f"{SHARD}: .*no state"),
+    "an unknown parameter": (_added("w|master|0"), f"{SHARD}: .*no such state"),
     "a number as text": (_fields(applied_updates="2"), f"{MANIFEST}: applied_updates"),
     "a field nobody knows": (_fields(extra=1), f"{MANIFEST}: extra"),
     "a dtype nobody knows": (_fields(states=[{"master": "F32", "exp_avg": "C64"}]), f"{MANIFEST}: states.0.exp_avg"),
