@@ -8,6 +8,7 @@ import gc
 import math
 import os
 import platform
+import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -64,11 +65,6 @@ def of_groups(root: Path, *names: str) -> Iterator[Path]:
         yield from (group / name for group in (own, *own.parents) for name in names if (group / name).is_file())
 
 
-def numbers_of(file: Path) -> dict[str, int]:
-    """Return the numbers in a file whose lines are a name and a number each."""
-    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
-
-
 def memory_for_each(ranks: int, root: Path = Path("/")) -> tuple[float, str]:
     """Return the bytes that each of `ranks` ranks of this machine may take, and what sets that limit."""
     limits = [(math.inf, "this machine, which does not tell its memory")]
@@ -94,7 +90,7 @@ def kernel_kills(root: Path = Path("/")) -> int:
     kills = 0
     with suppress(OSError):
         for file in (root / "proc/vmstat", *of_groups(root, "memory.events", "memory.oom_control")):
-            kills += numbers_of(file).get("oom_kill", 0)
+            kills += sum(map(int, re.findall(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)))
     return kills
 
 

@@ -14,7 +14,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import layers_of
 from megamix.mixed_precision.step import Examination
 from megamix.supervise.console import format_scale
-from megamix.supervise.status import EndedEarlyError, State
+from megamix.supervise.status import EXIT_STATUS, EndedEarlyError, State
 
 _MOST_IN_LINE = 2  # parameters in a line of the log
 _MOST_NAMES = 4  # parameters whose origin is reported
@@ -127,6 +127,7 @@ class GaveUpError(EndedEarlyError):
     """End of a run whose budget of overflows is spent; the message is the diagnosis."""
 
     state: State = "gave_up"
+    exit_status = EXIT_STATUS["gave_up"]
 
 
 _KEPT = 50  # overflows and scales that the report of a run that gives up includes

@@ -35,7 +35,7 @@ from megamix.supervise.status import (
     noted_signals,
 )
 
-PREEMPTED = PreemptedError().exit_status
+PREEMPTED = PreemptedError.exit_status
 # Lines of torchrun that say nothing new: a rank has printed the reason for its exit status, or this launcher names the
 # signal that killed it.
 _SAID = ("failed (exitcode: ", "Sending process")

@@ -73,9 +73,14 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         keep_to_loopback(os.environ)  # the ranks inherit the environment
-        store = loopback_store()
+        with socket.create_server((_LOOPBACK, 0)) as listener:  # TCPStore itself would listen on every interface
+            port = listener.getsockname()[1]
+            store = TCPStore(
+                _LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(minutes=5),
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
         agents = PrefixStore("agent", store)  # the prefix keeps the agent's keys apart from the ranks' keys
-        return rendezvous.RendezvousInfo(agents, 0, 1, rendezvous.RendezvousStoreInfo(_LOOPBACK, store.port))
+        return rendezvous.RendezvousInfo(agents, 0, 1, rendezvous.RendezvousStoreInfo(_LOOPBACK, port))
 
 
 def torchrun(arguments: list[str]) -> None:
@@ -138,18 +143,6 @@ def _refusal(call: Callable[[], object]) -> str:
     except OSError as error:
         return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
     return ""
-
-
-def loopback_store() -> TCPStore:
-    """Return a store that only this machine reaches. TCPStore would listen on every interface if it were given only a
-    host, so it gets an open socket.
-    """
-    with socket.create_server((_LOOPBACK, 0)) as listener:
-        port = listener.getsockname()[1]
-        return TCPStore(
-            _LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(minutes=5),
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
 
 
 def keep_to_loopback(environment: MutableMapping[str, str]) -> None:

@@ -33,23 +33,21 @@ EXIT_STATUS: dict[State, int] = {"finished": 0, "failed": 1, "gave_up": 3, "pree
 WRONG_INPUT = ConfigError.exit_status  # a run that has begun may end with 2, too; its state is then `failed`
 
 
-NO_MEMORY: Literal[4] = 4  # with exit status 4 the state is `failed`
+NO_MEMORY = 4  # with exit status 4 the state is `failed`
 
 
 class EndedEarlyError(Exception):
     """The end of a run before its last update, in good order and on all ranks alike. The message says why."""
 
     state: State = "failed"
-
-    @property
-    def exit_status(self) -> int:
-        return EXIT_STATUS[self.state]
+    exit_status = EXIT_STATUS["failed"]
 
 
 class PreemptedError(EndedEarlyError):
     """The end of a run that was asked to leave."""
 
     state: State = "preempted"
+    exit_status = EXIT_STATUS["preempted"]
 
 
 class SaveFailedError(EndedEarlyError):
@@ -59,17 +57,13 @@ class SaveFailedError(EndedEarlyError):
 class WrongDataError(EndedEarlyError):
     """The end of a run that found its data wrong or changed while it read them. No step has used the wrong data."""
 
-    @property
-    def exit_status(self) -> int:
-        return WRONG_INPUT  # a new start would meet the same data
+    exit_status = WRONG_INPUT  # a new start would meet the same data
 
 
 class NoMemoryError(EndedEarlyError):
     """The end of a run because a rank ran out of memory."""
 
-    @property
-    def exit_status(self) -> int:
-        return NO_MEMORY  # the launcher recognises this status
+    exit_status = NO_MEMORY  # the launcher recognises this status
 
 
 class NoAnswerError(EndedEarlyError):
@@ -84,6 +78,7 @@ class StuckError(EndedEarlyError):
     """The end of a run that was started again and again, and failed each time before it got any further."""
 
     state: State = "gave_up"
+    exit_status = EXIT_STATUS["gave_up"]
 
 
 class LastStart(NamedTuple):
@@ -174,21 +169,22 @@ class RunStatus:
         """Write how the run ended. If the disk fails, print it on the console. `exit_status`: None is that of the
         state.
         """
+        exit_status = exit_status or EXIT_STATUS[state]
         if self._ended is not None:
-            self._ended(state=state, reason=reason, exit_status=exit_status or EXIT_STATUS[state])
+            self._ended(state=state, reason=reason, exit_status=exit_status)
         try:
             self._store(state, reason, exit_status)
         except OSError as error:
             say(
                 f"megamix train: {self.folder / STATUS} NOT written: {error}; the run ended as {state} (exit status "
-                f"{exit_status or EXIT_STATUS[state]}) after update {self._update}: {reason or 'all is done'}",
+                f"{exit_status}) after update {self._update}: {reason or 'all is done'}",
                 sys.stderr,
             )
 
     def _store(self, state: State, reason: str, exit_status: int | None = None) -> None:
         values = {
             "state": state,
-            "exit_status": exit_status or EXIT_STATUS.get(state),
+            "exit_status": exit_status,
             "update": self._update,
             "steps": self._steps,
             "start": self._this.start,
