@@ -36,9 +36,9 @@ class Parser(argparse.ArgumentParser):
         return f"did you mean {near}? write for example {self.example}" if near else None
 
     def _flags(self) -> list[str]:
-        below = [parser for action in self._actions for parser in _parsers_of(action)]
+        choices = [action.choices for action in self._actions if isinstance(action.choices, dict)]  # those of verbs
         own = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-        return [*own, *(flag for parser in below for flag in parser._flags())]
+        return [*own, *(flag for parsers in choices for parser in parsers.values() for flag in parser._flags())]
 
     def error(self, message: str, fix: str | None = None) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
@@ -48,11 +48,6 @@ class Parser(argparse.ArgumentParser):
             fix = f"write {_ELSEWHERE[choice[1]]}"
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: {message}; {fix or f'write for example {self.example}'}\n")
-
-
-def _parsers_of(action: argparse.Action) -> list[Parser]:
-    """Return the parsers that an action chooses among."""
-    return [*action.choices.values()] if isinstance(action.choices, dict) else []
 
 
 def add_config(parser: argparse.ArgumentParser, help: str = "TOML file", nargs: str | None = None) -> None:

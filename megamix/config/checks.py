@@ -43,27 +43,22 @@ class _Unknown:
     __floordiv__ = __rfloordiv__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _unknown
 
 
-def check_draft(tree: Tree, bad: Collection[tuple[int | str, ...]]) -> list[str]:
-    """Return the problems that show although some values, whose paths are in `bad`, are unusable, one line each."""
-    return _lines(_CHECKS, _draft(Config, tree, bad))
-
-
-def _draft(section: type[Section], table: Tree, bad: Collection[tuple[int | str, ...]]) -> SimpleNamespace:
-    """Return a table whose unusable keys are unknown."""
+def draft_of(section: type[Section], table: Tree, bad: Collection[tuple[int | str, ...]]) -> SimpleNamespace:
+    """Return a table, or a configuration, whose unusable keys are unknown. `bad`: their paths."""
     draft, within = SimpleNamespace(), defaultdict(list)
     for first, *rest in bad:  # one line for all, since there may be thousands
         within[first].append(tuple(rest))
     for name, value in ({name: field.default for name, field in section.model_fields.items()} | table).items():
         inside = within[name]
         if isinstance(value, dict) and () not in inside and (inner := section_at(section, [name], table)):
-            setattr(draft, name, _draft(inner, value, inside))
+            setattr(draft, name, draft_of(inner, value, inside))
         else:
             setattr(draft, name, _Unknown() if inside else value)
     return draft
 
 
-def check_config(config: Config) -> list[str]:
-    """Return the problems between fields, one line each."""
+def check_config(config: Config | SimpleNamespace) -> list[str]:
+    """Return the problems between fields, one line each; of a draft those that show although some are unusable."""
     return _lines(_CHECKS, config)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megamix.config.checks import check_config, check_draft
+from megamix.config.checks import check_config, draft_of
 from megamix.config.choices import Tree, section_at
 from megamix.config.model_and_data import RECOMPUTE_TAGS
 from megamix.config.problems import (
@@ -30,6 +30,7 @@ from megamix.config.unread import (
     is_set,
     setting,
     with_defaults,
+    without,
     without_defaults,
 )
 from megamix.plugins import PluginError, import_plugins, require_plugins
@@ -105,7 +106,7 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
     problems += explain(errors, tree)
     problems += [explain_unread(item, tree) for item, origin in unread if _is_refused(item, origin, layers)]
     config = None if bad else Config.model_validate(read)
-    problems += check_draft(read, bad) if config is None else check_config(config)
+    problems += check_config(config or draft_of(Config, read, bad))
     if config is None or problems:
         raise ConfigError(problems, source, config or _sound(read, bad))
     for item, origin in unread:
@@ -126,10 +127,10 @@ def _sound(read: Tree, bad: Sequence[tuple[int | str, ...]]) -> Config | None:
 
 # Keys that were, with the defaults that configurations of runs list.
 _GONE = {
-    ("optimizer", "muon", "batched"): False,
-    ("optimizer", "nag", "dampening"): 0.0,
-    ("precision", "fp8", "half_first"): 0,
-    ("precision", "fp8", "half_last"): 0,
+    "optimizer.muon.batched": False,
+    "optimizer.nag.dampening": 0.0,
+    "precision.fp8.half_first": 0,
+    "precision.fp8.half_last": 0,
 }
 
 
@@ -138,12 +139,9 @@ def _without_saved_defaults(layer: Layer) -> Layer:
     if not layer.is_saved:
         return layer
     tree = without_defaults(Config, layer.tree)
-    for (*above, key), default in _GONE.items():
-        table: Any = tree
-        for name in above:
-            table = table.get(name) if isinstance(table, dict) else None
-        if isinstance(table, dict) and table.get(key) == default:
-            del table[key]
+    for key, default in _GONE.items():
+        if setting(tree, key) == default:
+            tree = without(tree, key.split("."))
     return layer._replace(tree=tree)
 
 
@@ -276,9 +274,8 @@ def _read(path: Path, what: str) -> str:
         place = "a base's as seen from its file; megamix's own are in configs/ of its repository: copy the one you want"
         fix = f"did you mean {path.with_name(f'{near}.toml')}?" if near else f"write the path of a TOML file, {place}"
         raise ConfigError([f"{what}, there is no such file; {fix}"]) from None
-    except (OSError, ValueError) as error:  # ValueError: no file can have such a path
-        reason = error.strerror if isinstance(error, OSError) else error
-        reason = "it is no text in UTF-8, so no TOML" if isinstance(error, UnicodeDecodeError) else reason
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8, so no TOML"
         job = f"a run goes on by the file that began it, or by {path / 'config.toml'}"
         fix = job if os.path.isfile(path / "config.toml") else "write the path of a TOML file"
         raise ConfigError([f"{what}, cannot be read: {reason}; {fix}"]) from error

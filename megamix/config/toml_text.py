@@ -56,13 +56,13 @@ def tables_to_toml(tables: Mapping[str, Any]) -> str:
 def _lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
     """Return the text of a table, then of those in it. The key that chooses the others is the first one."""
     items = sorted(table.items(), key=lambda item: item[0] not in CHOOSING)
-    keys = "".join(_key_line(_key_text(key), value) for key, value in items if not isinstance(value, Mapping))
+    keys = "".join(
+        f"# {key}: not set\n" if value is None else f"{_key_text(key)} = {value_text(value)}\n"
+        for key, value in items
+        if not isinstance(value, Mapping)
+    )
     if name or keys:
         yield (f"[{name}]\n" if name else "") + keys
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _lines(value, f"{name}.{_key_text(key)}".lstrip("."))
-
-
-def _key_line(key: str, value: object) -> str:
-    return f"# {key}: not set\n" if value is None else f"{key} = {value_text(value)}\n"

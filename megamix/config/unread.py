@@ -34,30 +34,35 @@ def _has_window(windows: object) -> bool:
 
 
 _LONG_IN_TOKENS = (Where("training.tokens", bool, 20_000_000_000),)
+_LONG_IN_STEPS = _one_of("training.tokens", 0)
+_DECAYS = _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd")
+_ROTARY = _one_of("model.position", "rotary")
+_YARN = _one_of("model.rope_scaling.rule", "yarn")
+_SAVES = (*_at_least("checkpoint.save_interval", 1), *_at_least("checkpoint.keep_every", 1))
 
 # A key is read where any one of these holds. Keys that are not listed are always read: also a number that another
 # number takes the sense of, such as momentum_form beside momentum = 0, for a sweep passes through such values.
 # A table stands before its own keys.
 READ_WHERE: dict[str, tuple[Where, ...]] = {
-    "model.rope_theta": _one_of("model.position", "rotary"),
-    "model.rotary_dim": _one_of("model.position", "rotary"),
+    "model.rope_theta": _ROTARY,
+    "model.rotary_dim": _ROTARY,
     "model.window_rope_theta": (Where("model.windows", _has_window, [1024, 0]),),
-    "model.rope_scaling": _one_of("model.position", "rotary"),
+    "model.rope_scaling": _ROTARY,
     "model.rope_scaling.low_freq_factor": _one_of("model.rope_scaling.rule", "llama3"),
     "model.rope_scaling.high_freq_factor": _one_of("model.rope_scaling.rule", "llama3"),
     "model.rope_scaling.original_seq_len": _one_of("model.rope_scaling.rule", "llama3", "yarn"),
-    "model.rope_scaling.beta_fast": _one_of("model.rope_scaling.rule", "yarn"),
-    "model.rope_scaling.beta_slow": _one_of("model.rope_scaling.rule", "yarn"),
-    "model.rope_scaling.attention_factor": _one_of("model.rope_scaling.rule", "yarn"),
+    "model.rope_scaling.beta_fast": _YARN,
+    "model.rope_scaling.beta_slow": _YARN,
+    "model.rope_scaling.attention_factor": _YARN,
     "model.qk_norm_over": _one_of("model.qk_norm", True),
     "model.experts.top_groups": _at_least("model.experts.num_groups", 2),
-    "model.unrotated_layers": _one_of("model.position", "rotary"),
+    "model.unrotated_layers": _ROTARY,
     "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),
-    "lr_schedule.warmup_steps": _one_of("training.tokens", 0),
+    "lr_schedule.warmup_steps": _LONG_IN_STEPS,
     "lr_schedule.warmup_tokens": _LONG_IN_TOKENS,
-    "lr_schedule.decay_steps": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),
-    "lr_schedule.decay_tokens": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),
-    "training.steps": _one_of("training.tokens", 0),
+    "lr_schedule.decay_steps": _DECAYS,
+    "lr_schedule.decay_tokens": _DECAYS,
+    "training.steps": _LONG_IN_STEPS,
     **{
         f"precision.fp8.{key}": _one_of("precision.fp8.recipe", "rowwise", "tensorwise")
         for key in ("grad", "weight_grad", "but")
@@ -72,15 +77,15 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "parallelism.cp_method": _at_least("parallelism.cp_size", 2),
     "parallelism.ep_method": _at_least("parallelism.ep_size", 2),
     "parallelism.sequence_parallel": _at_least("parallelism.tp_size", 2),
-    "checkpoint.async_save": (*_at_least("checkpoint.save_interval", 1), *_at_least("checkpoint.keep_every", 1)),
-    "checkpoint.on_save_failure": (*_at_least("checkpoint.save_interval", 1), *_at_least("checkpoint.keep_every", 1)),
+    "checkpoint.async_save": _SAVES,
+    "checkpoint.on_save_failure": _SAVES,
     "checkpoint.copy_keep": (Where("checkpoint.copy_to", bool, "/mnt/copies/my-run"),),
     "metrics.sample_prompt": (Where("data.tokenizer", bool, "runs/data/tokenizer.json"),),
     "profiling.start_step": _at_least("profiling.num_steps", 1),
 }
 # A second condition of some keys, which must hold, too.
 _AND_WHERE = {
-    "lr_schedule.decay_steps": _one_of("training.tokens", 0),
+    "lr_schedule.decay_steps": _LONG_IN_STEPS,
     "lr_schedule.decay_tokens": _LONG_IN_TOKENS,
 }
 
@@ -108,7 +113,7 @@ def drop_unread(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = 
         if not any(_is_bad(decider, bad) for decider in deciders):
             ways = tuple((where.key, where.example) for where in wheres)
             unread.append(Unread(key, value, deciders, ways, _plain(value) == default(key, read)))
-            read = _without(read, key.split("."))
+            read = without(read, key.split("."))
     return read, [item for item in unread if not any(_is_bad(decider, bad) for decider in item.deciders)]
 
 
@@ -135,7 +140,7 @@ def drop_other_choices(tree: Mapping[str, Any]) -> tuple[Tree, list[Unread]]:
                 usual = not any(without_defaults(kind, {key: table[key]}) for kind in readers.values())
                 way = (chooser, next(iter(readers)))
                 unread.append(Unread(".".join((*path, key)), table[key], deciders, (way,), usual))
-                read = _without(read, [*path, key])
+                read = without(read, [*path, key])
     return read, unread
 
 
@@ -198,8 +203,9 @@ def _is_bad(key: str, bad: Sequence[tuple[int | str, ...]]) -> bool:
     return any(item[: len(path)] == path[: len(item)] for item in bad)
 
 
-def _without(tree: Mapping[str, Any], path: Sequence[str]) -> Tree:
+def without(tree: Mapping[str, Any], path: Sequence[str]) -> Tree:
+    """Return a configuration without the key, or the table, at a path."""
     name, *inner = path
     if not inner:
         return {key: value for key, value in tree.items() if key != name}
-    return {**tree, name: _without(tree[name], inner)}
+    return {**tree, name: without(tree[name], inner)}

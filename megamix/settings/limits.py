@@ -6,6 +6,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import partial
 from itertools import filterfalse
@@ -124,17 +125,14 @@ def _own(kind: Any, value: Any) -> Any:
         return _own(kinds[0], value) if len(kinds) == 1 and value is not None else value
     if origin is Literal and value not in parts:
         raise ValueError(f"must be {' or '.join(map(repr, parts))}")
-    if origin is tuple and limits and parts[-1] is Ellipsis:
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise ValueError("must be a list")
-        return tuple(_own(parts[0], one) for one in value)
     if origin is tuple and limits:
-        try:
-            if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == len(parts):
+        any_length, is_list = parts[-1] is Ellipsis, isinstance(value, Sequence) and not isinstance(value, str)
+        if any_length and is_list:
+            return tuple(_own(parts[0], one) for one in value)
+        with suppress(TypeError):
+            if is_list and len(value) == len(parts):
                 return tuple(map(_own, parts, value))
-        except TypeError:
-            pass
-        raise ValueError(f"must be {len(parts)} numbers")
+        raise ValueError("must be a list" if any_length else f"must be {len(parts)} numbers")
     if not isinstance(value, expected) or (isinstance(value, bool) and expected in (Integral, Real)):
         raise TypeError(f"must be {words}")
     if expected in (Integral, Real) and type(value) not in (int, float):
