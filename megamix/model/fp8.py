@@ -168,15 +168,15 @@ def use_fp8(model: LanguageModel, section: FP8Config) -> list[str]:
 
 def compute_in_fp8(layers: Iterable[tuple[str, nn.Module]], section: FP8Config) -> None:
     """Let these layers compute their products as the section says. Raises: ValueError naming one that no GPU takes."""
-    linear = {name: layer for name, layer in layers if isinstance(layer, Linear)}
-    for name, layer in linear.items():
+    linear = [(name, layer) for name, layer in layers if isinstance(layer, Linear)]
+    for name, layer in linear:
         if any(size % MULTIPLE for size in layer.weight.shape):
             raise ValueError(
                 f'precision.fp8.recipe: got "{section.recipe}", and a GPU takes sizes that are multiples of '
                 f"{MULTIPLE}, but {name} is {[*layer.weight.shape]} on a rank; take other sizes under [model], or "
                 f'write but = ["*.{name.split(".", 2)[-1]}"] and so for each layer of such sizes'
             )
-    change_ops(linear.values(), lambda ops: replace(ops, product=FP8Product(section, ops.product)))
+    change_ops((layer for _, layer in linear), lambda ops: replace(ops, product=FP8Product(section, ops.product)))
 
 
 def fp8_names(family: type[LanguageModel], config: Any, section: FP8Config) -> list[str]:

@@ -93,7 +93,8 @@ class Journal:
             with repeated(beat, BEAT_S, "heartbeat"):
                 yield
         finally:
-            self._file.close(waits=False)  # the last sign of life has the end
+            with suppress(OSError), _held(self._writing):  # a save beside training may tell its end now
+                self._file.close(waits=False)  # the last sign of life has the end
 
     def _beat(self, row: Row) -> None:
         text = json.dumps(row).ljust(_BEAT_BYTES - 1) + "\n"

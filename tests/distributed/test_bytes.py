@@ -120,7 +120,7 @@ def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[list[int], list[int]]
     plans = engine.plan.layout.buckets
     resident = sum((shard == "gradients") * 2 * plan.padded_numel + 12 * plan.shard_numel for plan in plans)
     buckets = [bucket.bytes for bucket in engine.buckets]
-    memory = EngineMemory(buckets, precision, [], 1, num_updates=1, on_gpu=False, compiled=False)
+    memory = EngineMemory(buckets, precision, [], 1, on_gpu=False, compiled=False)
     peak = max(filling.grads + filling.params for filling in memory.fillings())
     waiting = max(filling.waiting for filling in memory.fillings())
     return [_live(tracker, resident), passing.most, passing.most_waiting], [resident, peak, waiting]

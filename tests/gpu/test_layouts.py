@@ -95,7 +95,7 @@ def _digests(configs: list[Config]) -> list[dict[Any, object]]:
         for number, step in enumerate(observe_case(config)):
             found[-1] |= {(number, name): value for name, value in step.scalars.items()}
             for part in (*step.owned, *step.copies):
-                found[-1][number, part.state, part.spec.name, part.start] = zlib.crc32(part.values.tobytes())
+                found[-1][number, part.state, part.spec.name, part.start] = zlib.crc32(part.values.numpy().tobytes())
     return found
 
 

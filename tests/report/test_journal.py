@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -97,6 +99,27 @@ def test_an_end_on_a_full_disk_is_known_to_the_next_start(tmp_path) -> None:
     _begun(tmp_path)
     end = read_rows(tmp_path)[1]
     assert (end["kind"], end["state"], end["reason"]) == ("end", "failed", "a checkpoint could not be saved")
+
+
+def test_a_save_that_tells_its_end_while_the_run_ends_writes_its_row_once(tmp_path) -> None:
+    """Whoever saves beside training, and whose run fails meanwhile."""
+    journal = _begun(tmp_path)
+    teller = threading.Thread(target=journal.tell, args=("save_end",))
+    writes, goes_on, write = threading.Event(), threading.Event(), os.write
+
+    def slow(descriptor: int, data: memoryview) -> int:
+        if threading.current_thread() is teller:
+            writes.set()
+            goes_on.wait()
+        return write(descriptor, data)
+
+    with mock.patch.object(log_file.os, "write", slow):
+        with journal.beating():
+            teller.start()
+            writes.wait()
+        goes_on.set()
+        teller.join()
+    assert _kinds(tmp_path) == [(1, "start"), (1, "save_end")]
 
 
 def test_a_start_that_was_taken_for_dead_adds_nothing(tmp_path) -> None:

@@ -28,6 +28,7 @@ class Filling:
     bucket: BucketPlan
     params: int  # half parameters of the root, of the unit that computes, and of the next unit in backward
     grads: int  # from a bucket's first gradient to its sum; the bucket before this one travels meanwhile
+    waiting: int  # small gradients until this bucket is complete
     sums: int  # sums, with the scratch in which other ranks' parts arrive
 
 
@@ -92,7 +93,7 @@ class EngineMemory:
             grads = sum(one.grads for one in filled)
             sums = self._scratch(self.buckets[:number]) + sum(one.total for one in self.passing)
             sums += sum(one.rank_sum for one in (travelling if self._owner_adds else before))
-            found.append(Filling(bucket.plan, params, grads, sums))
+            found.append(Filling(bucket.plan, params, grads, self._waiting(bucket.plan), sums))
         return found
 
     def accumulated(self) -> int:
@@ -152,6 +153,10 @@ class EngineMemory:
         return (1 + max(halves)) * FP32 * tuned.chunk(tuned.UPDATE_CHUNK, self.largest_shard, on_gpu=self.on_gpu)
 
     # Parts of the above.
+
+    def _waiting(self, bucket: BucketPlan) -> int:
+        numels = [slot.spec.numel for slot in bucket.slots]
+        return self._precision.dtype.itemsize * sum(numel for numel in numels if numel < tuned.SMALL_GRAD)
 
     def _compared(self, shard_numel: int) -> int:
         """Return the bytes of a comparison of half parameters and masters, chunk by chunk.

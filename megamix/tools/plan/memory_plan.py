@@ -235,7 +235,7 @@ def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
     end = max((number for number, own in enumerate(blocks, 1) if own), default=len(blocks))
     backward, behind = [], []
     for filling, own in zip(fillings, blocks, strict=True):
-        grads = max(accumulated, filling.grads + filling.sums)
+        grads = max(accumulated, filling.grads + filling.waiting + filling.sums)
         behind.append(_Pass(0, activations.end, filling.params, grads))
         # Blocks after the bucket's first block have freed their activations. A pipeline keeps those of other
         # micro-batches.

@@ -136,7 +136,7 @@ def bias_of_own_counts() -> Iterator[None]:
         return take(self)
 
     def moves(self: Tallies, counts: Any, skipped: Tensor) -> None:
-        move(self, dict(zip(counts, self._split(own[self]), strict=True)), skipped)
+        move(self, dict(zip(counts, torch.split(own[self], self._sizes), strict=True)), skipped)
 
     with mock.patch.object(Tallies, "take", keeps), mock.patch.object(Tallies, "move", moves):
         yield
