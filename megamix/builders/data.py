@@ -125,8 +125,7 @@ def data_problems(config: Config) -> list[str]:
     fields: dict[str, str] = {}  # one key per file: a file may be named twice
     for field, prefix in token_prefixes(config).items():
         fields.setdefault(prefix, field)
-    sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.model.seq_len}
-    problems = [problem for prefix, field in fields.items() for problem in token_file_problems(field, prefix, **sizes)]
+    problems = [it for prefix, field in fields.items() for it in token_file_problems(field, prefix, **_sizes(config))]
     if config.data.split is not None and not problems:
         divided = {prefix: field for prefix, field in fields.items() if not field.startswith(_VALID)}
         problems = [problem for prefix, field in divided.items() for problem in _split_problems(config, field, prefix)]
@@ -260,27 +259,24 @@ def _registered(config: Config, source: DataSource, seed: int) -> Any:
     """Return the source that a plugin builds for an entry with the plugin's key, or None for other entries."""
     for name, build in SOURCES.registered.items():
         if (keys := getattr(source, name, None)) is not None:
-            return build(**dict(keys), seq_len=config.model.seq_len, vocab_size=config.model.vocab_size, seed=seed)
+            return build(**dict(keys), **_sizes(config), seed=seed)
     return None
 
 
 def _source(config: Config, entry: Sources, seeds: _Seeds, part: int | None) -> SampleSource:
-    seq_len = config.model.seq_len
     if (made := _registered(config, entry[0], seeds.made_up)) is not None:
         return cast(SampleSource, made)
     if entry[0].markov is not None:
-        return MarkovSource(
-            vocab_size=config.model.vocab_size, seq_len=seq_len, branching=entry[0].markov, seed=seeds.made_up
-        )  # fmt: skip
+        return MarkovSource(**_sizes(config), branching=entry[0].markov, seed=seeds.made_up)
     prefixes = [source.path for source in entry if source.path is not None]
     stretches = [_whole(path) if part is None else _parts(config, path)[part] for path in prefixes]
-    return TokenFileSource(
-        stretches,
-        seq_len=seq_len,
-        vocab_size=config.model.vocab_size,
-        seed=seeds.order,
-        packed=config.data.packing == "documents",
-    )
+    packed = config.data.packing == "documents"
+    return TokenFileSource(stretches, **_sizes(config), seed=seeds.order, packed=packed)
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    """Return the sizes that every source and every check of a file takes by name."""
+    return {"seq_len": config.model.seq_len, "vocab_size": config.model.vocab_size}
 
 
 def _parts(config: Config, prefix: str) -> tuple[TokenSpan, ...]:

@@ -47,9 +47,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with its tensors on the device."""
-        tokens, targets = self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
-        positions, deal = (None if x is None else x.to(device, non_blocking=True) for x in (self.positions, self.deal))
-        return Batch(tokens, targets, positions, self.num_counted, self.num_documents, deal)
+        return Batch._make(x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

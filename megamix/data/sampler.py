@@ -8,7 +8,7 @@ depends on an earlier one, so the place in the data is one integer.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,8 +144,7 @@ def blend_order(weights: Sequence[int]) -> NDArray[np.int32]:
     return order
 
 
-@dataclass(frozen=True, slots=True)
-class BlendStage:
+class BlendStage(NamedTuple):
     """A mixture from a sample on: the weight of each source, 0 for a source that is not in it."""
 
     from_sample: int

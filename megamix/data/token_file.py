@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megamix.data.steady_file import DataError, FileArray, SteadyFile, add_file
-from megamix.data.token_index import DocumentOffsets, TokenIndex, write_index
+from megamix.data.token_index import TokenIndex, write_index
 from megamix.durable import sync_file, written_aside
 
 _COPY_BYTES = 2**22
@@ -121,8 +121,8 @@ class TokenFileWriter:
             idx_path(self._prefix).unlink(missing_ok=True)
 
 
-class TokenFile:
-    """A checked token file. `tokens` is the whole stream, all documents in order.
+class TokenFile(TokenIndex):
+    """A checked token file: the index, and in `tokens` the whole stream, all documents in order.
 
     `tokens[document_offsets[i] : document_offsets[i + 1]]` is document i, with all its sequences. Neither array is read
     before it is used.
@@ -143,11 +143,7 @@ class TokenFile:
             elif held := sorted(prefix.glob("*.idx")):
                 hint = f"{prefix} is a folder; write {' or '.join(str(path.with_suffix('')) for path in held[:2])}"
             raise DataError(f"{path} is missing; expected PREFIX.idx beside PREFIX.bin: {hint}")
-        self.index = TokenIndex(path)
-        self.dtype = self.index.dtype
-        self.num_tokens = self.index.num_tokens
-        self.num_documents = self.index.num_documents
-        self.document_offsets: DocumentOffsets = self.index.document_offsets  # as INT64 (num_documents + 1,), tokens
+        super().__init__(path)
         self.path = path = bin_path(prefix)
         if not path.is_file():
             raise DataError(f"{path} is missing, {idx_path(prefix)} is there; write both again (`megamix prepare`)")

@@ -88,7 +88,7 @@ def test_every_dtype_and_several_sequences_a_document_come_back(tmp_path: Path, 
     assert token_file.dtype == np.dtype(dtype)
     assert token_file.tokens[:].tolist() == [1, 2, 3, 99]
     assert token_file.document_offsets[:].tolist() == [0, 3, 3, 3, 4]
-    assert token_file.index.sequence_lengths[:].tolist() == [2, 1, 0, 1]
+    assert token_file.sequence_lengths[:].tolist() == [2, 1, 0, 1]
 
 
 def test_document_offsets_are_read_by_number_slice_and_array(tmp_path: Path) -> None:
