@@ -23,13 +23,6 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads consecu
 _ROUND_KEYS = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN
 
 
-def num_windows(num_tokens: int, seq_len: int) -> int:
-    """Return the number of windows of seq_len + 1 tokens that overlap by one token: in the windows every token but the
-    first is a target once per epoch.
-    """
-    return (num_tokens - 1) // seq_len
-
-
 def windows_of_samples(samples: range | NDArray[np.int64], windows: int, seed: int) -> NDArray[np.int64]:
     """Return the window of each sample, 0 <= window < windows. Each window comes once per epoch of `windows` samples.
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.sampler import Blend, BlendStage, mix64, num_windows, permute, windows_of_samples
+from megamix.data.sampler import Blend, BlendStage, mix64, permute, windows_of_samples
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, id_outside, id_problem
 from megamix.data.token_index import DocumentOffsets
@@ -45,9 +45,11 @@ class TokenSpan(NamedTuple):
         return TokenSpan(file, 0, file.num_tokens)
 
     def windows(self, seq_len: int, packed: bool) -> int:
-        """Return the number of windows. With `packed` the last one may be short; the missing tokens are no targets."""
-        num_tokens = self.stop - self.start
-        return -(-(num_tokens - 1) // seq_len) if packed else num_windows(num_tokens, seq_len)
+        """Return the number of windows of seq_len + 1 tokens that overlap by one token: in them every token but the
+        first is a target once per epoch. With `packed` the last one may be short; the missing tokens are no targets.
+        """
+        num_targets = self.stop - self.start - 1
+        return -(-num_targets // seq_len) if packed else num_targets // seq_len
 
 
 def split(file: TokenFile, first_share: float) -> tuple[TokenSpan, TokenSpan]:

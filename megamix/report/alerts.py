@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megamix.report.metrics import TAGS
+from megamix.report.trackers import Tracker
 
 LIMIT_S = 10.0  # seconds that the program may take
 STORM = 10  # overflows without a log line between them that are told
@@ -54,7 +55,7 @@ def _see_to_its_end(child: subprocess.Popen[str], event: str) -> None:
         log.warning("alert %s: the program took more than %.0f s and is ended", event, LIMIT_S)
 
 
-class AlertTracker:
+class AlertTracker(Tracker):
     """Tracker that tells of many overflows in a row, once until a log line comes. The search for the first loss scale
     does not count.
     """
@@ -71,7 +72,3 @@ class AlertTracker:
             if self._overflows == STORM:
                 scale = values.get(TAGS["loss_scale"])
                 send(self._command, self._folder, "overflows", step=step, overflows=STORM, loss_scale=scale)
-
-    def text(self, name: str, text: str) -> None: ...
-
-    def close(self) -> None: ...

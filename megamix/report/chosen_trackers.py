@@ -16,10 +16,9 @@ TRACKERS.registered["alert"] = AlertTracker
 
 def start_trackers(config: Config) -> list[TrackerThread]:
     """Start the trackers that have a table [metrics.NAME]."""
-    tables = {name: getattr(config.metrics, name, None) for name in TRACKERS.registered}
     about = {"folder": Path(config.checkpoint.folder), "config": config.model_dump(mode="json")}
     return [
-        TrackerThread(name, partial(TRACKERS.registered[name], **dict(table), **about))
-        for name, table in tables.items()
-        if table is not None
+        TrackerThread(name, partial(build, **dict(table), **about))
+        for name, build in TRACKERS.registered.items()
+        if (table := getattr(config.metrics, name, None)) is not None
     ]

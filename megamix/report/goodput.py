@@ -85,10 +85,9 @@ def read_goodput(folder: Path, now_t: float | None = None) -> Goodput:
     for before, after in pairwise(starts):
         after.seconds[DOWN] = max(0.0, after.t - before.end_t)  # two hosts may have two clocks
     seconds = {bucket: sum(one.seconds.get(bucket, 0.0) for one in starts) for bucket in BUCKETS}
-    steps = next((row["steps"] for row in reversed(rows) if "steps" in row), 0)
     compared = next((row["words"] for row in reversed(rows) if "words" in row), "")
     facts = next((row for row in reversed(rows) if row["kind"] == "start"), {})
-    return Goodput(starts, seconds, steps, facts, compared)
+    return Goodput(starts, seconds, facts.get("steps", 0), facts, compared)
 
 
 def _present(folder: Path, rows: list[Row], now_t: float) -> Row:
@@ -105,9 +104,9 @@ def _present(folder: Path, rows: list[Row], now_t: float) -> Row:
 
 def _one_start(rows: list[Row], kept: int | None) -> OneStart:
     """Return a start by its rows. `kept`: the update from which a later start went on; None if there is none."""
-    end = rows[-1]
+    start, end = rows[0], rows[-1]
     ready = {row["kind"]: row["at"] for row in rows if row["kind"] in ("joined", "loaded", "first_step")}
-    first = next((row["step"] for row in rows if row["kind"] == "loaded"), rows[0]["step"])
+    first = next((row["step"] for row in rows if row["kind"] == "loaded"), start["step"])
     state = end.get("state", KILLED)  # the end of a start may lie in a line that a disk has lost
     last, runs = end["step"], state == RUNNING
     if kept is None:
@@ -126,8 +125,8 @@ def _one_start(rows: list[Row], kept: int | None) -> OneStart:
         lost_s = trained_s - _trained_at(kept, first, rows)
         seconds[TRAINED] -= lost_s
         seconds[REDONE] += lost_s
-    facts = rows[0].get("host", ""), rows[0]["t"], end["t"], first, last, min(kept, last)
-    return OneStart(rows[0]["starts"], *facts, seconds, ready, state, reason, str(rows[0].get("ranks", "")))
+    facts = start.get("host", ""), start["t"], end["t"], first, last, min(kept, last)
+    return OneStart(start["starts"], *facts, seconds, ready, state, reason, str(start.get("ranks", "")))
 
 
 def _trained_at(update: int, first: int, rows: list[Row]) -> float:

@@ -29,12 +29,12 @@ class LogFile:
     somebody removed is made anew, with a warning.
     """
 
-    def __init__(self, new_path: Callable[[], Path], head: bytes = b"", held_bytes: int = HELD_BYTES):
+    def __init__(self, new_path: Callable[[], Path], head: bytes = b""):
         """Start a log.
 
         `new_path`: returns where the file is, or where a removed one is made anew. `head`: first bytes of a new file.
         """
-        self._new_path, self._head, self._most = new_path, head, held_bytes
+        self._new_path, self._head = new_path, head
         self.path = new_path()
         self._descriptor: int | None = None
         self._held: deque[bytes] = deque()
@@ -45,7 +45,7 @@ class LogFile:
         self._held.append(row)
         self._late += self._in_trouble
         self._attempt(self._write)
-        while sum(map(len, self._held)) > self._most:
+        while sum(map(len, self._held)) > HELD_BYTES:
             self._held.popleft()
             self._lost += 1
 
@@ -63,10 +63,10 @@ class LogFile:
     def close(self, *, waits: bool = True) -> None:
         """Write the rest; if it `waits`, give a disk that does not take it a moment. Log how many rows are lost."""
         end_s = time.monotonic() + (LAST_WAIT_S if waits else 0.0)
-        self._attempt(self._write_and_sync)
+        self.sync()
         while self._held and time.monotonic() < end_s:
             time.sleep(_AGAIN_S)
-            self._attempt(self._write_and_sync)
+            self.sync()
         if self._held:
             log.warning("%s: the last %d rows could not be written and are lost", self.path, len(self._held))
             self._held.clear()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from megamix.durable import written_aside
 from megamix.report.metrics import TAGS, set_tag
+from megamix.report.trackers import Tracker
 
 _SHARE = "time_share/"
 _GIB = 2.0**30
@@ -41,7 +42,7 @@ _METRICS = {
 }
 
 
-class PrometheusTracker:
+class PrometheusTracker(Tracker):
     """Tracker that replaces a file with each row."""
 
     def __init__(self, *, file: str, folder: Path, config: Mapping[str, Any]):
@@ -63,8 +64,6 @@ class PrometheusTracker:
             self._set(_UPDATES, step)
         self._set(_ROW, time.time())
         self._write()
-
-    def text(self, name: str, text: str) -> None: ...
 
     def close(self) -> None:
         self._set(_RUNNING, 0)

@@ -183,7 +183,7 @@ def test_rows_that_were_late_at_a_save_are_kept_by_the_next_start(tmp_path, data
 @pytest.mark.parametrize("how", ["lost", "removed", "never written"] if MANY else ["lost and removed"])
 def test_a_start_after_rows_were_lost_doubles_none(tmp_path, data, whole, monkeypatch, how: str) -> None:
     if "lost" in how:
-        monkeypatch.setattr(LogFile.__init__, "__defaults__", (b"", 700))  # bytes that are held back at most
+        monkeypatch.setattr(log_file, "HELD_BYTES", 700)
 
     with broken_disk(tmp_path / "run", only=".jsonl") as disk, _killed():
         fails = _fails(disk, {4: BROKEN} if how == "never written" else {4: BROKEN, 9: None})

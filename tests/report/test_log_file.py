@@ -20,8 +20,8 @@ from tests.train.broken_disk import BROKEN, FULL, NO_INODES, broken_disk
 STORIES = 2000 if MANY else 20
 
 
-def _log(folder: Path, held_bytes: int = log_file.HELD_BYTES) -> LogFile:
-    return LogFile(lambda: folder / "log", held_bytes=held_bytes)
+def _log(folder: Path) -> LogFile:
+    return LogFile(lambda: folder / "log")
 
 
 def _rows(count: int) -> list[bytes]:
@@ -80,9 +80,10 @@ def test_a_trouble_is_told_once_with_its_file_and_again_when_it_is_over(tmp_path
     ]
 
 
-def test_what_is_held_back_is_bounded_and_what_is_lost_is_counted(tmp_path, caplog) -> None:
+def test_what_is_held_back_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(log_file, "HELD_BYTES", 14)
     with broken_disk(tmp_path) as disk:
-        log = _log(tmp_path, held_bytes=14)
+        log = _log(tmp_path)
         disk.fault = BROKEN
         for row in _rows(5):  # 6 bytes each
             log.append(row)
