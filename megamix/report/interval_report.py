@@ -31,9 +31,8 @@ from megamix.report.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision
 
 def peak_memory_gib(device: torch.device) -> float:
     """Return the peak of this rank's memory: allocated on its GPU, or resident on the host if it computes there."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return peak_resident() / 2**30
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident()
+    return peak / 2**30
 
 
 class IntervalReport:
@@ -55,10 +54,6 @@ class IntervalReport:
         self._step_s, self.span_s = math.inf, dict[str, float]()
         self.losses: list[float] = []  # losses of the interval so far
         self.tokens = 0  # tokens of all updates so far
-
-    def go_on_from(self, losses: list[float], tokens: int) -> None:
-        """Continue a run that has trained on `tokens`. `losses`: those since its last line."""
-        self.losses, self.tokens = losses, tokens
 
     def launched(self, tokens: int) -> None:
         """Take an attempt of that many tokens into the interval's rates."""

@@ -81,9 +81,6 @@ class StepMetrics:
     all_gather_share: float = _tagged("time_share/exposed_all_gather")  # likewise for the all-gather
     eta_s: float = _tagged("time/eta_s")
 
-    def values(self) -> dict[str, float | None]:
-        return asdict(self)
-
 
 # This table alone maps names in the code to tags in metrics.jsonl and TensorBoard.
 TAGS = {

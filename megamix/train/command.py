@@ -49,7 +49,7 @@ def run_train(arguments: argparse.Namespace) -> None:
         if config.optimizer.compile:
             from megamix.train.compiler import load_compiler
 
-            load_compiler(config, say_phase)
+            load_compiler(config)
     if not has_gpu():
         keep_freed_memory()
     run_job(config, _memory_line, time_line=_time_line)

@@ -2,17 +2,16 @@
 cache.
 """
 
-from collections.abc import Callable
-
 from megamix.config import Config
+from megamix.supervise.console import say_phase
 
 
-def load_compiler(config: Config, tell: Callable[[str], None]) -> None:
-    """Import the compiler, and skip its trials of vector sets that no update uses. `tell` gets a line for each part."""
-    tell("loading torch's compiler, 1 of 2")
+def load_compiler(config: Config) -> None:
+    """Import the compiler, and skip its trials of vector sets that no update uses. Say when each part begins."""
+    say_phase("loading torch's compiler, 1 of 2")
     import torch._dynamo
 
-    tell("loading torch's compiler, 2 of 2")
+    say_phase("loading torch's compiler, 2 of 2")
     import torch._inductor.compile_fx
 
     vectors = torch._inductor.config.cpp

@@ -67,7 +67,7 @@ def run_job(
             job.journal.ledger.enter(START)
             job.journal.ledger.move(engine.compile_s, of=START, to=COMPILE)
             console = job.console
-            console.line(_describe(config, engine, job.device))
+            console.line(_describe(config, engine))
             if line := in_words(model, config.precision.fp8, on_cpu=job.device.type == "cpu"):
                 console.line(line)
             if begins_anew and (weights := first_weights(config.model)):
@@ -99,7 +99,7 @@ def run_job(
             # 6. The loop.
             checkpoints = RunCheckpoints(config, engine, start, job.all_or_none, console, job.leave, job.journal.tell)
             runner = build_runner(config, engine, model, stages)
-            trainer = make(
+            trainer = job.trainer = make(
                 config,
                 runner,
                 loader,
@@ -113,7 +113,6 @@ def run_job(
                 job.journal,
                 time_line,
             )
-            job.trainer = trainer
             valid_loss, early = None, None
             try:
                 valid_loss = trainer.train(job.leave)
@@ -166,9 +165,9 @@ def _make_writer(config: Config, applied: int, report: IntervalReport, facts: di
     )
 
 
-def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> str:
+def _describe(config: Config, engine: ShardedEngine) -> str:
     """Return two lines that say what runs where, so that a log explains itself."""
-    topology = engine.topology
+    topology, device = engine.topology, engine.device
     machine = "CPU, Gloo"
     if device.type == "cuda":
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # untyped in torch

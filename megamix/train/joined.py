@@ -183,7 +183,7 @@ def join(config: Config, stack: ExitStack) -> Job:
         raise NoAnswerError(str(error)) from None
     stack.push(_leave_ranks)
     data = known_data(config)
-    topology = Topology.connect(limit_s, ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
+    topology = Topology.connect(limit_s, ep_size=section.ep_size, **axis_sizes(section))
     # Signals are noted only from here on. Before, there is nothing to save, and a signal must be able to end a rank
     # that waits for the others.
     leave = stack.enter_context(signals_noted(launched=launcher is not None))

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -85,7 +86,7 @@ class Trainer:
         self._scaled = build_loss_scale(config.precision) is not None
         self._save_intervals = (config.checkpoint.save_interval, config.checkpoint.keep_every)
         self.profiling = Profiling(config, engine, console, writer)
-        report.go_on_from(start.losses(), start.tokens)
+        report.losses, report.tokens = start.losses(), start.tokens
         console.begin(start.applied)
 
     def progress(self) -> Progress:
@@ -225,25 +226,27 @@ class Trainer:
             self.console.advance()
             if self.batch_plan.applied == self._first:
                 self.journal.tell("first_step")
-        found_inf, loss = outcome.found_inf, outcome.loss
-        peaks = outcome.by_piece, outcome.peak_rows
-        words = self.overflows.note(found_inf, loss, outcome.loss_scale, *peaks, examination)
+        found_inf, loss, update = outcome.found_inf, outcome.loss, self.batch_plan.applied
+        words = self.overflows.note(
+            found_inf, loss, outcome.loss_scale, outcome.by_piece, outcome.peak_rows, examination
+        )
         if words:
             self._note_overflow(attempt, outcome, fate, words)
-        self.overflows.spend(found_inf, loss, attempt.number + 1, self.batch_plan.applied)
-        if fate is Fate.APPLIED and (searched := self.scale_search.end(outcome.loss_scale)):
+        self.overflows.spend(found_inf, loss, attempt.number + 1, update)
+        if fate is not Fate.APPLIED:
+            return
+        if searched := self.scale_search.end(outcome.loss_scale):
             self.console.line(searched)
         # Lines are logged for the first update, so that a newcomer sees a loss soon, for every log_interval-th update,
         # and for the last one.
-        always = self.batch_plan.applied in (1, self.config.training.steps)
-        if fate is Fate.APPLIED and (always or self.batch_plan.applied % self.config.metrics.log_interval == 0):
-            self._log(self.batch_plan.applied, outcome)
-        if fate is Fate.APPLIED and self.batch_plan.applied == MEMORY_AT_UPDATE and self.memory_line is not None:
+        if update in (1, self.config.training.steps) or update % self.config.metrics.log_interval == 0:
+            self._log(update, outcome)
+        if update == MEMORY_AT_UPDATE and self.memory_line is not None:
             self.console.line(self.memory_line(self.config, self.engine))
-        if fate is Fate.APPLIED and examination is not None and self._is_examined(attempt.number):
+        if examination is not None and self._is_examined(attempt.number):
             layers = gather_precision(self.engine, examination, outcome.by_piece, outcome.loss_scale)
             if self.writer is not None:
-                self.writer.write_precision(self.batch_plan.applied, layers)
+                self.writer.write_precision(update, layers)
 
     def _note_overflow(self, attempt: Attempt, outcome: Outcome, fate: Fate, words: str) -> None:
         """Record an overflow. Log it, unless it belongs to the search for the first loss scale. Every rank must call
@@ -264,10 +267,14 @@ class Trainer:
             for line in self.overflows.origins:
                 self.console.line(f"  {line}")
             if self.writer is not None:
-                row: dict[str, object] = {"step": step, "attempt": attempt.number}
-                row["samples"] = [[part.start, len(part)] for part in attempt.batch.samples]
-                row |= {"tries": attempt.batch.tries + 1, "loss_scale": loss_scale}
-                row["parameters"] = self.overflows.faults()
+                row = {
+                    "step": step,
+                    "attempt": attempt.number,
+                    "samples": [[part.start, len(part)] for part in attempt.batch.samples],
+                    "tries": attempt.batch.tries + 1,
+                    "loss_scale": loss_scale,
+                    "parameters": self.overflows.faults(),
+                }
                 self.writer.write_set_aside(row)
 
     def _leaves(self) -> EndedEarlyError:
@@ -287,7 +294,7 @@ class Trainer:
         self.console.show(f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s")
         slowest = self.rank_times.exchange(update, self.report.span_s, detailed=detailed)
         if self.writer is not None:
-            self.writer.write(update, metrics.values(), recorded | load_tags(counts, detailed=detailed) | slowest)
+            self.writer.write(update, asdict(metrics), recorded | load_tags(counts, detailed=detailed) | slowest)
 
     def _validate(self, validation: Validation, done: int, leave: LeaveRequest) -> float:
         """Return the validation loss (nats per token), and log it. Every rank must call it.
@@ -297,18 +304,19 @@ class Trainer:
         self.report.pause()
         self.ledger.enter(VALIDATION)
         self.journal.tell("validate_begin")
-        losses = validation.losses(before_each=partial(self._leave_if_asked, leave))
+        measure = partial(validation.losses, before_each=partial(self._leave_if_asked, leave))
+        losses = measure()
         by_weights = {"valid_loss": losses}
         if self.engine.average_decay is not None:
             with self.engine.averaged_weights():
-                by_weights["average_loss"] = validation.losses(before_each=partial(self._leave_if_asked, leave))
+                by_weights["average_loss"] = measure()
         self._validated = done
-        loss, by_set = losses[""], {name: loss for name, loss in losses.items() if name}
+        loss = losses[""]
         below = math.log(self.config.model.vocab_size) - loss
         told = f"step {done}/{self.config.training.steps} | valid loss {loss:.4f}, {below:.2f} below ln(vocab_size)"
         if averages := by_weights.get("average_loss"):
             told += f" | averaged weights {averages['']:.4f}"
-        each = ", ".join(f"{name} {loss:.4f}" for name, loss in by_set.items())
+        each = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name)
         self.console.line(f"{told}\n{folded(each)}" if each else told)
         if self.writer is not None:
             tags = {set_tag(name, of): loss for of, their in by_weights.items() for name, loss in their.items() if name}

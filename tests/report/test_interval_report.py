@@ -72,7 +72,7 @@ def test_rates_and_shares_of_an_interval(now) -> None:
 
 def test_tokens_are_counted_on_where_a_run_goes_on() -> None:
     report = IntervalReport(Clock(CPU), lambda update: 0, mfu_per_token_rate=None)
-    report.go_on_from([], tokens=250)
+    report.tokens = 250
     report.add(3.0, 100)
     assert report.tokens == 350
 
