@@ -101,7 +101,7 @@ def test_an_end_on_a_full_disk_is_known_to_the_next_start(tmp_path) -> None:
     assert (end["kind"], end["state"], end["reason"]) == ("end", "failed", "a checkpoint could not be saved")
 
 
-def test_a_save_that_tells_its_end_while_the_run_ends_writes_its_row_once(tmp_path) -> None:
+def test_a_save_that_tells_its_end_while_the_run_ends_writes_its_row_once(tmp_path, caplog) -> None:
     """Whoever saves beside training, and whose run fails meanwhile."""
     journal = _begun(tmp_path)
     teller = threading.Thread(target=journal.tell, args=("save_end",))
@@ -119,7 +119,7 @@ def test_a_save_that_tells_its_end_while_the_run_ends_writes_its_row_once(tmp_pa
             writes.wait()
         goes_on.set()
         teller.join()
-    assert _kinds(tmp_path) == [(1, "start"), (1, "save_end")]
+    assert (_kinds(tmp_path), caplog.messages) == ([(1, "start"), (1, "save_end")], [])
 
 
 def test_a_start_that_was_taken_for_dead_adds_nothing(tmp_path) -> None:
