@@ -334,8 +334,8 @@ def engine_of(**settings: Any) -> ShardedEngine:
 
 # Wrong in a program alone: a job's file holds no such value, or its section says more.
 WRONG_IN_PROGRAMS: list[tuple[Callable[[], object], str]] = [
-    (lambda: AdamW(lr=True), "lr of AdamW must be a number, got True"),
-    (lambda: AdamW(lr="111"), "lr of AdamW must be a number, got '111'"),
+    (lambda: AdamW(lr=True), "lr of AdamW must be a number, or a sequence .*, got True"),
+    (lambda: AdamW(lr="111"), "lr of AdamW must be a number, or a sequence .*, got '111'"),
     (lambda: AdamW(lr=10**400), "lr of AdamW must be finite"),
     (lambda: AdamW(lr=[1.0, float("nan"), 2.0]), r"lr of AdamW must be finite, got \[1.0, nan, 2.0\]"),
     (lambda: AdamW(lr=[1.0, -1.0, 2.0]), "lr of AdamW must be at least 0"),
@@ -385,7 +385,7 @@ def test_numbers_of_numpy_become_python_s_own() -> None:
 
 def test_rates_for_each_update_may_be_an_array_or_a_tensor() -> None:
     """Whoever computes a schedule by numpy or torch."""
-    for rates in (np.array([0.5, 0.25]), torch.tensor([0.5, 0.25])):
+    for rates in (np.array([0.5, 0.25]), torch.tensor([0.5, 0.25]), [torch.tensor(0.5), np.float32(0.25)]):
         assert AdamW(lr=rates).lr == (0.5, 0.25)
     with pytest.raises(TypeError, match="lr of AdamW must be a number"):
         AdamW(lr=torch.ones(2, 2))

@@ -13,7 +13,7 @@ from megamix.checkpoint.verify import verify_checkpoint
 
 def copy_checkpoint(source: Path, folder: Path, files: Files | None = None) -> Path:
     """Copy a checkpoint into a folder of checkpoints, and return its path there when it is on the disk. If the folder
-    has it already, nothing is written. The caller holds the folder: what killed copies have left is removed.
+    has it already, nothing is written; else what killed copies have left is removed first. The caller holds the folder.
 
     Nothing there is replaced: beside another checkpoint of the same name the copy gets the next name of its update.
     Raises: ValueError if the source is damaged; OSError, also if the copy does not read back as the source.

@@ -178,8 +178,9 @@ def _has_average(manifest: Manifest) -> bool:
 def _changes(manifest: Manifest, engine: ShardedEngine, anew: bool) -> Iterator[str]:
     """Yield what the engine has otherwise than the checkpoint. `anew`: as in `load`."""
     counts = Counter[str]()
-    for _, _, states, held in _sets(manifest, engine) if anew else ():
-        counts.update([states_text(new)] if (new := dict(states.items() - held.items())) else ())
+    for _, _, states, held in _sets(manifest, engine):
+        if anew and (new := dict(states.items() - held.items())):
+            counts[states_text(new)] += 1
     for states_of_some, number in counts.items():
         yield f"another optimizer's checkpoint: {states_of_some} of {number} parameters begin at zero"
     is_kept = engine.average_decay is not None

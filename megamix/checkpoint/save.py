@@ -94,7 +94,7 @@ def remove_old(folder: Path, keep: int, saved: Path, files: Files, stays: Stays 
     """
     try:
         for path in checkpoints(folder)[keep:]:
-            if path != saved and not stays(path):
+            if path != saved and not path.is_symlink() and not stays(path):  # a link frees nothing here
                 # A half-removed checkpoint must not look whole. So it first loses its name, in one instant, and then
                 # its manifest.
                 doomed = path.with_name(aside_name(path.name))

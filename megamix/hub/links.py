@@ -109,11 +109,9 @@ def _meaning(form: Format, config: DecoderConfig) -> dict[str, Any]:
 
 
 def _misfits(form: Format, config: DecoderConfig) -> list[str] | None:
-    """Return what of a model does not come back from the format's config.json; None if no model does. Of a format of
-    sizes alone everything does.
-    """
+    """Return what of a model does not come back from the format's config.json; None if no model does."""
     try:
-        again = config if type(form).read is Format.read else form.read(form.write(config))
+        again = form.read(form.write(config))
     except ValueError:
         return None
     given, found = _meaning(form, config), _meaning(form, again)

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from itertools import chain
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
@@ -143,8 +144,10 @@ class _OnGradient:
         gather.before_backward(self._member(), self._turn)
 
 
-# Types that hold no tensor: most attributes of modules have one of them.
+# Types that hold no tensor: most attributes of modules have one of them. A dataclass is added if all its fields have
+# such types.
 _PLAIN: set[type] = {bool, int, float, str, type(None), frozenset, torch.dtype, torch.device}
+_PLAIN_NAMES = {"bool", "int", "float", "str", "frozenset"}
 
 
 def tensors_in(given: object, without: Collection[int] = ()) -> list[Tensor]:
@@ -163,10 +166,20 @@ def tensors_in(given: object, without: Collection[int] = ()) -> list[Tensor]:
         elif kind is list or kind is tuple:
             todo.extend(one)
         elif is_dataclass(kind):
-            todo.extend([getattr(one, field.name, None) for field in fields(kind)])
+            todo.extend([getattr(one, name, None) for name in _field_names(kind)])
         elif kind in SUPPORTED_NODES or is_namedtuple_class(kind):  # also a library's own output class
             todo.extend(tree_leaves(one))
     return found
+
+
+@cache
+def _field_names(kind: type[Any]) -> list[str]:
+    """Return the names of a dataclass's fields that may hold tensors."""
+    declared = ((field.name, getattr(field.type, "__name__", str(field.type))) for field in fields(kind))
+    names = [name for name, written in declared if written.partition("[")[0] not in _PLAIN_NAMES]
+    if not names:
+        _PLAIN.add(kind)
+    return names
 
 
 class Attributes:

@@ -149,9 +149,10 @@ def attention_scale(config: ModelConfig) -> float:
 
 def window_rope_theta(config: ModelConfig) -> float | None:
     """Return theta of the layers with a window; None if there are none, or if they are stretched as the others are."""
-    if config.window_rope_theta is None and config.rope_scaling is None:
-        return config.rope_theta if any(config.windows) else None
-    return config.window_rope_theta if any(config.windows) else None
+    if not any(config.windows):
+        return None
+    as_others = config.window_rope_theta is None and config.rope_scaling is None
+    return config.rope_theta if as_others else config.window_rope_theta
 
 
 def windows(config: ModelConfig) -> tuple[int, ...]:

@@ -30,13 +30,14 @@ def divide_experts(model: Decoder, ep: Collectives, *, gathers: bool = False) ->
     """Make experts whose stacks are this rank's blocks compute for all ranks of `ep`. Their calls are collective then,
     in evaluation, too. `gathers`: each rank gets all tokens, and the host waits for nothing.
     """
-    exchange, gather = _Exchange(ep), _Gather(ep)
-    way: AtExperts = torch.compiler.disable(gather.compute) if gathers else exchange  # type: ignore[no-untyped-call]  # untyped in torch
+    if gathers:
+        way: AtExperts = torch.compiler.disable(_Gather(ep).compute)  # type: ignore[no-untyped-call]  # untyped in torch
+    else:
+        way = exchange = _Exchange(ep)
+        model.around_recompute = exchange.around_recompute
     for module in model.modules():
         if isinstance(module, Experts):
             module.at_experts = way
-    if not gathers:
-        model.around_recompute = exchange.around_recompute
 
 
 class _Exchange:

@@ -68,9 +68,12 @@ class ByUpdate(Limits):
         """Return the number, or all of them as a tuple. Raises: TypeError or ValueError saying what they must be."""
         own = partial(_own, Annotated[float, Limits(power_of_two=False, **self._bounds)])
         value = value.tolist() if getattr(value, "ndim", 0) else value  # an array of numpy or torch
-        if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-            return own(value)
-        numbers = tuple(one if type(one) is float else own(one) for one in value)
+        try:
+            if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+                return own(value)
+            numbers = tuple(float(one) if getattr(one, "ndim", None) == 0 else own(one) for one in value)
+        except TypeError:
+            raise TypeError("must be a number, or a sequence with one for each update") from None
         if not numbers:
             raise ValueError("must have at least one number")
         # A long run has a number for each of a million updates, so of floats only the extremes are looked at.

@@ -19,12 +19,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Self, TypeVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -130,7 +129,7 @@ class RankPool:
         folder = self._folder = tempfile.TemporaryDirectory(prefix="megamix-ranks-")
         self._worlds = 0  # worlds so far
         self._needs_world = self._actor is None or self.world_size > 1
-        with mock.patch.dict(os.environ, self._environment or {}), starts_deaf():
+        with environment(self._environment or {}), starts_deaf():
             for rank in range(self.world_size):
                 mine, theirs = context.Pipe()
                 new_interpreter = self._environment is not None
@@ -262,3 +261,16 @@ def _request(pipe: Connection) -> Any:
 def _end_with(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
+
+
+@contextlib.contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables in the block, and in processes that start there. Others stay for all threads."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings:
+            os.environ.pop(name)
+            os.environ.update({name: before[name]} if name in before else {})

@@ -17,8 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megamix.checkpoint.folder import MANIFEST
+from megamix.checkpoint.folder import MANIFEST, Files
 from megamix.checkpoint.manifest import DamagedCheckpoint
+from megamix.checkpoint.save import remove_old
 from megamix.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.seal import SHARD, edit, seal
 from tests.checkpoint.state import save_steps
@@ -186,3 +187,16 @@ def test_a_checkpoint_may_be_linked_from_another_disk(ready: Path, tmp_path: Pat
     (tmp_path / "elsewhere" / SHARD).symlink_to(tmp_path / SHARD)
     path.symlink_to(tmp_path / "elsewhere")
     assert verify_checkpoint(path).manifest == verify_checkpoint(ready).manifest
+
+
+def test_a_checkpoint_that_is_linked_keeps_its_files_when_old_ones_are_removed(ready: Path, tmp_path: Path) -> None:
+    """Whoever moves old checkpoints to an archive and leaves links."""
+    archived, folder = tmp_path / "archive", tmp_path / "checkpoints"
+    shutil.copytree(ready, archived)
+    folder.mkdir()
+    (folder / "step_00000001").symlink_to(archived)
+    for update in (2, 3, 4):
+        shutil.copytree(ready, folder / f"step_0000000{update}")
+    remove_old(folder, 2, folder / "step_00000004", Files())
+    assert sorted(path.name[-1] for path in folder.iterdir()) == ["1", "3", "4"]
+    assert verify_checkpoint(archived).manifest == verify_checkpoint(ready).manifest

@@ -92,8 +92,16 @@ WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
         TypeError,
         r"neither copied nor pickled.* take deepcopy\(engine.module\)",
     ),
-    (lambda: AdamW(lr=torch.tensor(1.0)), TypeError, r"lr of AdamW must be a number, got tensor\(1\.\)"),
-    (lambda: AdamW(lr="1e-3"), TypeError, "lr of AdamW must be a number, got '1e-3'"),
+    (
+        lambda: AdamW(lr=torch.tensor(1.0)),
+        TypeError,
+        r"lr of AdamW must be a number, or a sequence .*, got tensor\(1\.\)",
+    ),
+    (
+        lambda: AdamW(lr="1e-3"),
+        TypeError,
+        "lr of AdamW must be a number, or a sequence .*, got '1e-3'",
+    ),
     (
         lambda: bf16_engine(nn.Linear(2, 2, device="meta")),
         ValueError,

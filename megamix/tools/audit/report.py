@@ -86,7 +86,7 @@ class AuditReport:
             yield _TOO_EARLY
             return
         every = zip((*_HEADS, *_SOME), *map(_cells, self.rows), strict=True)
-        columns = [column for column in every if column[0] in _HEADS or {*column[1:]} != {NOWHERE}]
+        columns = [column for column in every if column[0] in _HEADS or {*column[1:]} - {NOWHERE}]
         widths = [max(map(len, column)) for column in columns]
         names = ["parameters", *(row.name for row in self.rows)]
         room = min(WIDTH - sum(widths) - len(widths), max(map(len, names)))

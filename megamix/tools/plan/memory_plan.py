@@ -34,7 +34,7 @@ from megamix.tools.plan.pipeline_memory import PipelineRank
 LOADED_BATCHES = 5
 PIPELINE, EVALUATION = "buffers of the pipeline", "buffers of an evaluation"
 LATER = (PIPELINE, EVALUATION, AVERAGED)  # absent while the engine is built
-Known = tuple[list[StagePlan], Optimizer]  # stages of all of a pipeline's ranks, and the optimizer
+StagesAndOptimizer = tuple[list[StagePlan], Optimizer]  # stages of all of a pipeline's ranks, and the optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,13 @@ def plan_memory(
 
 
 def plan_rank(
-    config: Config, dp_size: int, pp_rank: int, machine: Machine, known: Known | None = None, *, crowded: bool = False
+    config: Config,
+    dp_size: int,
+    pp_rank: int,
+    machine: Machine,
+    known: StagesAndOptimizer | None = None,
+    *,
+    crowded: bool = False,
 ) -> MemoryPlan:
     """Return the plan of one of a pipeline's ranks; see `plan_memory`."""
     mesh = Topology.place(0, dp=dp_size, ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
@@ -156,7 +162,7 @@ class _RankPart(NamedTuple):
 
 
 def _plan_part(
-    config: Config, dp_size: int, rank: int, machine: Machine, known: Known, *, own_states: bool = False,
+    config: Config, dp_size: int, rank: int, machine: Machine, known: StagesAndOptimizer, *, own_states: bool = False,
     crowded: bool = False,
 ) -> _RankPart:  # fmt: skip
     stages, optimizer = known

@@ -32,7 +32,7 @@ SMALL = [
 def test_it_starts_its_own_ranks_and_says_that_they_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2"]) == 0
     said = capsys.readouterr()
-    assert said.err == f"megamix verify: dp2 on 2 rank(s); {layout_lines.ATTEMPTS}\n"
+    assert said.err == f"megamix verify: dp2 on 2 rank(s), 1 of 1; {layout_lines.ATTEMPTS}\n"
     size, head, line, _ = said.out.splitlines()
     assert size == "at training.micro_batch_size=1 model.seq_len=8 (overrides take another size)"
     assert head.split() == ["layout", "on", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
@@ -112,8 +112,8 @@ def test_a_rank_that_fails_is_told_and_exit_status_1(
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2,dp1"]) == 1
     said = capsys.readouterr()
     first, second = said.err.splitlines()
-    assert first == f"megamix verify: dp2 on 2 rank(s); {layout_lines.ATTEMPTS}"
-    assert second.startswith("megamix verify: dp1 on 1 rank(s); 2 layout(s), 67 %, ")
+    assert first == f"megamix verify: dp2 on 2 rank(s), 1 of 2; {layout_lines.ATTEMPTS}"
+    assert second.startswith("megamix verify: dp1 on 1 rank(s), 2 of 2; 2 layout(s), 67 %, ")
     why = "rank 1: ValueError: no such thing"
     told = [line for name in ("dp2", "dp1") for line in (row(name, "cpu", "fails"), why)]
     assert said.out.splitlines()[2:6] == told

@@ -141,15 +141,19 @@ class RightStep:
         times = f"{factor / self.coefficient:.4g} times the right one"
         added = f"{rate:.4g} times the weights added to it: weight decay in the gradient, or weights left in its buffer"
         factors = ((text, want * factor) for factor, text in self.meanings())
-        steps = ((text, grads[name]) for text, grads in self._other_steps.items())
-        kinds = chain(
-            self._owned(name), self._sums(self._of_name(name)), steps, self._uses(name), self._places(name, off)
-        )
         # A wrong gradient is clipped by a norm of its own.
-        others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in kinds)
+        others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in self._others(name, off))
         kept = factors, self._clips(name, off), [(times, factor * whole)], others, [(added, want + rate * weight)]
         kind = next(filter(None, (nearest(off, want, bound, candidates) for candidates in kept)), "")
         return kind or self._rounded(want, off) or self._orthogonal(name, off)
+
+    def _others(self, name: str, off: Tensor) -> Candidates:
+        """Yield gradients that take further steps to know. No step is taken before it is asked for."""
+        yield from self._owned(name)
+        yield from self._sums(self._of_name(name))
+        yield from ((text, grads[name]) for text, grads in self._other_steps.items())
+        yield from self._uses(name)
+        yield from self._places(name, off)
 
     def rank_apart(self, losses: Sequence[Sequence[float]], exact: Sequence[float], bound: float) -> str:
         """Return which ranks compute another loss than one process while others do not; "" for all or none of them.
@@ -173,12 +177,14 @@ class RightStep:
         found = sum(one * sum(mine) for one, mine in zip(told, self.shares, strict=True))
         left = iter(losses)
         parts = [[torch.tensor(next(left) * share, dtype=torch.float64) for share in mine] for mine in self.shares]
-        whole = _sum(parts)
+        whole, ranks = _sum(parts), [*zip(parts, self.shares, strict=True)]
         factors = ((text, whole * factor) for factor, text in self.meanings())
-        last = [("that of rank 0's last micro-batch alone", parts[0][-1] / self.shares[0][-1])]
-        if kind := nearest(
-            torch.tensor(found, dtype=torch.float64), whole, bound, chain(factors, self._sums(parts), last)
-        ):
+        alone = [(f"rank {rank}'s own", _sum([mine]) / sum(shares)) for rank, (mine, shares) in enumerate(ranks)]
+        last = torch.stack([mine[-1] / shares[-1] * sum(shares) for mine, shares in ranks]).sum(0)
+        alone += [("that of the last micro-batch alone", last)]
+        alone += [("that of rank 0's last micro-batch alone", parts[0][-1] / self.shares[0][-1])]
+        kinds = chain(factors, alone, self._sums(parts))
+        if kind := nearest(torch.tensor(found, dtype=torch.float64), whole, bound, kinds):
             return kind
         for dtype, text in HALVES.items():
             kept = all(float(torch.tensor(one).to(dtype)) == one for one in told)

@@ -157,8 +157,10 @@ def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
             places = torch.arange(math.prod(part.spec.full_shape)).view(part.spec.full_shape)
             where = places[part.spec.block].reshape(-1)[part.start : part.start + len(part.values)]
             values = part.values
-            full = whole.tensors.setdefault(key, torch.zeros(part.spec.full_shape)).view(-1)
-            owners = whole.owners.setdefault(key, torch.full(part.spec.full_shape, -1)).view(-1)
+            if key not in whole.owners:
+                whole.tensors[key] = torch.zeros(part.spec.full_shape)
+                whole.owners[key] = torch.full(part.spec.full_shape, -1)
+            full, owners = whole.tensors[key].view(-1), whole.owners[key].view(-1)
             again = owners[where] >= 0
             if not equal_bits(full[where][again], values[again]):
                 gap = (full[where][again] - values[again]).abs().max()

@@ -37,8 +37,8 @@ class Difference:
 
     def __str__(self) -> str:
         what = f"{f'attempt {self.attempt}' if self.attempt >= 0 else 'at the start'}: {self.check} of {self.where}"
-        if not self.bound and self.error == math.inf:  # a yes or no has no distance
-            return f"{what}: {self.looks_like or 'wrong'}"
+        if self.looks_like and not self.bound and self.error == math.inf:  # a yes or no has no distance
+            return f"{what}: {self.looks_like}"
         kind = f"; it looks like {self.looks_like}" if self.looks_like else ""
         return f"{what} is off by {self.error:.3g}, bound {self.bound:.3g}{kind}"
 
@@ -71,7 +71,7 @@ class Verdict:
                 explain = explain() if len(self.differences) < EXPLAINED else ""
             self.differences.append(Difference(self.attempt, check, where, error, bound, explain))
 
-    def expect(self, check: str, where: str, holds: bool, explain: Explanation = "") -> None:
+    def expect(self, check: str, where: str, holds: bool, explain: Explanation = "wrong") -> None:
         """Add a comparison that only passes or fails."""
         self.note(check, where, 0.0 if holds else math.inf, 0.0, explain)
 

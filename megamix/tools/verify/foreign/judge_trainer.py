@@ -49,7 +49,8 @@ def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> V
     before = judge.started(start)
     if judge.known != judge.initial.keys():  # no step of the plain model can be taken with these weights
         return verdict
-    for verdict.attempt, seen in enumerate(steps):
+    for number, seen in enumerate(steps):
+        verdict.attempt = number
         before = judge.step(before, seen)
         if verdict.differences and not verdict.culprit and before.tape and judge.earlier:
             verdict.culprit = culprit(judge.earlier, [RankTape(rank, one.tape) for rank, one in enumerate(seen)])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from megamix.tools.ranks import environment
 from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.core.tape import Tape, plain_name, recorded
 from megamix.tools.verify.core.verdict import Tensors
@@ -66,7 +65,7 @@ def watch_trainer(where: str, steps: int, bisect: bool = False) -> list[SeenStep
     ours = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 0}
     ours["LOCAL_RANK"] = rank if card is None else card
     # Variables that torchrun sets. accelerate and DeepSpeed ask for no more, for the process group exists already.
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in ours.items()}, MASTER_ADDR="127.0.0.1"):
+    with environment({name: str(value) for name, value in ours.items()} | {"MASTER_ADDR": "127.0.0.1"}):
         trainer = load_trainer(where, rank, world)
         with in_own_code(trainer):
             return _watch(trainer, steps, bisect)

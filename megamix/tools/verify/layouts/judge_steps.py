@@ -73,7 +73,8 @@ def judge(
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in reference.native.named_buffers()}
     _held(verdict, start, before, dtype, buffers)
     biases = {name: buffers.pop(name) for name in tallies(reference.native)}
-    for verdict.attempt, seen in enumerate(attempts):
+    for number, seen in enumerate(attempts):
+        verdict.attempt = number
         step = _Judged(config, reference, optimizer, verdict, seen, before, earlier, biases)
         step.scalars()
         if verdict.attempt == overflow_at:

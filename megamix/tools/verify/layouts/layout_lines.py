@@ -37,10 +37,13 @@ def verify_lines(
     # Weighted by the number of ranks, which share this machine.
     progress.begin(f"{len(layouts)} layout(s)", total=sum(layout.world_size for layout in layouts))
     try:
-        for layout in layouts:
+        for number, layout in enumerate(layouts, 1):
             rest = progress.work.told(time.monotonic()) if progress.work.done else ATTEMPTS
             with progress.aside():
-                say(f"megamix verify: {layout.name} on {layout.world_size} rank(s); {rest}", sys.stderr)
+                say(
+                    f"megamix verify: {layout.name} on {layout.world_size} rank(s), {number} of {len(layouts)}; {rest}",
+                    sys.stderr,
+                )
             # One pool of a size serves all layouts of that size.
             pool = pools.setdefault(layout.world_size, pool_for(layout.world_size, where, deadline_s=DEADLINE_S))
             try:
