@@ -48,9 +48,14 @@ def constant(lr: float, steps: int, warmup_steps: int = 0) -> Rates:
 
 
 def setting(
-    number: float, steps: int, start: float | None = None, warmup_steps: int = 0, end: float | None = None,
-    decay_steps: int | None = None, curve: str = "linear",
-) -> Rates:  # fmt: skip
+    number: float,
+    steps: int,
+    start: float | None = None,
+    warmup_steps: int = 0,
+    end: float | None = None,
+    decay_steps: int | None = None,
+    curve: str = "linear",
+) -> Rates:
     """Return the numbers of a setting that begins at `start`, has its own number after `warmup_steps`, and moves to
     `end` over the last `decay_steps`; None: over all updates behind the warm-up.
 
@@ -72,9 +77,14 @@ def setting(
 
 
 def rule(
-    decay_style: str, lr: float, steps: int, warmup_steps: int = 0, decay_steps: int | None = None, min_lr: float = 0.0,
+    decay_style: str,
+    lr: float,
+    steps: int,
+    warmup_steps: int = 0,
+    decay_steps: int | None = None,
+    min_lr: float = 0.0,
     done: Callable[[int], int] = int,
-) -> Callable[[int], float]:  # fmt: skip
+) -> Callable[[int], float]:
     """Return a function from the number of an update, 0 for the first, to its learning rate.
 
     `decay_style`: the name of a function above. `decay_steps` counts from the end of the warm-up, for wsd back from the

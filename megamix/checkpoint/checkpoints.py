@@ -37,7 +37,7 @@ class Checkpoints:
 
     def __init__(
         self, engine: ShardedEngine, folder: str | Path, keep: int = 2, timeout_s: float = 600.0, frozen: bool = True
-    ):  # fmt: skip
+    ):
         if not isinstance(engine, ShardedEngine):
             raise TypeError(f"engine is a {type(engine).__name__}; pass the ShardedEngine that trains it")
         self._engine, self._folder = engine, Path(folder).absolute()

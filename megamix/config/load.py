@@ -54,9 +54,13 @@ class Layer(NamedTuple):
 
 
 def load_config(
-    path: str | Path, overrides: Iterable[str] = (), say: Callable[[str], None] = lambda line: None, *,
-    imports: bool = True, starts: bool = False,
-) -> Config:  # fmt: skip
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    imports: bool = True,
+    starts: bool = False,
+) -> Config:
     """Read a TOML file, its bases, and `section.key=value` overrides, the last of which win.
 
     A key that is not read, for what another key says, is refused where it stands beside that one or above it. Below, it

@@ -49,9 +49,13 @@ FILE_SIZE = 1 << 30  # bytes of a file at most: ranks share the reading by files
 
 
 def import_model(
-    folder: Path, output: Path, file_size: int = FILE_SIZE, *, allow_non_finite: bool = False,
+    folder: Path,
+    output: Path,
+    file_size: int = FILE_SIZE,
+    *,
+    allow_non_finite: bool = False,
     progress: ProgressLine | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Write `output`, whole or not at all. Return the path of the checkpoint in it. Memory holds a few boxes of 16 MiB
     at a time.
 
@@ -140,9 +144,13 @@ SHARD_SIZE = 5 * 10**9  # bytes of a shard, as in transformers; a larger tensor 
 
 
 def export_model(
-    source: Source, output: Path, dtype: str, shard_size: int = SHARD_SIZE, tokenizer: Path | None = None,
+    source: Source,
+    output: Path,
+    dtype: str,
+    shard_size: int = SHARD_SIZE,
+    tokenizer: Path | None = None,
     progress: ProgressLine | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Write `output`, whole or not at all. Return the bytes of its tensors. Memory holds a few boxes of 16 MiB at a
     time.
 
@@ -206,9 +214,13 @@ def _write_shards(
 
 
 def _chunks(
-    head: bytes, weights: Weights, shapes: Mapping[str, tuple[int, ...]], links: Mapping[str, list[Link]],
-    dtype: torch.dtype, progress: ProgressLine,
-) -> Iterator[memoryview]:  # fmt: skip
+    head: bytes,
+    weights: Weights,
+    shapes: Mapping[str, tuple[int, ...]],
+    links: Mapping[str, list[Link]],
+    dtype: torch.dtype,
+    progress: ProgressLine,
+) -> Iterator[memoryview]:
     yield memoryview(head)
     for name, shape in shapes.items():
         for sub_box in sub_boxes(Box.whole(shape)):  # in order: their bytes one after the other are the tensor's

@@ -49,9 +49,13 @@ class Evaluation:
 
 
 def evaluate(
-    model: LanguageModel, prefix: Path, stride: int, seq_len: int, max_tokens: int | None = None,
+    model: LanguageModel,
+    prefix: Path,
+    stride: int,
+    seq_len: int,
+    max_tokens: int | None = None,
     progress: ProgressLine | None = None,
-) -> Evaluation:  # fmt: skip
+) -> Evaluation:
     """Evaluate a token file as one stream, in windows of up to seq_len tokens that begin `stride` tokens apart. A
     target counts only in the first window that has it, so each token counts once. The model sees the tokens before it
     in that window: at least seq_len - stride of them, except at the file's beginning.

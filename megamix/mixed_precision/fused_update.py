@@ -76,9 +76,14 @@ def gated_update(optimizer: Optimizer) -> Callable[..., None]:
     """
 
     def update_(
-        grad: Tensor, master: Tensor, states: States, half: Tensor | None,
-        multiplier: Tensor, found_inf: Tensor, at: UpdateScalars,
-    ) -> None:  # fmt: skip
+        grad: Tensor,
+        master: Tensor,
+        states: States,
+        half: Tensor | None,
+        multiplier: Tensor,
+        found_inf: Tensor,
+        at: UpdateScalars,
+    ) -> None:
         gated_update_(optimizer.equation, grad.float() * multiplier, master, states, at, found_inf)
         if half is not None:
             half.copy_(master)
@@ -128,9 +133,13 @@ class LibraryUpdate:
 
 
 def gated_update_(
-    equation: Callable[[Tensor, Tensor, States, UpdateScalars], tuple[Tensor, States]], grad: Tensor, master: Tensor,
-    states: States, at: UpdateScalars, found_inf: Tensor,
-) -> None:  # fmt: skip
+    equation: Callable[[Tensor, Tensor, States, UpdateScalars], tuple[Tensor, States]],
+    grad: Tensor,
+    master: Tensor,
+    states: States,
+    at: UpdateScalars,
+    found_inf: Tensor,
+) -> None:
     """Write the equation's results into master and states, unless `found_inf` is set. States stay in their
     own dtypes.
     """
@@ -152,9 +161,12 @@ class Kernels:
 
 
 def choose_kernels(
-    optimizer: Optimizer, groups: Sequence[UpdateGroup], buckets: Sequence[Bucket], world: Collectives,
+    optimizer: Optimizer,
+    groups: Sequence[UpdateGroup],
+    buckets: Sequence[Bucket],
+    world: Collectives,
     try_compiler: bool,
-) -> Kernels:  # fmt: skip
+) -> Kernels:
     """Return this machine's kernels: compiled if the real functions compile on every rank, else torch's own.
 
     Each combination of a bucket's dtypes and a set of states is compiled here, because a first compilation within a

@@ -35,9 +35,14 @@ class GradReduce:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], replicas: Collectives, row_stats: RowStats, overlap: bool, clock: Clock,
+        self,
+        buckets: Sequence[Bucket],
+        replicas: Collectives,
+        row_stats: RowStats,
+        overlap: bool,
+        clock: Clock,
         observers: Sequence[StepObserver],
-    ):  # fmt: skip
+    ):
         self._buckets = buckets
         self._replicas = replicas
         self._row_stats = row_stats

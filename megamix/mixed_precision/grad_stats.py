@@ -85,9 +85,13 @@ class GradStats:
 
 
 def agree(
-    by_piece: Tensor, progress: StepProgress, stop_request: Tensor, lr: Tensor, unseen_write: Tensor,
+    by_piece: Tensor,
+    progress: StepProgress,
+    stop_request: Tensor,
+    lr: Tensor,
+    unseen_write: Tensor,
     collectives: Collectives,
-) -> GradStats:  # fmt: skip
+) -> GradStats:
     """Return the statistics of the whole model, from those of each rank.
 
     Shapes: by_piece FP64 (2, pieces), stop_request FP64 (), lr FP32 (), unseen_write FP64 ().

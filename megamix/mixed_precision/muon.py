@@ -185,9 +185,13 @@ class Muon(MuonSettings, AdamW):
         return [*groups, *(group._replace(states=()) for group in groups)]
 
     def bucket_update(
-        self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
+        self,
+        kernel: Kernel,
+        buckets: Sequence[Bucket],
+        topology: Topology,
+        clock: Clock,
         observers: Sequence[StepObserver],
-    ) -> BucketUpdate:  # fmt: skip
+    ) -> BucketUpdate:
         return MuonUpdate(kernel, buckets, topology, clock, observers, self)
 
     def coefficients(self, update: Tensor, values: GroupValues) -> Tensors:
@@ -278,9 +282,14 @@ class MuonUpdate(BucketUpdate):
     """
 
     def __init__(
-        self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
-        observers: Sequence[StepObserver], muon: Muon,
-    ):  # fmt: skip
+        self,
+        kernel: Kernel,
+        buckets: Sequence[Bucket],
+        topology: Topology,
+        clock: Clock,
+        observers: Sequence[StepObserver],
+        muon: Muon,
+    ):
         """Plan the exchanges. `kernel`: takes the groups of `Muon.kernel_groups`. Every rank must call it."""
         super().__init__(kernel, clock, observers)
         self._muon = muon

@@ -230,9 +230,13 @@ class Optimizer:
         return [*groups]
 
     def bucket_update(
-        self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
+        self,
+        kernel: Kernel,
+        buckets: Sequence[Bucket],
+        topology: Topology,
+        clock: Clock,
         observers: Sequence[StepObserver],
-    ) -> "BucketUpdate":  # fmt: skip
+    ) -> "BucketUpdate":
         """Return the object that updates the buckets. `kernel`: updates a slice of any group of `kernel_groups`. Every
         rank must call it.
         """

@@ -72,9 +72,13 @@ def refuse_copy(engine: object) -> NoReturn:
 
 
 def check_arguments(
-    model: nn.Module, optimizer: Optimizer, precision: Precision, sharding: Sharding, clip_grad: float,
+    model: nn.Module,
+    optimizer: Optimizer,
+    precision: Precision,
+    sharding: Sharding,
+    clip_grad: float,
     grad_accum_steps: int,
-) -> None:  # fmt: skip
+) -> None:
     """Refuse arguments that the engine cannot take. Raises: TypeError or ValueError naming the argument."""
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(

@@ -117,9 +117,12 @@ def take_over(model: nn.Module, buckets: Sequence[Bucket], links: Links, dtype: 
 
 
 def misfit_names(
-    given: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]], *, may_lack: Collection[str] = (),
+    given: Mapping[str, tuple[int, ...]],
+    own: Mapping[str, tuple[int, ...]],
+    *,
+    may_lack: Collection[str] = (),
     may_have: Collection[str] = (),
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Return the differences from the model's own names and shapes: the first of each kind, and how many more."""
     kinds = {
         "missing": [f"missing {name}" for name in own if name not in given and name not in may_lack],

@@ -114,9 +114,14 @@ class Stage(nn.Module):
         self._run = model.__call__  # a function; a submodule would add the other stages' parameters
 
     def forward(
-        self, x: Tensor, targets: Tensor, positions: Tensor | None = None, num_documents: int = 0,
-        deal: Tensor | None = None, seed: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        targets: Tensor,
+        positions: Tensor | None = None,
+        num_documents: int = 0,
+        deal: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> Tensor:
         """Return hidden states, half (B, T, hidden_size); on the last stage the loss, FP32 ().
 
         `x`: the hidden states of the stage before; on the first stage the tokens, INT64 (B, T). `seed`: UINT64 (1,) on

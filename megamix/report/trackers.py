@@ -92,7 +92,7 @@ class WandbTracker:
         quiet = {"silent": True, "console": "off"}
         self._run = wandb.init(
             project=project, name=folder.name, dir=folder, config=config, mode="offline", settings=quiet
-        )  # fmt: skip
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -96,9 +96,13 @@ class BatchPlan:
     """
 
     def __init__(
-        self, updates: int, global_batch_size: int, on_overflow: OnOverflow, max_retries: int,
+        self,
+        updates: int,
+        global_batch_size: int,
+        on_overflow: OnOverflow,
+        max_retries: int,
         state: PlanState | None = None,
-    ):  # fmt: skip
+    ):
         self.updates, self.global_batch_size = updates, global_batch_size
         self._on_overflow, self._max_retries, self.lag = on_overflow, max_retries, LAGS[on_overflow]
         state = state or PlanState()

@@ -121,9 +121,13 @@ class Sampling:
 
 
 def sample_text(
-    model: LanguageModel, tokenizer: TextTokenizer, prompt: str, sampling: Sampling, end_tokens: Sequence[int] = (),
+    model: LanguageModel,
+    tokenizer: TextTokenizer,
+    prompt: str,
+    sampling: Sampling,
+    end_tokens: Sequence[int] = (),
     on_token: Callable[[], None] = lambda: None,
-) -> str:  # fmt: skip
+) -> str:
     """Return `prompt` and its continuation, without the token that ends it.
 
     `on_token` is called after each token.

@@ -73,9 +73,14 @@ class Watchdog:
     """
 
     def __init__(
-        self, roll: RollCall | None, timeout_s: float, status: RunStatus, leave: LeaveRequest, launcher: int | None,
+        self,
+        roll: RollCall | None,
+        timeout_s: float,
+        status: RunStatus,
+        leave: LeaveRequest,
+        launcher: int | None,
         position: Callable[[], Position],
-    ):  # fmt: skip
+    ):
         self._position = position
         self._roll, self._timeout_s = roll, timeout_s
         self._status, self._leave = status, leave

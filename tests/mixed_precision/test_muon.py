@@ -249,11 +249,14 @@ def test_tables_of_the_user_that_match_nothing_are_named(caplog) -> None:
     ]
 
 
+NUMBERS = "must be a number, or a sequence with one for each update"
+
+
 @pytest.mark.parametrize(
     ("make", "setting", "said"),
     [
-        (Muon, {"momentum": "0.9"}, "momentum of Muon must be a number, or a sequence .*, got '0.9'; leave it out for 0.95"),
-        (Muon, {"momentum": True}, "momentum of Muon must be a number, or a sequence .*, got True; leave it out for 0.95"),
+        (Muon, {"momentum": "0.9"}, f"momentum of Muon {NUMBERS}, got '0.9'; leave it out for 0.95"),
+        (Muon, {"momentum": True}, f"momentum of Muon {NUMBERS}, got True; leave it out for 0.95"),
         (Muon, {"nesterov": "no"}, "nesterov of Muon must be True or False, got 'no'; leave it out for True"),
         (Muon, {"equal_rows": 1}, "equal_rows of Muon must be True or False, got 1; leave it out for False"),
         (Muon, {"ns_steps": 5.0}, "ns_steps of Muon must be a whole number, got 5.0; leave it out for 5"),

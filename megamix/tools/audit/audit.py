@@ -79,9 +79,11 @@ def make_note(facts: Mapping[nn.Parameter, ParamFacts], judged: Iterable[ParamFa
 
 @contextmanager
 def torch_updates(
-    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], facts: Mapping[nn.Parameter, ParamFacts],
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    facts: Mapping[nn.Parameter, ParamFacts],
     watch: Watch,
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[None]:
     """Count the changes that each optimizer's step makes in the block, and note the dtypes that wrappers declare."""
     with ExitStack() as stack:
         stack.enter_context(wires_told(model, facts, watch.reduced))

@@ -193,9 +193,12 @@ def how_multiplied(device: str) -> list[str]:
 
 
 def make_engine(
-    work: Work, model: LanguageModel, sharding: Sharding, fill: Fill | None = None,
+    work: Work,
+    model: LanguageModel,
+    sharding: Sharding,
+    fill: Fill | None = None,
     optimizer: Callable[..., AdamW] = AdamW,
-) -> ShardedEngine:  # fmt: skip
+) -> ShardedEngine:
     """Return an engine by the rules of `work`, with a running clock. Every rank must call it."""
     # 2**16 holds for these steps. Without it the search for the largest scale, from 2**24 down, would be timed.
     loss_scale = DynamicLossScale(init_scale=2.0**16) if work.half == torch.float16 else None

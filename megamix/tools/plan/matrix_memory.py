@@ -106,9 +106,13 @@ class _Update(NamedTuple):
 
 
 def _update_of(
-    bucket: BucketBytes, homes: BucketMatrices | None, rank: int, optimizer: Muon, engine: EngineMemory,
+    bucket: BucketBytes,
+    homes: BucketMatrices | None,
+    rank: int,
+    optimizer: Muon,
+    engine: EngineMemory,
     turn_of: Callable[[int, int], int],
-) -> _Update:  # fmt: skip
+) -> _Update:
     if homes is None or rank >= len(homes.parts):
         return _Update()
     on_gpu, ns_dtype, shard = engine.on_gpu, optimizer.ns_dtype, bucket.plan.shard_numel

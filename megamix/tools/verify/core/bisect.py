@@ -80,8 +80,10 @@ def first_module(tape: Tape, all_parts: Sequence[Tape], exact: Tape, native: Tap
         near = near.double() / (factor_of(near, want) if is_gradient else 1.0)
         bound = NOISE * max_abs(near - want) + 4 * UNIT.get(here.dtype, 0.0) * max_abs(want)
         scales = [kinds[is_gradient]] * 2 if is_gradient in kinds else [factor_of(here, want), factor_of(parts, want)]
-        errors = [max_abs(one.double() / scale - want) if scale else math.inf
-                  for one, scale in zip((here, parts), scales, strict=True)]  # fmt: skip
+        errors = [
+            max_abs(one.double() / scale - want) if scale else math.inf
+            for one, scale in zip((here, parts), scales, strict=True)
+        ]
         if min(errors) <= bound:
             kinds.setdefault(is_gradient, scales[errors.index(min(errors))])
         elif wrong is None:

@@ -96,8 +96,10 @@ class RightStep:
     @cached_property
     def parts(self) -> list[list[Tensors]]:
         """Return each micro-batch's part of the gradient, by rank, FP64."""
-        return [[self._of([batch], [share]) for batch, share in zip(*both, strict=True)]
-                for both in zip(self.by_rank, self.shares, strict=True)]  # fmt: skip
+        return [
+            [self._of([batch], [share]) for batch, share in zip(*both, strict=True)]
+            for both in zip(self.by_rank, self.shares, strict=True)
+        ]
 
     def _of(self, batches: MicroBatches, shares: Sequence[float], weights: Tensors | None = None) -> Tensors:
         return self.reference.exact_step(weights or self.weights, batches, shares).grads
@@ -164,8 +166,11 @@ class RightStep:
         own = [[next(left) for _ in mine] for mine in self.by_rank]
         if [*map(len, losses)] != [*map(len, own)]:
             return ""
-        wrong = [rank for rank, both in enumerate(zip(losses, own, strict=True))
-                 if not all(abs(one - other) <= bound for one, other in zip(*both, strict=True))]  # fmt: skip
+        wrong = [
+            rank
+            for rank, both in enumerate(zip(losses, own, strict=True))
+            if not all(abs(one - other) <= bound for one, other in zip(*both, strict=True))
+        ]
         if not 0 < len(wrong) < len(own):
             return ""
         return f"another forward on rank {', '.join(map(str, wrong))} alone: losses elsewhere are right"

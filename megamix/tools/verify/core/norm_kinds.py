@@ -19,8 +19,10 @@ def explain_norm(right: RightStep, used: float, grads: Tensors, name: str = "", 
     squares = {other: float(grad.square().sum()) for other, grad in grads.items()}
     norm, numbers = norm_of(grads), {right.ranks, len(right.by_rank), len(right.by_rank[0])}
     told = f"that of all gradients is {norm:.4g}"
-    sets = {f"group {group}": [other for other in squares if right.groups.get(other) == group]
-            for group in sorted(set(right.groups.values()))}  # fmt: skip
+    sets = {
+        f"group {group}": [other for other in squares if right.groups.get(other) == group]
+        for group in sorted(set(right.groups.values()))
+    }
     sets |= {"what tensor-parallel ranks replicate": [*right.replicated]}
     sums = {text: sum(map(squares.__getitem__, others)) for text, others in sets.items()}
     sums |= {f"the shards of rank {rank}": own**2 for rank, own in enumerate(_shard_norms(right, grads))}

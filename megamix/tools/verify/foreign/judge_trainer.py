@@ -247,8 +247,7 @@ class _Judge:
         # One wrong gradient changes the norm by which all are clipped, so it is named before the others.
         factors = {name: factor_of(found[name], want) for name, want in exact.grads.items() if bool(want.any())}
         common = median(factors.values()) if clip and factors else coefficient
-        apart = {name: max_abs(found[name] - common * want) > bounds[name]
-                 for name, want in exact.grads.items()}  # fmt: skip
+        apart = {name: max_abs(found[name] - common * want) > bounds[name] for name, want in exact.grads.items()}
         if not 0 < common < 1.001 or all(apart.values()):
             common, apart = coefficient, dict.fromkeys(apart, True)
         for name in sorted(apart, key=apart.__getitem__, reverse=True):

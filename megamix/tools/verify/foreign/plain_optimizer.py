@@ -137,9 +137,10 @@ def kept_states(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -
     """
     _, left = _step(optimizer, group, param.detach(), torch.ones_like(param), {})
     return {
-        state: of.shape if isinstance(of, Tensor) else None for state, of in left.items()
+        state: of.shape if isinstance(of, Tensor) else None
+        for state, of in left.items()
         if (of.dim() or not param.dim() if isinstance(of, Tensor) else not isinstance(of, int | float | None))
-    }  # fmt: skip
+    }
 
 
 def torch_update(
@@ -180,15 +181,21 @@ def _eps_in_root(
 
 
 def _step(
-    optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, grad: Tensor, states: Mapping[str, Any],
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    weight: Tensor,
+    grad: Tensor,
+    states: Mapping[str, Any],
     steps: int = 1,
-) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
+) -> tuple[Tensor, dict[str, Any]]:
     """Return the weight and the states after steps with this gradient, in FP64."""
     alone, param = copy.copy(optimizer), nn.Parameter(weight.double())
     param.grad = grad.clone()
     eps = torch.finfo(weight.dtype).eps  # Adafactor's default: eps of the dtype that the training keeps
-    given = {key: tuple(eps if one is None else one for one in value) if isinstance(value, tuple) else value
-             for key, value in group.items()}  # fmt: skip
+    given = {
+        key: tuple(eps if one is None else one for one in value) if isinstance(value, tuple) else value
+        for key, value in group.items()
+    }
     alone.param_groups = [{**given, **dict.fromkeys(IMPLEMENTATIONS & group.keys(), False), "params": [param]}]
     alone.state = defaultdict(dict, {param: dict(states)} if states else {})
     for _ in range(steps):

@@ -168,11 +168,15 @@ class _Judged:
         self.right = RightStep(
             replace(reference, choices={id(batch.tokens): of for batch, of in chosen}),
             {name: master.to(self.dtype) for name, master in before.of(MASTER).items()} | biases,
-            by_rank, [[1 / weight] * len(mine) for mine in by_rank],
-            loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(ranks),
+            by_rank,
+            [[1 / weight] * len(mine) for mine in by_rank],
+            loss_scale=self.of["loss_scale"],
+            earlier=earlier,
+            ranks=len(ranks),
             owners={name: self.after.owners[GRADIENT, name] for name in self.grads},
-            tp_size=tp_size, replicated=self.grads.keys() - divided if tp_size > 1 else (),
-        )  # fmt: skip
+            tp_size=tp_size,
+            replicated=self.grads.keys() - divided if tp_size > 1 else (),
+        )
 
     @cached_property
     def native(self) -> Step:
