@@ -159,7 +159,7 @@ def _held(folder: Path) -> list[tuple[float, float]]:
         config = tiny_job(folder, model={"hidden_size": 128}, parallelism={"shard": shard})
         model = Transformer(config.model)
         engine = build_engine(config, model, model.units, 1)
-        said = job._describe(config, engine, engine.device)
+        said = job._describe(config, engine)
         assert said.endswith("accumulation 1" + f' | shard = "{shard}"' * (shard != "states"))
         (mib,) = re.findall(r"([\d.]+) MiB a rank", said)
         num_params = sum(param.numel() for param in model.parameters())
