@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 
 from megamix.arguments import lines_told
-from megamix.cli import VERBS, main
+from megamix.cli import VERBS, _parse, main
 from megamix.config import Config, load_config
 from megamix.progress import ProgressLine
 
@@ -245,3 +245,8 @@ def test_a_python_without_the_dependencies_is_one_line_that_names_the_environmen
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert "has no pydantic; run `. .venv/bin/activate`, which ./launch/install.sh makes" in done.stderr
+
+
+def test_words_behind_two_dashes_are_another_program_s() -> None:
+    """Whoever audits a script of his own."""
+    assert _parse(["audit", "--", "python", "train.py", "--lr=1"]).command == ["python", "train.py", "--lr=1"]
