@@ -25,6 +25,7 @@ from megamix import (
     StaticLossScale,
     TorchLossScale,
 )
+from megamix.inspect import replicas
 from megamix.inspect.replicas import DamagedMemory, Numbers, check_replicas, shard_hashes
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.optimizers import Optimizer
@@ -142,6 +143,13 @@ def test_a_rank_alone_finds_that_its_two_copies_differ(dtype: torch.dtype) -> No
     _flip(engine.buckets[0].master, 3, 31)
     name = engine.buckets[0].plan.slots[0].spec.name
     assert _verdict(engine).endswith(f"; rank 0: {name} (half parameter or master)")
+
+
+def test_counters_are_gathered_only_where_they_differ(monkeypatch) -> None:
+    """Whoever checks often: a check is two small gathers of hashes."""
+    engine = _trained(torch.float16, 1)
+    monkeypatch.setattr(replicas, "gather_json", None)
+    check_replicas(engine, COUNTERS)
 
 
 def test_digits_of_a_master_that_the_cast_drops_have_no_second_copy() -> None:
