@@ -42,6 +42,7 @@ from megamix.config import Config
 from megamix.config.choices import section_at
 from megamix.config.sections import SECTIONS
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS, Section, texts
+from megamix.settings import limits
 from megamix.settings.limits import PowerOfTwo, Share, check
 
 Keys = dict[str, Any]
@@ -389,6 +390,15 @@ def test_rates_for_each_update_may_be_an_array_or_a_tensor() -> None:
         assert AdamW(lr=rates).lr == (0.5, 0.25)
     with pytest.raises(TypeError, match="lr of AdamW must be a number"):
         AdamW(lr=torch.ones(2, 2))
+
+
+def test_a_rate_for_each_update_of_a_long_run_is_read_in_one_pass(monkeypatch) -> None:
+    """Whoever trains for a million updates: only the extremes of floats are looked at one by one."""
+    looked, own = [], limits._own
+    monkeypatch.setattr(limits, "_own", lambda kind, value: looked.append(value) or own(kind, value))
+    rates = [0.5] * 10_000
+    assert len(AdamW(lr=rates).lr) == len(rates)
+    assert len(looked) < 100
 
 
 def test_what_a_class_works_out_is_no_setting() -> None:

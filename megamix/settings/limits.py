@@ -71,7 +71,8 @@ class ByUpdate(Limits):
         try:
             if isinstance(value, str | bytes) or not isinstance(value, Sequence):
                 return own(value)
-            numbers = tuple(float(one) if getattr(one, "ndim", None) == 0 else own(one) for one in value)
+            plain = (one.item() if getattr(one, "ndim", None) == 0 else one for one in value)
+            numbers = tuple(one if type(one) is float else own(one) for one in plain)
         except TypeError:
             raise TypeError("must be a number, or a sequence with one for each update") from None
         if not numbers:
