@@ -196,6 +196,8 @@ def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group: list[int]) 
     reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
     batches = [[torch.eye(3)[:1] * (rank + 1) + rank] for rank in range(4)]
     right = RightStep(reference, dict(plain.named_parameters()), batches, [[0.25]] * 4)
+    assert right.explain("weight", {"weight": 2 * right.whole["weight"]}, 1e-9).startswith("2 times the right one")
+    assert "parts" not in vars(right)  # a factor alone takes no further step
     found = {"weight": torch.stack([right.parts[rank][0]["weight"] for rank in group]).sum(0) * 2}
     told = right.explain("weight", found, 1e-9)
     assert told == f"that of ranks {group} alone, not reduced over the others"
